@@ -1,0 +1,69 @@
+"""Every error that ctxext raises on purpose.
+
+    CtxextError
+    ├── UnknownNameError (LookupError)         a method, backend or parameter that does not exist
+    ├── InvalidParameterError (ValueError)     a value outside its valid range, or two that contradict
+    ├── IncompatibleError (ValueError)         this method cannot be right on this model; the reason is named
+    ├── PatchStateError (RuntimeError)         patched twice, unpatch without patch, already extended
+    ├── VerificationError (RuntimeError)       the patched model does not compute what the method says
+    ├── CheckpointError (ValueError)           a checkpoint directory that is missing, broken or in the way
+    └── BackendUnavailableError (RuntimeError) a named attention backend cannot serve this call
+
+A message names the thing, the value found and the next step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BackendUnavailableError",
+    "CheckpointError",
+    "CtxextError",
+    "IncompatibleError",
+    "InvalidParameterError",
+    "PatchStateError",
+    "UnknownNameError",
+    "VerificationError",
+]
+
+
+class CtxextError(Exception):
+    """Root of all errors that ctxext raises on purpose."""
+
+
+class UnknownNameError(CtxextError, LookupError):
+    """A name that does not exist; the message suggests the nearest one."""
+
+    @classmethod
+    def of(cls, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+        """Build the message ``Unknown <kind> '<name>'. Did you mean ...? Known: ...``."""
+        names = sorted(known)
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return cls(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
+
+
+class InvalidParameterError(CtxextError, ValueError):
+    """A parameter outside its valid range, or two parameters that contradict each other."""
+
+
+class IncompatibleError(CtxextError, ValueError):
+    """The method cannot be applied rightly to this model."""
+
+
+class PatchStateError(CtxextError, RuntimeError):
+    """The model is in the wrong state for this verb."""
+
+
+class VerificationError(CtxextError, RuntimeError):
+    """The live model, or its reloaded twin, disagrees with the method's mathematics."""
+
+
+class CheckpointError(CtxextError, ValueError):
+    """A checkpoint or adapter directory cannot be read or written as asked."""
+
+
+class BackendUnavailableError(CtxextError, RuntimeError):
+    """A named attention backend is not installed or cannot serve the call."""

@@ -1,0 +1,108 @@
+"""The contract of a method: pure mathematics on numbers, and at the same time its own saved form."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
+
+__all__ = ["BiasMethod", "Method", "RopeMethod", "require"]
+
+
+def require(condition: bool, parameter: str, value: object, expected: str) -> None:
+    """Raise ``InvalidParameterError`` naming the parameter, the value found and what is expected."""
+    if not condition:
+        raise InvalidParameterError(f"{parameter} must be {expected}, found {value!r}.")
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite real number (a bool or a numeric string is not)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """A way to let a model read further than it was trained for.
+
+    A method is a frozen dataclass of plain numbers, strings and tuples of numbers: ``to_dict`` is what a
+    checkpoint stores and ``from_dict`` rebuilds an equal object. It never sees a model, a config or a device.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str]
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(is_number(self.factor) and self.factor >= 1, "factor", self.factor, "a finite number, at least 1")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the result depends on the current length, so that a KV cache must be handled with care."""
+        return False
+
+    def target_length(self, trained_length: int) -> int:
+        """Tokens that the extended model is meant for."""
+        return math.floor(trained_length * self.factor + 1e-6)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON form: ``{"method": name, **parameters}``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"method": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Rebuild a method from ``to_dict``'s form.
+
+        Raises:
+            UnknownNameError: for a parameter that the method does not have.
+        """
+        known = {field.name for field in fields(cls)}
+        parameters = {key: value for key, value in data.items() if key != "method"}
+        for key in parameters:
+            if key not in known:
+                raise UnknownNameError.of(f"parameter of method {cls.name!r}", key, known)
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeMethod(Method):
+    """A method that changes the rotary frequencies of a model."""
+
+    @abstractmethod
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        """Frequencies in float64 for a sequence of ``length`` tokens (only dynamic methods look at it)."""
+
+    @abstractmethod
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+        """Stock transformers form, complete with ``rope_type`` and ``rope_theta``; None if there is none."""
+
+    @classmethod
+    def example(cls, rope: RopeSpec) -> Self:
+        """A typical instance for ``rope``; feeds the contract tests and the tables."""
+        return cls(factor=4.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasMethod(Method):
+    """A method whose positions are a score term that depends on head and distance: ALiBi and its kin."""
+
+    @abstractmethod
+    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+        """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
+
+    @classmethod
+    def example(cls, alibi: AlibiSpec) -> Self:
+        """A typical instance; feeds the contract tests and the tables."""
+        return cls(factor=4.0)
