@@ -73,7 +73,8 @@ class Method(ABC):
         for key in parameters:
             if key not in known:
                 raise UnknownNameError.of(f"parameter of method {cls.name!r}", key, known)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
