@@ -1,3 +1,8 @@
 """Give an existing Hugging Face checkpoint a longer context, in place and in one line."""
 
 __version__ = "0.1.0"
+
+from ctxext import errors, methods
+from ctxext._api import describe, method, patch, unpatch
+
+__all__ = ["describe", "errors", "method", "methods", "patch", "unpatch"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["AlibiSpec", "Frequencies", "RopeSpec"]
+__all__ = ["AlibiSpec", "Description", "Frequencies", "RopeSpec"]
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,49 @@ class Frequencies:
 
     inv_freq: Float[Tensor, " half"]
     attention_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What ``ctxext.describe`` knows about a model; ``str()`` is made for reading.
+
+    Args:
+        model_type: transformers' name of the architecture.
+        method: ``Method.to_dict()`` of the extension, None where the model is not extended.
+        trained_length: tokens that the unextended checkpoint was trained for, None where nothing says so.
+        target_length: tokens that the model is meant for now.
+        stored_as: how the config expresses the extension.
+        stock: whether a process without ctxext loads the same model.
+        fingerprint: 12 hexadecimal digits of a hash of the frequencies.
+        notes: sentences that a user must know.
+        edits: attributes of this model that ctxext changed; empty for a model loaded already extended.
+    """
+
+    model_type: str
+    method: dict[str, Any] | None
+    trained_length: int | None
+    target_length: int | None
+    stored_as: str = ""
+    stock: bool = True
+    fingerprint: str = ""
+    notes: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.method is None:
+            return f"{self.model_type}: not extended by ctxext, {self.target_length} tokens"
+        parameters = ", ".join(f"{key}={_short(value)}" for key, value in self.method.items() if key != "method")
+        lines = [
+            f"{self.model_type} extended by {self.method['method']} ({parameters})",
+            f"  length       {self.trained_length} -> {self.target_length} tokens",
+            f"  stored as    {self.stored_as}",
+            f"  loads with   {'stock transformers' if self.stock else 'ctxext.load only'}",
+            f"  fingerprint  {self.fingerprint}",
+        ]
+        lines += [f"  note         {note}" for note in self.notes]
+        lines += [f"  edited       {', '.join(self.edits)}"] if self.edits else []
+        return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    return f"<{len(value)} values>" if isinstance(value, list) and len(value) > 4 else repr(value)

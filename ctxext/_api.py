@@ -1,0 +1,244 @@
+"""The verbs' bodies: the only code that knows methods, architectures and models together."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+import ctxext
+from ctxext._edits import Edits
+from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.methods import METHODS, Method
+from ctxext.methods.base import is_number
+from ctxext.spec import Description
+
+__all__ = ["describe", "method", "patch", "unpatch"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+FORMAT = 1
+
+
+@dataclass
+class Patched:
+    """What a patched model carries: enough to describe it and to undo it."""
+
+    method: Method
+    extension: Extension
+    edits: Edits
+
+
+def method(name: str, *, factor: float | None = None, **parameters: Any) -> Method:
+    """Build a method from its name, for configs and command lines.
+
+    Args:
+        name: one of ``ctxext.methods()``.
+        factor: target_length / trained_length, at least 1; left out, the method's default.
+        **parameters: the method's own parameters.
+
+    Raises:
+        UnknownNameError: for an unknown method or parameter, with a suggestion.
+        InvalidParameterError: for a value outside its range.
+    """
+    if name not in METHODS:
+        raise UnknownNameError.of("method", name, METHODS)
+    chosen = METHODS[name]
+    if factor is not None:
+        parameters["factor"] = factor
+    known = {field.name for field in fields(chosen)}
+    for key in parameters:
+        if key not in known:
+            raise UnknownNameError.of(f"parameter of method {name!r}", key, known)
+    return chosen(**parameters)
+
+
+def patch(
+    model: ModelT,
+    method: str | Method,
+    *,
+    factor: float | None = None,
+    target_length: int | None = None,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+    **parameters: Any,
+) -> ModelT:
+    """Give a loaded model a longer context, in place, and prove that it took effect.
+
+    Writes the extension into the model's existing config and live modules, then compares what the rotary modules
+    compute with the method's own mathematics in float64. If anything fails, the model is left as it was.
+
+    Args:
+        model: a transformers model, or a PEFT, compiled or data-parallel wrapper around one.
+        method: a name (``ctxext.methods()`` lists them) or a method object such as ``YaRN(factor=4)``.
+        factor: target_length / trained_length, at least 1. With a name only.
+        target_length: tokens to extend to, instead of ``factor``.
+        trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``.
+            Required for a checkpoint that is already extended: the new method replaces the old one.
+        sliding_window: for models whose every attention layer has one: "lift" or "keep".
+        **parameters: the method's own parameters, with a name only.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnknownNameError: unknown method or parameter.
+        InvalidParameterError: a value outside its range, or factor and target_length that contradict each other.
+        IncompatibleError: the method cannot be right on this model; the message says why.
+        PatchStateError: the model is already patched or already extended.
+        VerificationError: the patched model does not compute what the method says.
+    """
+    base = base_model(model)
+    _refuse_patched(base)
+    architecture = architecture_of(base)
+    known_length = trained_length or architecture.trained_length(base.config)
+    chosen = resolve(method, factor, target_length, known_length, parameters)
+    if trained_length is not None and (not isinstance(trained_length, int) or trained_length < 1):
+        raise InvalidParameterError(f"trained_length must be a positive number of tokens, found {trained_length!r}.")
+    request = Request(trained_length=trained_length, sliding_window=sliding_window)
+    with Edits() as edits:
+        extension = architecture.apply(base, chosen, request, edits)
+        edits.set(base.config, "ctxext", saved_form(chosen, extension))
+        edits.set(base, "_ctxext", Patched(chosen, extension, edits))
+    return model
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PatchStateError: if this model was not patched in this process (or by ``ctxext.load``).
+    """
+    base = base_model(model)
+    patched = patched_state(base)
+    if patched is None:
+        raise PatchStateError(
+            f"This {type(base).__name__} was not patched in place, so there is nothing to undo. A checkpoint that was "
+            f"saved extended is undone by loading the original checkpoint."
+        )
+    patched.edits.undo()
+    return model
+
+
+def describe(model: nn.Module) -> Description:
+    """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
+    base = base_model(model)
+    patched = patched_state(base)
+    model_type = base.config.model_type
+    if patched is not None:
+        extension = asdict(patched.extension)
+        edits = tuple(patched.edits.lines())
+        return Description(model_type=model_type, method=patched.method.to_dict(), edits=edits, **extension)
+    saved = getattr(base.config, "ctxext", None)
+    if saved:
+        known = {field.name for field in fields(Extension)}
+        extension = {key: value for key, value in saved.items() if key in known}
+        extension["notes"] = tuple(extension.get("notes", ()))
+        return Description(model_type=model_type, method=saved["method"], **extension)
+    length = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
+
+
+def resolve(
+    chosen: str | Method,
+    factor: float | None,
+    target_length: int | None,
+    trained_length: int | None,
+    parameters: dict[str, Any],
+) -> Method:
+    """Turn what the user wrote into one method object, or say which two things contradict each other."""
+    if isinstance(chosen, Method):
+        given = {"factor": factor, "target_length": target_length, **parameters}
+        extra = [key for key, value in given.items() if value is not None]
+        if extra:
+            raise InvalidParameterError(
+                f"A method object already holds its parameters; give {', '.join(extra)} to {type(chosen).__name__}(...)"
+                f" instead, or pass the method by name."
+            )
+        return chosen
+    if not isinstance(chosen, str):
+        raise InvalidParameterError(f"method must be a name or a ctxext method object, found {chosen!r}.")
+    if target_length is not None:
+        factor = _factor_for(target_length, trained_length, factor)
+    return method(chosen, factor=factor, **parameters)
+
+
+def _factor_for(target_length: int, trained_length: int | None, factor: float | None) -> float:
+    if not is_number(target_length) or target_length != int(target_length) or target_length < 1:
+        raise InvalidParameterError(f"target_length must be a positive number of tokens, found {target_length!r}.")
+    if trained_length is None:
+        raise InvalidParameterError("target_length needs to know the trained length here; pass trained_length=...")
+    implied = target_length / trained_length
+    if factor is not None and abs(factor * trained_length - target_length) > 1:
+        raise InvalidParameterError(
+            f"factor={factor} and target_length={target_length} contradict each other: the checkpoint was trained for "
+            f"{trained_length} tokens, so target_length means factor={implied:g}. Give one of them."
+        )
+    if implied < 1:
+        raise InvalidParameterError(
+            f"target_length={target_length} is below the trained length of {trained_length} tokens; there is nothing to "
+            f"extend."
+        )
+    return implied if factor is None else factor
+
+
+def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
+    """What ``config.ctxext`` holds: plain JSON, enough to rebuild, to describe and to trace the extension."""
+    versions = {"ctxext": ctxext.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    saved = asdict(extension) | {"notes": list(extension.notes)}
+    return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Unwrap PEFT, torch.compile and data-parallel wrappers.
+
+    Raises:
+        IncompatibleError: if there is no transformers model inside.
+    """
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        else:
+            raise IncompatibleError(f"ctxext extends transformers models; found {type(model).__name__}.")
+    return inner
+
+
+def architecture_of(base: PreTrainedModel) -> Architecture:
+    """The first architecture whose structure is found in the model.
+
+    Raises:
+        IncompatibleError: if positions live nowhere that ctxext knows.
+    """
+    for architecture in ARCHITECTURES.values():
+        if (found := architecture()).matches(base):
+            return found
+    raise IncompatibleError(
+        f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: no rotary embedding "
+        f"of the form that transformers' own rope types use, and no ALiBi. Known families: {', '.join(ARCHITECTURES)}."
+    )
+
+
+def patched_state(base: PreTrainedModel) -> Patched | None:
+    """What ``patch`` left on the model, None where it is not patched."""
+    return base.__dict__.get("_ctxext")
+
+
+def _refuse_patched(base: PreTrainedModel) -> None:
+    patched = patched_state(base)
+    if patched is not None:
+        raise PatchStateError(
+            f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
+            f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
+        )

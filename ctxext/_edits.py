@@ -1,0 +1,98 @@
+"""The journal: the only code in ctxext that mutates a model."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Edits"]
+
+
+class _Absent(Enum):
+    """Marks an attribute that did not exist before; an enum member stays itself through deepcopy and pickle."""
+
+    ABSENT = "absent"
+
+
+class Edits:
+    """Sets attributes and remembers what was there, so that ``undo`` restores it exactly, in reverse order.
+
+    The journal holds data, never closures: ``copy.deepcopy`` and ``pickle`` of a patched model carry it along and
+    the copy can be undone by itself. Parameters are refused, so the keys and values of ``state_dict`` cannot change.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[object, str, object]] = []
+
+    def __enter__(self) -> Edits:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Leave everything as it was if the block failed."""
+        if error is not None:
+            self.undo()
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Set ``owner.name`` and remember the old value (or that there was none)."""
+        self._entries.append((owner, name, self._current(owner, name)))
+        _assign(owner, name, value)
+
+    def delete(self, owner: object, name: str) -> None:
+        """Delete ``owner.name`` if it is there, and remember the old value."""
+        old = self._current(owner, name)
+        if old is not _Absent.ABSENT:
+            self._entries.append((owner, name, old))
+            delattr(owner, name)
+
+    def undo(self) -> None:
+        """Restore everything, newest first. A second call does nothing."""
+        while self._entries:
+            owner, name, old = self._entries.pop()
+            if old is _Absent.ABSENT:
+                if self._current(owner, name) is not _Absent.ABSENT:
+                    delattr(owner, name)
+            else:
+                _assign(owner, name, _beside(getattr(owner, name, None), old))
+
+    def lines(self) -> list[str]:
+        """One line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
+        return list(dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name, _ in self._entries))
+
+    @staticmethod
+    def _current(owner: object, name: str) -> object:
+        if isinstance(owner, nn.Module):
+            if name in owner._parameters:
+                raise TypeError(f"ctxext never edits weights, and {type(owner).__name__}.{name} is one.")
+            if name in owner._buffers:
+                buffer = owner._buffers[name]
+                return None if buffer is None else buffer.clone()  # an edit may overwrite the storage
+            return owner.__dict__.get(name, _Absent.ABSENT)
+        return getattr(owner, name, _Absent.ABSENT)
+
+
+def _assign(owner: object, name: str, value: object) -> None:
+    """Set an attribute; a buffer keeps its storage where it can, so that compiled code sees the new value."""
+    if isinstance(owner, nn.Module) and isinstance(value, Tensor) and name in owner._buffers:
+        buffer = owner._buffers[name]
+        if buffer is not None and _can_overwrite(buffer, value):
+            with torch.no_grad():
+                buffer.copy_(value)
+        else:
+            owner.register_buffer(name, value, persistent=False)
+        return
+    setattr(owner, name, value)
+
+
+def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:
+    same_form = (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)
+    return same_form and not buffer.is_meta and not buffer.is_inference()
+
+
+def _beside(current: Any, old: object) -> object:
+    """Where a tensor was moved to another device since it was recorded, follow it."""
+    if isinstance(old, Tensor) and isinstance(current, Tensor) and not current.is_meta and not old.is_meta:
+        return old.to(current.device)
+    return old

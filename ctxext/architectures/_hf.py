@@ -1,0 +1,68 @@
+"""What ctxext registers with transformers: new names only, in transformers' own registries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ctxext.errors import CheckpointError
+from ctxext.methods import METHODS, RopeMethod
+from ctxext.spec import RopeSpec
+
+__all__ = ["ROPE_TYPE", "method_rope_parameters", "restoring"]
+
+# Stock transformers reacts to rope types whose name contains "dynamic", so this one must not.
+ROPE_TYPE = "ctxext_rope"
+
+_restoring: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
+
+
+@contextmanager
+def restoring() -> Iterator[None]:
+    """While active, a model may be built whose dynamic method is attached afterwards."""
+    token = _restoring.set(True)
+    try:
+        yield
+    finally:
+        _restoring.reset(token)
+
+
+def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:
+    """The saved form of a method that stock transformers cannot express; stock code refuses its rope type."""
+    return {
+        "rope_type": ROPE_TYPE,
+        "rope_theta": rope.base,
+        "ctxext": {"rotary_dim": rope.rotary_dim, "trained_length": rope.trained_length, **method.to_dict()},
+    }
+
+
+def _initial_frequencies(
+    config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
+) -> tuple[Tensor, float]:
+    """Rope init function of ``ctxext_rope``, in the signature that transformers calls."""
+    parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
+    saved = dict(parameters["ctxext"])
+    rope = RopeSpec(saved.pop("rotary_dim"), parameters["rope_theta"], saved.pop("trained_length"))
+    method_class = METHODS.get(saved["method"])
+    if method_class is None or not issubclass(method_class, RopeMethod):
+        raise CheckpointError(
+            f"This checkpoint is extended by the method {saved['method']!r}, which this version of ctxext does not "
+            f"have. Install the version named in its config.json under 'ctxext'."
+        )
+    method = method_class.from_dict(saved)
+    if method.dynamic and not _restoring.get():
+        raise CheckpointError(
+            f"This checkpoint is extended by the dynamic method {method.name!r}, which needs more than its config "
+            f"to be computed rightly. Load it with ctxext.load(path)."
+        )
+    frequencies = method.frequencies(rope, rope.trained_length if seq_len is None else int(seq_len))
+    return frequencies.inv_freq.to(device=device, dtype=torch.float32), float(frequencies.attention_scale)
+
+
+ROPE_INIT_FUNCTIONS.setdefault(ROPE_TYPE, _initial_frequencies)

@@ -1,0 +1,78 @@
+"""Sliding windows: layers that never look further back than a fixed number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ctxext.architectures.base import Request
+from ctxext.errors import IncompatibleError, InvalidParameterError
+
+__all__ = ["is_windowed", "window_fields", "window_note"]
+
+CHOICES = (None, "keep", "lift")
+
+
+def is_windowed(layer_type: str) -> bool:
+    """Whether a layer of this type looks back over a limited window only."""
+    return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
+
+
+def window_fields(config: Any, request: Request, trained_length: int) -> dict[str, Any]:
+    """Config fields that the request's ``sliding_window`` changes.
+
+    Raises:
+        IncompatibleError: if every attention layer is windowed and the request does not say what to do about it.
+        InvalidParameterError: for an unknown choice.
+    """
+    if request.sliding_window not in CHOICES:
+        raise InvalidParameterError(
+            f"sliding_window must be 'keep' or 'lift' (or left out), found {request.sliding_window!r}."
+        )
+    window = _window(config)
+    if window is None or not _all_windowed(config):
+        if request.sliding_window == "lift":
+            raise IncompatibleError(
+                "sliding_window='lift' is for models whose every attention layer has a sliding window; "
+                f"this one ({config.model_type}) has full-attention layers, which already see everything. Leave it out."
+            )
+        return {}
+    if request.sliding_window is None:
+        raise IncompatibleError(
+            f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
+            f"(sliding_window={window}), which would cap the reach of any extension. Pass sliding_window='lift' to let "
+            f"all layers see everything (right where the weights were trained with full attention up to "
+            f"{trained_length} tokens, or will be fine-tuned), or sliding_window='keep' to leave the window."
+        )
+    if request.sliding_window == "keep":
+        return {}
+    fields: dict[str, Any] = {"sliding_window": None}
+    if getattr(config, "layer_types", None):
+        fields["layer_types"] = ["full_attention"] * len(config.layer_types)
+    if hasattr(config, "use_sliding_window"):
+        fields["use_sliding_window"] = False
+    return fields
+
+
+def window_note(config: Any) -> str | None:
+    """One sentence about the windows that stay, None where there are none."""
+    window = _window(config)
+    if window is None:
+        return None
+    if _all_windowed(config):
+        return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
+    return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
+
+
+def _window(config: Any) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return int(window)
+
+
+def _all_windowed(config: Any) -> bool:
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        return True
+    attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
+    return bool(attention) and all(is_windowed(kind) for kind in attention)

@@ -1,0 +1,59 @@
+"""Twins: what stock transformers would build from a config.
+
+An in-place patch must leave the model as a reload of its own saved config would build it. Instead of knowing which
+attributes each of two hundred classes derives from its config, we let transformers build the model twice without
+memory (on the meta device), from the old config and from the new one, and carry over what differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["changed_scalars", "meta_twin", "rotary_twin", "round_trip"]
+
+Scalar = int | float | str | bool | None
+
+
+def round_trip(config: Any, fields: dict[str, Any]) -> Any:
+    """Return a new config as it would be read back from disk after ``fields`` were set on its text part."""
+    changed = copy.deepcopy(config)
+    text = changed.get_text_config(decoder=True)
+    for name, value in fields.items():
+        setattr(text, name, copy.deepcopy(value))
+    saved = json.loads(changed.to_json_string(use_diff=False))
+    return type(config).from_dict(saved)
+
+
+def rotary_twin(rotary: nn.Module, text_config: Any) -> nn.Module:
+    """Build the rotary module's class from ``text_config``, on the CPU, in float32."""
+    with torch.device("cpu"):
+        return type(rotary)(config=copy.deepcopy(text_config))
+
+
+def meta_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """Build the model's class from ``config`` without allocating its weights."""
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(config))
+
+
+def changed_scalars(old: nn.Module, new: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield ``(module path, attribute, new value)`` for plain attributes that differ between two twins."""
+    olds = dict(old.named_modules())
+    for path, module in new.named_modules():
+        before = olds[path].__dict__
+        for name, value in module.__dict__.items():
+            if _is_plain(value) and _is_plain(before.get(name)) and before.get(name) != value:
+                yield path, name, value
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(item, Scalar) for item in (*value, *value.values()))
+    return isinstance(value, Scalar)
