@@ -183,8 +183,8 @@ def _factor_for(target_length: int, trained_length: int | None, factor: float | 
         )
     if implied < 1:
         raise InvalidParameterError(
-            f"target_length={target_length} is below the trained length of {trained_length} tokens; there is nothing to "
-            f"extend."
+            f"target_length={target_length} is below the trained length of {trained_length} tokens; there is nothing "
+            f"to extend."
         )
     return implied if factor is None else factor
 
@@ -225,14 +225,16 @@ def architecture_of(base: PreTrainedModel) -> Architecture:
         if (found := architecture()).matches(base):
             return found
     raise IncompatibleError(
-        f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: no rotary embedding "
-        f"of the form that transformers' own rope types use, and no ALiBi. Known families: {', '.join(ARCHITECTURES)}."
+        f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: no rotary "
+        f"embedding of the form that transformers' own rope types use, and no ALiBi. "
+        f"Known families: {', '.join(ARCHITECTURES)}."
     )
 
 
 def patched_state(base: PreTrainedModel) -> Patched | None:
     """What ``patch`` left on the model, None where it is not patched."""
-    return base.__dict__.get("_ctxext")
+    state: Patched | None = base.__dict__.get("_ctxext")
+    return state
 
 
 def _refuse_patched(base: PreTrainedModel) -> None:

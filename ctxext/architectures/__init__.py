@@ -9,4 +9,4 @@ from ctxext.architectures.base import Architecture, Extension, Request
 
 __all__ = ["ARCHITECTURES", "Architecture", "Extension", "Request"]
 
-ARCHITECTURES: dict[str, type[Architecture]] = discover(sys.modules[__name__], Architecture)
+ARCHITECTURES: dict[str, type[Architecture]] = discover(sys.modules[__name__], Architecture)  # type: ignore[type-abstract]

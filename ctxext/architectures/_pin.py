@@ -28,4 +28,5 @@ class PinnedApply:
                 return tensor.to(device=moved.device)
             return moved
 
-        return type(self.module)._apply(self.module, keep_dtype, recurse)
+        type(self.module)._apply(self.module, keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        return self.module

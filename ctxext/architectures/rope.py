@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,52 +11,19 @@ from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
 from ctxext.architectures._dynamic import DynamicForward
-from ctxext.architectures._hf import ROPE_TYPE, method_rope_parameters, restoring
+from ctxext.architectures._hf import ROPE_TYPE, restoring
 from ctxext.architectures._pin import PinnedApply
-from ctxext.architectures._sliding import is_windowed, window_fields, window_note
+from ctxext.architectures._plan import Plan, checked_lengths, make_plan, mathematics
+from ctxext.architectures._sites import Site, find_sites, plain_spec, rotaries
+from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures._twins import changed_scalars, meta_twin, rotary_twin, round_trip
 from ctxext.architectures._verify import disagreement
 from ctxext.architectures.base import Architecture, Extension, Request
 from ctxext.errors import IncompatibleError, PatchStateError, VerificationError
 from ctxext.methods import Method, RopeMethod
-from ctxext.methods._math import as_longrope, plain_inv_freq
-from ctxext.spec import Frequencies, RopeSpec
+from ctxext.spec import RopeSpec
 
 __all__ = ["Rope"]
-
-# Keys of a rope dict that say how it is scaled; all others (mrope_section, ...) belong to the model and are kept.
-SCALING_KEYS = frozenset(
-    {
-        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
-        *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-        *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
-        "ctxext",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Site:
-    """One set of frequencies in a model: a rotary module, and the layer type it serves (None = all layers)."""
-
-    path: str
-    layer_type: str | None
-
-    @property
-    def prefix(self) -> str:
-        """What the names of the module's buffers start with."""
-        return "" if self.layer_type is None else f"{self.layer_type}_"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A proven way to write the method into the config, before anything is edited."""
-
-    fields: dict[str, Any]
-    config: Any
-    specs: dict[str | None, RopeSpec]
-    rope_types: dict[str | None, str]
-    stored_as: str
 
 
 class Rope(Architecture):
@@ -67,18 +32,18 @@ class Rope(Architecture):
     name: ClassVar[str] = "rope"
 
     def matches(self, model: PreTrainedModel) -> bool:
-        return any(_rotaries(model))
+        return any(True for _ in rotaries(model))
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(f"Method {method.name!r} does not work on rotary positions.")
         text = model.config.get_text_config(decoder=True)
-        sites = _sites(model, text)
+        sites = find_sites(model, text)
         trained_length = self._trained_length(model, text, request)
-        specs = {site.layer_type: _spec(model, text, site, trained_length) for site in sites}
+        specs = {site.layer_type: plain_spec(model, text, site, trained_length) for site in sites}
         windows = window_fields(text, request, trained_length)
         with restoring():
-            plan = _plan(model, method, sites, specs, windows)
+            plan = make_plan(model, method, sites, specs, windows)
             _edit(model, plan, method, sites, edits)
             _prove(model, plan, method, sites)
         notes = _notes(text, method, sites, plan)
@@ -130,169 +95,6 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     return digest.hexdigest()[:12]
 
 
-def _rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        has_frequencies = any(name.endswith("original_inv_freq") for name in module._buffers)
-        if has_frequencies and hasattr(module, "rope_type") and hasattr(module, "config"):
-            yield path, module
-
-
-def _sites(model: PreTrainedModel, text: Any) -> list[Site]:
-    sites = []
-    for path, module in _rotaries(model):
-        if module.config is not text:
-            continue
-        kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
-        sites += [Site(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
-    if sites:
-        return sites
-    if any(True for _ in _rotaries(model)):
-        raise IncompatibleError(
-            f"The rotary positions of this {text.model_type} belong to sliding-window layers only, or to parts of the "
-            f"model with a config of their own; an extension would not lengthen its reach."
-        )
-    raise IncompatibleError(f"{type(model).__name__} has no rotary positions.")
-
-
-def _parameters(text: Any, layer_type: str | None) -> dict[str, Any]:
-    rope = text.rope_parameters
-    return dict(rope if layer_type is None else rope[layer_type])
-
-
-def _spec(model: PreTrainedModel, text: Any, site: Site, trained_length: int) -> RopeSpec:
-    """Read the site's spec off its unscaled twin, and make sure that its frequencies are the plain ones."""
-    parameters = _parameters(text, site.layer_type)
-    base = parameters.get("rope_theta")
-    if base is None:
-        raise IncompatibleError(
-            f"The config of this {text.model_type} has no rope_theta in rope_parameters={parameters}. "
-            f"Put it there: config.rope_parameters['rope_theta'] = 10000.0 is the default of the RoPE paper."
-        )
-    plain = _merged(text, site.layer_type, {"rope_type": "default", "rope_theta": base})
-    kind = parameters.get("rope_type", "default")
-    if kind in ("proportional", "axial"):
-        raise IncompatibleError(
-            f"The {site.layer_type or 'only'} rotary positions of this {text.model_type} are {kind!r}: their "
-            f"frequencies are not base^(-2i/d), which every method here starts from."
-        )
-    config = round_trip(model.config, {"rope_parameters": plain}).get_text_config(decoder=True)
-    twin = rotary_twin(model.get_submodule(site.path), config)
-    half = getattr(twin, f"{site.prefix}inv_freq").shape[-1]
-    spec = RopeSpec(rotary_dim=2 * half, base=float(base), trained_length=trained_length)
-    problem = disagreement(
-        twin, lambda length: Frequencies(plain_inv_freq(spec)), [trained_length], layer_type=site.layer_type
-    )
-    if problem:
-        raise IncompatibleError(
-            f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
-            f"starts from: {problem}"
-        )
-    return spec
-
-
-def _merged(text: Any, layer_type: str | None, new: dict[str, Any]) -> dict[str, Any]:
-    """The config's rope dict with one entry rescaled; keys that are not about scaling are kept."""
-    kept = {k: v for k, v in _parameters(text, layer_type).items() if k not in SCALING_KEYS}
-    entry = kept | new
-    return entry if layer_type is None else dict(text.rope_parameters) | {layer_type: entry}
-
-
-def _plan(
-    model: PreTrainedModel,
-    method: RopeMethod,
-    sites: list[Site],
-    specs: dict[str | None, RopeSpec],
-    windows: dict[str, Any],
-) -> Plan:
-    """Find the first saved form that stock transformers rebuilds into what the method says."""
-    text = model.config.get_text_config(decoder=True)
-    reasons = []
-    for stored_as, forms in _forms(method, specs):
-        rope: dict[str, Any] = dict(text.rope_parameters)
-        for layer_type, form in forms.items():
-            merged = _merged(text, layer_type, form)
-            rope = merged if layer_type is None else rope | {layer_type: merged[layer_type]}
-        spec = next(iter(specs.values()))
-        fields = {"rope_parameters": rope, **windows}
-        if all(form["rope_type"] != "dynamic" for form in forms.values()):
-            fields["max_position_embeddings"] = method.target_length(spec.trained_length)
-        else:  # stock code measures the stretch from this field
-            fields["max_position_embeddings"] = spec.trained_length
-        if hasattr(text, "original_max_position_embeddings"):
-            fields["original_max_position_embeddings"] = spec.trained_length
-        try:
-            config = round_trip(model.config, fields)
-        except (KeyError, ValueError, TypeError) as error:
-            reasons.append(f"{stored_as}: its config does not accept it ({error})")
-            continue
-        rope_types = {layer_type: form["rope_type"] for layer_type, form in forms.items()}
-        problem = _rebuilt_wrong(model, config, method, sites, specs)
-        if problem is None:
-            return Plan(fields, config, specs, rope_types, stored_as)
-        reasons.append(f"{stored_as}: a reload would not give the same model ({problem})")
-    raise IncompatibleError(
-        f"Method {method.name!r} cannot be stored in the config of this {text.model_type}. Tried " + "; ".join(reasons)
-    )
-
-
-def _forms(
-    method: RopeMethod, specs: dict[str | None, RopeSpec]
-) -> Iterator[tuple[str, dict[str | None, dict[str, Any]]]]:
-    """Saved forms of the method, best first: its own stock form, stock longrope factors, ctxext's rope type."""
-    stock = {kind: method.rope_parameters(spec) for kind, spec in specs.items()}
-    found = {kind: form for kind, form in stock.items() if form is not None}
-    if len(found) == len(specs):
-        name = next(iter(found.values()))["rope_type"]
-        changed = " with another rope_theta" if name == "default" else ""
-        yield f"stock rope_type {name!r}{changed}", found
-    if method.dynamic:
-        if not found:
-            yield f"rope_type {ROPE_TYPE!r}, which only ctxext loads", {
-                kind: method_rope_parameters(method, spec) for kind, spec in specs.items()
-            }
-        return
-    yield "stock rope_type 'longrope' holding the frequencies themselves", {
-        kind: as_longrope(spec, method.frequencies(spec, spec.trained_length), method.factor)
-        for kind, spec in specs.items()
-    }
-
-
-def _lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
-    """Lengths at which the method is checked; the last is where the model is meant to reach."""
-    target = max(method.target_length(spec.trained_length), spec.trained_length + 1)
-    return [spec.trained_length, spec.trained_length + 1, target] if method.dynamic else [target]
-
-
-def _rebuilt_wrong(
-    model: PreTrainedModel,
-    config: Any,
-    method: RopeMethod,
-    sites: list[Site],
-    specs: dict[str | None, RopeSpec],
-) -> str | None:
-    text = config.get_text_config(decoder=True)
-    for site in sites:
-        live = model.get_submodule(site.path)
-        spec = specs[site.layer_type]
-        try:
-            twin = rotary_twin(live, text)
-        except (KeyError, ValueError, TypeError) as error:
-            return f"{type(live).__name__} does not build: {type(error).__name__}: {error}"
-        lengths = _lengths(method, spec)
-        if _rope_type(text, site) == ROPE_TYPE and method.dynamic:
-            lengths = lengths[:1]  # the rest is DynamicForward's
-        problem = disagreement(
-            twin, lambda length, spec=spec: method.frequencies(spec, length), lengths, layer_type=site.layer_type
-        )
-        if problem:
-            return problem
-    return None
-
-
-def _rope_type(text: Any, site: Site) -> str:
-    return str(_parameters(text, site.layer_type)["rope_type"])
-
-
 def _edit(model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[Site], edits: Edits) -> None:
     old, new = meta_twin(model, round_trip(model.config, {})), meta_twin(model, plan.config)
     text, new_text = model.config.get_text_config(decoder=True), plan.config.get_text_config(decoder=True)
@@ -317,6 +119,9 @@ def _edit(model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[Si
 def _make_dynamic(rotary: nn.Module, sites: list[Site], plan: Plan, method: RopeMethod, edits: Edits) -> None:
     table = {site.layer_type: (method, plan.specs[site.layer_type], plan.rope_types[site.layer_type]) for site in sites}
     edits.set(rotary, "forward", DynamicForward(rotary, table))
+    for site in sites:  # the forward pass changes it; recorded here so that undo brings it back
+        name = f"{site.prefix}attention_scaling"
+        edits.set(rotary, name, getattr(rotary, name))
     # Stock forward methods update themselves by the name of the rope type; this name means: do not.
     if isinstance(rotary.rope_type, dict):
         edits.set(rotary, "rope_type", rotary.rope_type | {site.layer_type: ROPE_TYPE for site in sites})
@@ -331,13 +136,8 @@ def _prove(model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[S
         buffer = getattr(rotary, f"{site.prefix}inv_freq")
         if buffer.is_meta:
             continue
-        problem = disagreement(
-            rotary,
-            lambda length, spec=spec: method.frequencies(spec, length),
-            _lengths(method, spec),
-            layer_type=site.layer_type,
-            device=buffer.device,
-        )
+        lengths = checked_lengths(method, spec)
+        problem = disagreement(rotary, mathematics(method, spec), lengths, site.layer_type, buffer.device)
         if problem or buffer.dtype != torch.float32:
             raise VerificationError(f"The patched model does not compute {method.name!r}: {problem or buffer.dtype}")
 

@@ -1,0 +1,134 @@
+"""Find a saved form of the method that stock transformers rebuilds into what the method says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ctxext.architectures._hf import ROPE_TYPE, method_rope_parameters
+from ctxext.architectures._sites import Site, merged, parameters_of
+from ctxext.architectures._twins import rotary_twin, round_trip
+from ctxext.architectures._verify import disagreement
+from ctxext.errors import IncompatibleError
+from ctxext.methods import RopeMethod
+from ctxext.methods._math import as_longrope
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["Plan", "checked_lengths", "make_plan", "mathematics"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A proven way to write the method into the config, before anything is edited."""
+
+    fields: dict[str, Any]
+    config: Any
+    specs: dict[str | None, RopeSpec]
+    rope_types: dict[str | None, str]
+    stored_as: str
+
+
+def make_plan(
+    model: PreTrainedModel,
+    method: RopeMethod,
+    sites: list[Site],
+    specs: dict[str | None, RopeSpec],
+    windows: dict[str, Any],
+) -> Plan:
+    """Find the first saved form that stock transformers rebuilds into what the method says."""
+    text = model.config.get_text_config(decoder=True)
+    reasons = []
+    for stored_as, forms in _forms(method, specs):
+        rope: dict[str, Any] = dict(text.rope_parameters)
+        for layer_type, form in forms.items():
+            new = merged(text, layer_type, form)
+            rope = new if layer_type is None else rope | {layer_type: new[layer_type]}
+        spec = next(iter(specs.values()))
+        fields = {"rope_parameters": rope, **windows}
+        if all(form["rope_type"] != "dynamic" for form in forms.values()):
+            fields["max_position_embeddings"] = method.target_length(spec.trained_length)
+        else:  # stock code measures the stretch from this field
+            fields["max_position_embeddings"] = spec.trained_length
+        if hasattr(text, "original_max_position_embeddings"):
+            fields["original_max_position_embeddings"] = spec.trained_length
+        try:
+            config = round_trip(model.config, fields)
+        except (KeyError, ValueError, TypeError) as error:
+            reasons.append(f"{stored_as}: its config does not accept it ({error})")
+            continue
+        rope_types = {layer_type: form["rope_type"] for layer_type, form in forms.items()}
+        problem = _rebuilt_wrong(model, config, method, sites, specs)
+        if problem is None:
+            return Plan(fields, config, specs, rope_types, stored_as)
+        reasons.append(f"{stored_as}: a reload would not give the same model ({problem})")
+    raise IncompatibleError(
+        f"Method {method.name!r} cannot be stored in the config of this {text.model_type}. Tried " + "; ".join(reasons)
+    )
+
+
+def _forms(
+    method: RopeMethod, specs: dict[str | None, RopeSpec]
+) -> Iterator[tuple[str, dict[str | None, dict[str, Any]]]]:
+    """Saved forms of the method, best first: its own stock form, stock longrope factors, ctxext's rope type."""
+    stock = {kind: method.rope_parameters(spec) for kind, spec in specs.items()}
+    found = {kind: form for kind, form in stock.items() if form is not None}
+    if len(found) == len(specs):
+        name = next(iter(found.values()))["rope_type"]
+        changed = " with another rope_theta" if name == "default" else ""
+        yield f"stock rope_type {name!r}{changed}", found
+    if method.dynamic:
+        if not found:
+            yield (
+                f"rope_type {ROPE_TYPE!r}, which only ctxext loads",
+                {kind: method_rope_parameters(method, spec) for kind, spec in specs.items()},
+            )
+        return
+    yield (
+        "stock rope_type 'longrope' holding the frequencies themselves",
+        {
+            kind: as_longrope(spec, method.frequencies(spec, spec.trained_length), method.factor)
+            for kind, spec in specs.items()
+        },
+    )
+
+
+def checked_lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
+    """Lengths at which the method is checked; the last is where the model is meant to reach."""
+    target = max(method.target_length(spec.trained_length), spec.trained_length + 1)
+    return [spec.trained_length, spec.trained_length + 1, target] if method.dynamic else [target]
+
+
+def mathematics(method: RopeMethod, spec: RopeSpec) -> Callable[[int], Frequencies]:
+    """The method's own frequencies on this model, as a function of the length."""
+    return lambda length: method.frequencies(spec, length)
+
+
+def _rebuilt_wrong(
+    model: PreTrainedModel,
+    config: Any,
+    method: RopeMethod,
+    sites: list[Site],
+    specs: dict[str | None, RopeSpec],
+) -> str | None:
+    text = config.get_text_config(decoder=True)
+    for site in sites:
+        live = model.get_submodule(site.path)
+        spec = specs[site.layer_type]
+        try:
+            twin = rotary_twin(live, text)
+        except (KeyError, ValueError, TypeError) as error:
+            return f"{type(live).__name__} does not build: {type(error).__name__}: {error}"
+        lengths = checked_lengths(method, spec)
+        if _rope_type(text, site) == ROPE_TYPE and method.dynamic:
+            lengths = lengths[:1]  # the rest is DynamicForward's
+        problem = disagreement(twin, mathematics(method, spec), lengths, layer_type=site.layer_type)
+        if problem:
+            return problem
+    return None
+
+
+def _rope_type(text: Any, site: Site) -> str:
+    return str(parameters_of(text, site.layer_type)["rope_type"])

@@ -1,0 +1,116 @@
+"""Where rotary frequencies live in a model, and what they are when nothing extends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ctxext.architectures._sliding import is_windowed
+from ctxext.architectures._twins import rotary_twin, round_trip
+from ctxext.architectures._verify import disagreement
+from ctxext.errors import IncompatibleError
+from ctxext.methods._math import plain_inv_freq
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["Site", "find_sites", "merged", "parameters_of", "plain_spec", "rotaries"]
+
+# Keys of a rope dict that say how it is scaled; all others (mrope_section, ...) belong to the model and are kept.
+SCALING_KEYS = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+        *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+        "ctxext",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One set of frequencies in a model: a rotary module, and the layer type it serves (None = all layers)."""
+
+    path: str
+    layer_type: str | None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the module's buffers start with."""
+        return "" if self.layer_type is None else f"{self.layer_type}_"
+
+
+def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with rotary frequencies that transformers' own rope types control, with its path."""
+    for path, module in model.named_modules():
+        has_frequencies = any(name.endswith("original_inv_freq") for name in module._buffers)
+        if has_frequencies and hasattr(module, "rope_type") and hasattr(module, "config"):
+            yield path, module
+
+
+def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
+    """Frequencies of the decoder that reach beyond a sliding window.
+
+    Raises:
+        IncompatibleError: if there are none.
+    """
+    sites = []
+    for path, module in rotaries(model):
+        if module.config is not text:
+            continue
+        kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
+        sites += [Site(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
+    if sites:
+        return sites
+    if any(True for _ in rotaries(model)):
+        raise IncompatibleError(
+            f"The rotary positions of this {text.model_type} belong to sliding-window layers only, or to parts of the "
+            f"model with a config of their own; an extension would not lengthen its reach."
+        )
+    raise IncompatibleError(f"{type(model).__name__} has no rotary positions.")
+
+
+def parameters_of(text: Any, layer_type: str | None) -> dict[str, Any]:
+    """The rope dict of one layer type, or the only one."""
+    rope = text.rope_parameters
+    return dict(rope if layer_type is None else rope[layer_type])
+
+
+def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: int) -> RopeSpec:
+    """Read the site's spec off its unscaled twin, and make sure that its frequencies are the plain ones."""
+    parameters = parameters_of(text, site.layer_type)
+    base = parameters.get("rope_theta")
+    if base is None:
+        raise IncompatibleError(
+            f"The config of this {text.model_type} has no rope_theta in rope_parameters={parameters}. "
+            f"Put it there: config.rope_parameters['rope_theta'] = 10000.0 is the default of the RoPE paper."
+        )
+    plain = merged(text, site.layer_type, {"rope_type": "default", "rope_theta": base})
+    kind = parameters.get("rope_type", "default")
+    if kind in ("proportional", "axial"):
+        raise IncompatibleError(
+            f"The {site.layer_type or 'only'} rotary positions of this {text.model_type} are {kind!r}: their "
+            f"frequencies are not base^(-2i/d), which every method here starts from."
+        )
+    config = round_trip(model.config, {"rope_parameters": plain}).get_text_config(decoder=True)
+    twin = rotary_twin(model.get_submodule(site.path), config)
+    half = getattr(twin, f"{site.prefix}inv_freq").shape[-1]
+    spec = RopeSpec(rotary_dim=2 * half, base=float(base), trained_length=trained_length)
+    problem = disagreement(
+        twin, lambda length: Frequencies(plain_inv_freq(spec)), [trained_length], layer_type=site.layer_type
+    )
+    if problem:
+        raise IncompatibleError(
+            f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
+            f"starts from: {problem}"
+        )
+    return spec
+
+
+def merged(text: Any, layer_type: str | None, new: dict[str, Any]) -> dict[str, Any]:
+    """The config's rope dict with one entry rescaled; keys that are not about scaling are kept."""
+    kept = {k: v for k, v in parameters_of(text, layer_type).items() if k not in SCALING_KEYS}
+    entry = kept | new
+    return entry if layer_type is None else dict(text.rope_parameters) | {layer_type: entry}
