@@ -4,5 +4,6 @@ __version__ = "0.1.0"
 
 from ctxext import errors, methods
 from ctxext._api import describe, method, patch, unpatch
+from ctxext._load import load, save
 
-__all__ = ["describe", "errors", "method", "methods", "patch", "unpatch"]
+__all__ = ["describe", "errors", "load", "method", "methods", "patch", "save", "unpatch"]

@@ -133,17 +133,21 @@ def describe(model: nn.Module) -> Description:
     patched = patched_state(base)
     model_type = base.config.model_type
     if patched is not None:
-        extension = asdict(patched.extension)
         edits = tuple(patched.edits.lines())
-        return Description(model_type=model_type, method=patched.method.to_dict(), edits=edits, **extension)
+        return describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
     saved = getattr(base.config, "ctxext", None)
     if saved:
-        known = {field.name for field in fields(Extension)}
-        extension = {key: value for key, value in saved.items() if key in known}
-        extension["notes"] = tuple(extension.get("notes", ()))
-        return Description(model_type=model_type, method=saved["method"], **extension)
+        return describe_saved(saved, model_type)
     length = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
+
+
+def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
+    """The description of an extension in its saved form, ``config.ctxext``."""
+    known = {field.name for field in fields(Description)} - {"method", "notes"}
+    values = {key: value for key, value in saved.items() if key in known}
+    notes = tuple(saved["notes"])
+    return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
 
 
 def resolve(

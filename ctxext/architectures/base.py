@@ -38,6 +38,8 @@ class Extension:
         stock: whether a process without ctxext loads the same model.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.
         notes: sentences that a user must know before relying on the model.
+        sliding_window: what the user chose to do about it, see ``ctxext.patch``.
+        original: the config fields that were changed, as they were.
     """
 
     trained_length: int
@@ -46,6 +48,8 @@ class Extension:
     stock: bool
     fingerprint: str
     notes: tuple[str, ...] = field(default=())
+    sliding_window: str | None = None
+    original: dict[str, Any] = field(default_factory=dict)
 
 
 class Architecture(ABC):
@@ -66,6 +70,10 @@ class Architecture(ABC):
             PatchStateError: if the checkpoint is already extended and the request does not say relative to what.
             VerificationError: if the patched model does not compute what the method says.
         """
+
+    @abstractmethod
+    def revert(self, model: PreTrainedModel, original: dict[str, Any]) -> None:
+        """Make a model that was loaded extended plain again, given the config fields as they were before."""
 
     def trained_length(self, config: Any) -> int | None:
         """Tokens that ``config`` says the checkpoint was trained for, None where it does not say."""

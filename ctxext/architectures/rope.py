@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +46,7 @@ class Rope(Architecture):
         windows = window_fields(text, request, trained_length)
         with restoring():
             plan = make_plan(model, method, sites, specs, windows)
+            original = {name: copy.deepcopy(getattr(text, name)) for name in plan.fields}
             _edit(model, plan, method, sites, edits)
             _prove(model, plan, method, sites)
         notes = _notes(text, method, sites, plan)
@@ -55,7 +58,13 @@ class Rope(Architecture):
             stock=ROPE_TYPE not in plan.rope_types.values(),
             fingerprint=fingerprint(method, spec),
             notes=notes,
+            sliding_window=request.sliding_window,
+            original=original,
         )
+
+    def revert(self, model: PreTrainedModel, original: dict[str, Any]) -> None:
+        with restoring():
+            _carry_over(model, round_trip(model.config, original), original, Edits())
 
     def _trained_length(self, model: PreTrainedModel, text: Any, request: Request) -> int:
         extended = already_extended(model.config)
@@ -96,24 +105,29 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
 
 
 def _edit(model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[Site], edits: Edits) -> None:
-    old, new = meta_twin(model, round_trip(model.config, {})), meta_twin(model, plan.config)
-    text, new_text = model.config.get_text_config(decoder=True), plan.config.get_text_config(decoder=True)
-    for path, name, value in changed_scalars(old, new):
-        edits.set(model.get_submodule(path), name, value)
-    for name in plan.fields:
-        edits.set(text, name, getattr(new_text, name))
+    _carry_over(model, plan.config, plan.fields, edits)
     for path in dict.fromkeys(site.path for site in sites):
         rotary = model.get_submodule(path)
-        twin = rotary_twin(rotary, new_text)
-        for name, buffer in twin._buffers.items():
-            if buffer is not None:
-                edits.set(rotary, name, buffer.to(rotary._buffers[name].device))
-        for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
-            edits.delete(rotary, name)
         edits.set(rotary, "_apply", PinnedApply(rotary))
         if method.dynamic:
-            here = [site for site in sites if site.path == path]
-            _make_dynamic(rotary, here, plan, method, edits)
+            _make_dynamic(rotary, [site for site in sites if site.path == path], plan, method, edits)
+
+
+def _carry_over(model: PreTrainedModel, config: Any, fields: Iterable[str], edits: Edits) -> None:
+    """Make the live model what transformers would build from ``config``, which differs from its own in ``fields``."""
+    old, new = meta_twin(model, round_trip(model.config, {})), meta_twin(model, config)
+    text, new_text = model.config.get_text_config(decoder=True), config.get_text_config(decoder=True)
+    for path, name, value in changed_scalars(old, new):
+        edits.set(model.get_submodule(path), name, value)
+    for name in fields:
+        edits.set(text, name, getattr(new_text, name))
+    for _, rotary in rotaries(model):
+        if rotary.config is not text:
+            continue
+        for name, buffer in rotary_twin(rotary, new_text).named_buffers(recurse=False):
+            edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
+        for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
+            edits.delete(rotary, name)  # stock code caches it from the config it saw first
 
 
 def _make_dynamic(rotary: nn.Module, sites: list[Site], plan: Plan, method: RopeMethod, edits: Edits) -> None:

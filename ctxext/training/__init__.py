@@ -1,0 +1,1 @@
+"""What a training recipe needs beside the Trainer."""

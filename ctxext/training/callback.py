@@ -1,0 +1,76 @@
+"""Trainer checkpoints that know their extension."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ctxext._adapters import is_adapter, mark_adapter
+from ctxext._api import base_model
+from ctxext.errors import PatchStateError
+
+__all__ = ["ExtensionCallback"]
+
+
+class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Writes the extension into every checkpoint, and refuses to resume into a differently extended model.
+
+    The Trainer restores weights only: resumed into an unpatched model it goes on without a word, on other positions.
+
+    Args:
+        model: the model being trained, patched or not, or a PEFT wrapper around it.
+
+    Raises:
+        PatchStateError: at the start of training, if the checkpoint was written under another extension.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.extension = None if model is None else _extension(model)
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer stores in ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"extension": self.extension}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Compare the checkpoint that is being resumed with the model."""
+        if model is not None:
+            self.extension = _extension(model)
+        if state.global_step == 0:
+            return
+        stored = state.stateful_callbacks.get(type(self).__name__)
+        if stored is None:
+            raise PatchStateError(
+                "The checkpoint to resume from was written without ExtensionCallback, so nothing says how its model "
+                "was extended. Resume without this callback if you are sure that it is the same."
+            )
+        before = stored["attributes"]["extension"]
+        if _identity(before) != _identity(self.extension):
+            raise PatchStateError(
+                f"The checkpoint was trained with {_name(before)}, this model is {_name(self.extension)}. "
+                f"Patch it the same way before resuming, or start a new run."
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An adapter checkpoint has no config of its base model: put the extension beside it."""
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and self.extension is not None and is_adapter(checkpoint):
+            mark_adapter(checkpoint, self.extension)
+
+
+def _extension(model: nn.Module) -> dict[str, Any] | None:
+    return getattr(base_model(model).config, "ctxext", None)
+
+
+def _identity(extension: dict[str, Any] | None) -> tuple[Any, ...] | None:
+    return None if extension is None else (extension["method"], extension["fingerprint"])
+
+
+def _name(extension: dict[str, Any] | None) -> str:
+    if extension is None:
+        return "not extended"
+    method = extension["method"]
+    return f"extended by {method['method']} (factor {method['factor']:g}, fingerprint {extension['fingerprint']})"
