@@ -162,7 +162,7 @@ def _attach(model: PreTrainedModel) -> PreTrainedModel:
     if describe(model).fingerprint != saved["fingerprint"]:
         raise VerificationError(
             f"The restored {chosen.name!r} has fingerprint {describe(model).fingerprint}, the checkpoint was saved "
-            f"with {saved['fingerprint']}. It was extended by ctxext {saved['versions']['ctxext']}; install that version."
+            f"with {saved['fingerprint']}. Install ctxext {saved['versions']['ctxext']}."
         )
     return model
 

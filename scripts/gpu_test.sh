@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Run the tests marked gpu and fail if none ran: on a machine without CUDA they would all be skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+"$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device on this machine"'
+PYTHONPATH=. "$python" -m pytest -p no:cacheprovider -o addopts="-q --strict-markers" -m gpu "$@"
