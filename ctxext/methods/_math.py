@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ctxext.methods.base import require
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -18,6 +20,42 @@ def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, "
     """
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64) / rope.rotary_dim
     return (rope.base if base is None else base) ** -exponent
+
+
+def ntk_base(rope: RopeSpec, stretch: float) -> float:
+    """The base that divides the lowest frequency by ``stretch`` and leaves the highest as it is.
+
+    Raises:
+        InvalidParameterError: if only one pair of dimensions rotates: it is the highest and the lowest at once.
+    """
+    require(rope.rotary_dim > 2, "rotary_dim", rope.rotary_dim, "above 2 for a method that changes the base")
+    return float(rope.base * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+
+
+def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half"]:
+    """1 for a frequency that turns ``fast`` times or more in the trained window, 0 at ``slow`` or less, linear between.
+
+    Source: Peng et al., arXiv:2309.00071, section 3.2, gamma(r).
+    """
+    turns = rope.trained_length * plain_inv_freq(rope) / (2 * math.pi)
+    return ((turns - slow) / (fast - slow)).clamp(0, 1)
+
+
+def blend(
+    rope: RopeSpec, factor: float, keep: Float[Tensor, " half"], *, wavelengths: bool = False
+) -> Float[Tensor, " half"]:
+    """Frequencies between the plain ones (``keep`` 1) and the plain ones divided by ``factor`` (``keep`` 0).
+
+    Args:
+        rope: the model's rotation.
+        factor: what a frequency that is not kept is divided by.
+        keep: the share of each plain frequency that stays, 0 to 1.
+        wavelengths: take the weighted mean of the two wavelengths instead of the two frequencies.
+    """
+    plain = plain_inv_freq(rope)
+    if wavelengths:
+        return plain / (keep + (1 - keep) * factor)
+    return plain * (keep + (1 - keep) / factor)
 
 
 def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict[str, Any]:

@@ -27,6 +27,17 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def positive_numbers(parameter: str, values: object) -> tuple[float, ...]:
+    """``values`` as a tuple of floats; raise ``InvalidParameterError`` unless all are finite and above 0."""
+    if not isinstance(values, list | tuple):
+        raise InvalidParameterError(f"{parameter} must be a tuple of numbers, found {values!r}.")
+    numbers: tuple[Any, ...] = tuple(values)
+    require(len(numbers) > 0, parameter, numbers, "not empty")
+    for index, value in enumerate(numbers):
+        require(is_number(value) and value > 0, f"{parameter}[{index}]", value, "a finite number, above 0")
+    return tuple(float(value) for value in numbers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
     """A way to let a model read further than it was trained for.

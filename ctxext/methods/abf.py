@@ -1,0 +1,55 @@
+"""Adjusted base frequency."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ctxext.methods._math import plain_inv_freq
+from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["ABF"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ABF(RopeMethod):
+    """Raise the base, to a given value or to the one that suits the target length.
+
+    Pick it when you will train on plenty of long text, as Code Llama (base 1e6) and Llama 3 (5e5) did: any runtime can
+    load the result. The base chosen here turns the frequency that just completed one turn in the trained window into
+    one that completes one turn in the target window.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+        base: the new ``rope_theta``, at least the model's own; None chooses it from ``factor``.
+
+    Source: Xiong et al., arXiv:2309.16039, section 2.1 (no code published). The choice: Liu et al., arXiv:2310.05209,
+        "critical base"; authors' statement: OpenLMLab/scaling-rope@eee27a0, README.md, theorem 3.
+    """
+
+    name: ClassVar[str] = "abf"
+    summary: ClassVar[str] = "raise the base, then train on long text"
+    source: ClassVar[str] = "arXiv:2309.16039"
+
+    base: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_valid = self.base is None or (is_number(self.base) and self.base > 1)
+        require(is_valid, "base", self.base, "a finite number, above 1, or None")
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        return Frequencies(plain_inv_freq(rope, self._base_for(rope)))
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self._base_for(rope)}
+
+    def _base_for(self, rope: RopeSpec) -> float:
+        if self.base is not None:
+            require(self.base >= rope.base, "base", self.base, f"at least the model's own ({rope.base})")
+            return float(self.base)
+        turns = rope.trained_length / (2 * math.pi)
+        require(turns > 1, "trained_length", rope.trained_length, "above 2 pi, or base be given")
+        return float(rope.base ** (math.log(turns * self.factor) / math.log(turns)))

@@ -1,0 +1,67 @@
+"""Dynamic NTK scaling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ctxext.methods._math import ntk_base, plain_inv_freq
+from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["DynamicNTK"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTK(RopeMethod):
+    """Leave texts inside the trained window alone, and raise the base by as much as a longer text needs.
+
+    Pick it without any training, when short texts must stay exactly as they were. It costs the KV cache: keys that were
+    rotated for a shorter text are wrong for a longer one. For training prefer a static method.
+
+    The base of a text of S tokens grows as by NTK with the stretch ``factor * S / L - (factor - 1)``. With
+    ``factor=1`` that is S / L, the dynamic NTK of the YaRN paper, which promises no particular length. A larger factor
+    overshoots (at S = factor * L the stretch is factor^2 - factor + 1), which helps untrained models; stock
+    checkpoints with ``{"rope_type": "dynamic", "factor": 2.0}`` mean that, for up to twice the window.
+
+    Args:
+        factor: how steeply the stretch grows with the length; the same number as ``factor`` in stock transformers.
+            Dimensionless, at least 1.
+        reach: target_length / trained_length, at least 1; only says which length the model is meant for and changes no
+            frequency. None takes ``factor``, so give it with ``factor=1``, which otherwise promises the trained
+            window only.
+
+    Raises:
+        InvalidParameterError: from ``frequencies``, if only two dimensions rotate.
+
+    Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al., arXiv:2309.00071, section 3.3 (factor 1).
+        Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py (``ntk``).
+    """
+
+    name: ClassVar[str] = "dynamic_ntk"
+    summary: ClassVar[str] = "NTK by what the current text needs, plain inside the trained window"
+    source: ClassVar[str] = "arXiv:2309.00071"
+
+    reach: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reach_is_valid = self.reach is None or (is_number(self.reach) and self.reach >= 1)
+        require(reach_is_valid, "reach", self.reach, "a finite number, at least 1, or None")
+
+    @property
+    def dynamic(self) -> bool:
+        return True
+
+    def target_length(self, trained_length: int) -> int:
+        reach = self.factor if self.reach is None else self.reach
+        return math.floor(trained_length * reach + 1e-6)
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        ratio = max(length, rope.trained_length) / rope.trained_length
+        return Frequencies(plain_inv_freq(rope, ntk_base(rope, self.factor * ratio - (self.factor - 1))))
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        # Stock code reads L from max_position_embeddings, so that key must keep the trained length.
+        return {"rope_type": "dynamic", "rope_theta": rope.base, "factor": float(self.factor)}

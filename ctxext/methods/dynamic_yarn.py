@@ -1,0 +1,68 @@
+"""Dynamic YaRN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ctxext.methods.base import RopeMethod
+from ctxext.methods.yarn import YaRN
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["DynamicYaRN"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicYaRN(RopeMethod):
+    """Leave texts inside the trained window alone, and apply YaRN with as large a factor as a longer text needs.
+
+    Pick it without any training, when short texts must stay exactly as they were; it holds out longer than dynamic NTK.
+    It costs the KV cache: keys that were rotated for a shorter text are wrong for a longer one. Stock transformers
+    have no such type.
+
+    A text of S tokens gets the frequencies and the attention scale of ``YaRN(factor=max(S / trained_length, 1))``.
+
+    Args:
+        factor: target_length / trained_length: the largest stretch that the model is meant for. It changes no
+            frequency, and longer texts still get what they need. Dimensionless, at least 1.
+        beta_fast: as for YaRN.
+        beta_slow: as for YaRN.
+        truncate: as for YaRN.
+        ramp: as for YaRN.
+
+    Source: Peng et al., arXiv:2309.00071, section 3.3.
+        Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicYaRNScaledRotaryEmbedding.py.
+    """
+
+    name: ClassVar[str] = "dynamic_yarn"
+    summary: ClassVar[str] = "YaRN by what the current text needs, plain inside the trained window"
+    source: ClassVar[str] = "arXiv:2309.00071"
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    ramp: Literal["index", "turns"] = "index"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at(1.0)
+
+    @property
+    def dynamic(self) -> bool:
+        return True
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        return self._at(max(length / rope.trained_length, 1.0)).frequencies(rope, length)
+
+    def rope_parameters(self, rope: RopeSpec) -> None:
+        return None
+
+    def _at(self, stretch: float) -> YaRN:
+        """The static YaRN for one stretch; building it also validates the parameters that the two share."""
+        return YaRN(
+            factor=stretch,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            truncate=self.truncate,
+            ramp=self.ramp,
+        )

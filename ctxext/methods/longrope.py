@@ -1,0 +1,95 @@
+"""LongRoPE: searched factors, one per frequency."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from ctxext.methods._math import plain_inv_freq
+from ctxext.methods.base import RopeMethod, is_number, positive_numbers, require
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["LongRoPE"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRoPE(RopeMethod):
+    """Divide each frequency by a factor of its own, from one set for short texts and another for long ones.
+
+    Pick it when you have searched or published factors (Phi-3, Phi-4-mini, MiniCPM). With two different sets, a text
+    that grows past the trained length switches, and keys cached before are wrong from then on; give the same set twice
+    to be free of that.
+
+    Args:
+        factor: target_length / trained_length; sets the attention scale only. Dimensionless, at least 1.
+        short_factor: divisors for texts up to trained_length, one per rotated pair (rotary_dim / 2). Above 0.
+        long_factor: divisors for longer texts, as many. Above 0.
+        attention_factor: multiplies cos and sin. Above 0; None is ``sqrt(1 + ln(factor) / ln(trained_length))``.
+
+    Raises:
+        InvalidParameterError: from ``frequencies``, if the model has another number of frequencies.
+
+    Source: Ding et al., arXiv:2402.13753, section 3 (its unrotated start tokens are in no published checkpoint and not
+        offered here). Authors' code: microsoft/LongRoPE@c9e56aa, rope/longrope.py.
+    """
+
+    name: ClassVar[str] = "longrope"
+    summary: ClassVar[str] = "divide each frequency by its own searched factor"
+    source: ClassVar[str] = "arXiv:2402.13753"
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for parameter in ("short_factor", "long_factor"):
+            # A list pasted from a config.json becomes a tuple, so that equal methods hash alike.
+            object.__setattr__(self, parameter, positive_numbers(parameter, getattr(self, parameter)))
+        expected = f"as long as short_factor ({len(self.short_factor)} numbers)"
+        require(len(self.short_factor) == len(self.long_factor), "long_factor", self.long_factor, expected)
+        given = self.attention_factor
+        is_valid = given is None or (is_number(given) and given > 0)
+        require(is_valid, "attention_factor", given, "a finite number, above 0, or None")
+
+    @property
+    def dynamic(self) -> bool:
+        return self.short_factor != self.long_factor
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        name = "long_factor" if length > rope.trained_length else "short_factor"
+        divisors = torch.tensor(getattr(self, name), dtype=torch.float64)
+        expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"
+        require(len(divisors) == rope.rotary_dim // 2, f"the length of {name}", len(divisors), expected)
+        return Frequencies(plain_inv_freq(rope) / divisors, self._attention_scale(rope))
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        parameters = {
+            "rope_type": "longrope",
+            "rope_theta": rope.base,
+            "factor": float(self.factor),
+            "original_max_position_embeddings": rope.trained_length,
+            "short_factor": list(self.short_factor),
+            "long_factor": list(self.long_factor),
+        }
+        if self.attention_factor is not None:
+            parameters["attention_factor"] = float(self.attention_factor)
+        return parameters
+
+    @classmethod
+    def example(cls, rope: RopeSpec) -> Self:
+        ramp = torch.linspace(0, 1, rope.rotary_dim // 2, dtype=torch.float64)
+        return cls(factor=4.0, short_factor=tuple((1.1**ramp).tolist()), long_factor=tuple((4.0**ramp).tolist()))
+
+    def _attention_scale(self, rope: RopeSpec) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        if self.factor == 1:
+            return 1.0
+        require(
+            rope.trained_length > 1, "trained_length", rope.trained_length, "above 1 unless attention_factor is set"
+        )
+        return math.sqrt(1 + math.log(self.factor) / math.log(rope.trained_length))

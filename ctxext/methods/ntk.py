@@ -1,0 +1,40 @@
+"""NTK-aware scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ctxext.methods._math import ntk_base, plain_inv_freq
+from ctxext.methods.base import RopeMethod
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["NTK"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NTK(RopeMethod):
+    """Raise the base so that the lowest frequency is divided by the factor and the highest stays.
+
+    Pick it without any training for a small factor (about 2): short texts hardly suffer. The frequencies in the middle
+    are stretched by less than the factor, so the window that really works is shorter than the factor promises.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+
+    Raises:
+        InvalidParameterError: from ``frequencies``, if only two dimensions rotate.
+
+    Source: bloc97, "NTK-Aware Scaled RoPE" (2023); Peng et al., arXiv:2309.00071, section 3.1.
+        Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaNTKScaledRotaryEmbedding.py.
+    """
+
+    name: ClassVar[str] = "ntk"
+    summary: ClassVar[str] = "raise the base: the lowest frequency divided by the factor"
+    source: ClassVar[str] = "arXiv:2309.00071"
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        return Frequencies(plain_inv_freq(rope, ntk_base(rope, self.factor)))
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": ntk_base(rope, self.factor)}

@@ -1,0 +1,56 @@
+"""NTK-by-parts interpolation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ctxext.methods._math import blend, turns_ramp
+from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["NTKByParts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NTKByParts(RopeMethod):
+    """Keep the frequencies that turn often in the trained window, divide those that hardly turn, blend between.
+
+    Pick it to study YaRN without its temperature, in the form that the paper writes; to use one, take YaRN. Stock
+    transformers express it exactly as ``llama3`` with other thresholds.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+        alpha: turns in the trained window at or below which a frequency is divided by the factor. Above 0.
+        beta: turns in the trained window at or above which a frequency is kept. Above ``alpha``.
+
+    Source: Peng et al., arXiv:2309.00071, section 3.2.
+        Authors' code ramps in the dimension index instead: jquesnelle/yarn@995db5b,
+        scaled_rope/LlamaYaRNScaledRotaryEmbedding.py (that form is ``YaRN(ramp="index", attention_factor=1.0)``).
+    """
+
+    name: ClassVar[str] = "ntk_by_parts"
+    summary: ClassVar[str] = "keep fast frequencies, divide slow ones; linear in turns"
+    source: ClassVar[str] = "arXiv:2309.00071"
+
+    alpha: float = 1.0
+    beta: float = 32.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(is_number(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a finite number, above 0")
+        expected = f"a finite number, above alpha ({self.alpha})"
+        require(is_number(self.beta) and self.beta > self.alpha, "beta", self.beta, expected)
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        return Frequencies(blend(rope, self.factor, turns_ramp(rope, self.alpha, self.beta)))
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "rope_theta": rope.base,
+            "factor": float(self.factor),
+            "low_freq_factor": float(self.alpha),
+            "high_freq_factor": float(self.beta),
+            "original_max_position_embeddings": rope.trained_length,
+        }

@@ -1,0 +1,58 @@
+"""Any frequencies, given as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from ctxext.methods._math import as_longrope, plain_inv_freq
+from ctxext.methods.base import RopeMethod, is_number, positive_numbers, require
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["Table"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(RopeMethod):
+    """Use the given frequencies, whatever they came from.
+
+    Pick it for frequencies that no other method here produces: searched, learned, or copied from another code base.
+
+    Args:
+        factor: target_length / trained_length; says only which length the model is for. Dimensionless, at least 1.
+        inv_freq: radians per token, one per rotated pair (rotary_dim / 2), in the model's order. Above 0: stock
+            transformers store a divisor of each plain frequency, and a frequency of zero has none.
+        attention_scale: multiplies cos and sin. Dimensionless, above 0.
+
+    Raises:
+        InvalidParameterError: from ``frequencies``, if the model has another number of frequencies.
+
+    Source: Su et al., arXiv:2104.09864, section 3.4.2, which fixes nothing about the frequencies but their number.
+    """
+
+    name: ClassVar[str] = "table"
+    summary: ClassVar[str] = "the frequencies that you give"
+    source: ClassVar[str] = "arXiv:2104.09864"
+
+    inv_freq: tuple[float, ...]
+    attention_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "inv_freq", positive_numbers("inv_freq", self.inv_freq))
+        is_valid = is_number(self.attention_scale) and self.attention_scale > 0
+        require(is_valid, "attention_scale", self.attention_scale, "a finite number, above 0")
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"
+        require(len(self.inv_freq) == rope.rotary_dim // 2, "the length of inv_freq", len(self.inv_freq), expected)
+        return Frequencies(torch.tensor(self.inv_freq, dtype=torch.float64), float(self.attention_scale))
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
+
+    @classmethod
+    def example(cls, rope: RopeSpec) -> Self:
+        return cls(factor=4.0, inv_freq=tuple((plain_inv_freq(rope) / 4).tolist()), attention_scale=1.1)

@@ -1,0 +1,139 @@
+"""YaRN, with the variants that checkpoints were published with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.methods._math import as_longrope, blend, turns_ramp
+from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["YaRN"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class YaRN(RopeMethod):
+    """Keep the fast frequencies, divide the slow ones by the factor, and sharpen attention a little.
+
+    Pick it first: it degrades least without training and needs the fewest steps with it. The defaults are those of
+    the published checkpoints (authors, Qwen, DeepSeek), whose ramp is not the one printed in the paper.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+        beta_fast: turns in the trained window from which a frequency is kept. Above ``beta_slow``.
+        beta_slow: turns in the trained window up to which a frequency is divided by the factor. Above 0.
+        truncate: round the ends of an index ramp outwards to whole dimensions; gpt-oss does not. No effect on a turns
+            ramp.
+        ramp: what the blend is linear in. ``"index"`` (every published checkpoint) is the number of the dimension,
+            ``"turns"`` (the paper's formula) is the turns in the trained window.
+        blend: what the ramp weighs: ``"frequency"`` (every published YaRN), or ``"wavelength"`` (PoSE's code).
+        attention_factor: multiplies cos and sin. Above 0; None is ``0.1 ln(factor) + 1``. It replaces that default, as
+            in transformers, and does not multiply it, as in the authors' code.
+        mscale: with ``mscale_all_dim``, the attention factor is
+            ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`` (DeepSeek). Above 0 or None.
+        mscale_all_dim: see ``mscale``. DeepSeek's attention multiplies its own softmax scale by this part, which is
+            the architecture's business, not a frequency's.
+
+    Raises:
+        InvalidParameterError: from ``frequencies`` with an index ramp, if the trained window is shorter than
+            ``2 pi beta_slow`` tokens, where that ramp would keep frequencies that it ought to divide.
+
+    Source: Peng et al., arXiv:2309.00071, sections 3.2 and 3.4.
+        Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaYaRNScaledRotaryEmbedding.py.
+        ``truncate``: openai/gpt-oss@7b58334, gpt_oss/torch/model.py. ``blend="wavelength"``:
+        dwzhu-pku/PoSE@a3d4ba8, src/my_modeling_llama.py, ``revised_yarn``. ``mscale``: arXiv:2405.04434, section 3.1.4.
+    """
+
+    name: ClassVar[str] = "yarn"
+    summary: ClassVar[str] = "keep fast frequencies, divide slow ones, sharpen attention"
+    source: ClassVar[str] = "arXiv:2309.00071"
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    ramp: Literal["index", "turns"] = "index"
+    blend: Literal["frequency", "wavelength"] = "frequency"
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fast, slow = self.beta_fast, self.beta_slow
+        require(is_number(slow) and slow > 0, "beta_slow", slow, "a finite number, above 0")
+        require(is_number(fast) and fast > slow, "beta_fast", fast, f"a finite number, above beta_slow ({slow})")
+        require(isinstance(self.truncate, bool), "truncate", self.truncate, "True or False")
+        require(self.ramp in ("index", "turns"), "ramp", self.ramp, "'index' or 'turns'")
+        require(self.blend in ("frequency", "wavelength"), "blend", self.blend, "'frequency' or 'wavelength'")
+        for parameter in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, parameter)
+            is_valid = value is None or (is_number(value) and value > 0)
+            require(is_valid, parameter, value, "a finite number, above 0, or None")
+        together = (self.mscale is None) == (self.mscale_all_dim is None)
+        require(together, "mscale_all_dim", self.mscale_all_dim, f"given with mscale ({self.mscale}) or not at all")
+        alone = self.attention_factor is None or self.mscale is None
+        require(alone, "attention_factor", self.attention_factor, "None when mscale is given: it would replace mscale")
+
+    @property
+    def attention_scale(self) -> float:
+        """What cos and sin are multiplied by, dimensionless."""
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        keep = self._index_ramp(rope) if self.ramp == "index" else turns_ramp(rope, self.beta_slow, self.beta_fast)
+        inv_freq = blend(rope, self.factor, keep, wavelengths=self.blend == "wavelength")
+        return Frequencies(inv_freq, self.attention_scale)
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        if self.ramp != "index" or self.blend != "frequency":
+            return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
+        parameters: dict[str, Any] = {
+            "rope_type": "yarn",
+            "rope_theta": rope.base,
+            "factor": float(self.factor),
+            "original_max_position_embeddings": rope.trained_length,
+        }
+        optional = {
+            "beta_fast": None if self.beta_fast == 32 else float(self.beta_fast),
+            "beta_slow": None if self.beta_slow == 1 else float(self.beta_slow),
+            "truncate": None if self.truncate else False,
+            "attention_factor": None if self.attention_factor is None else float(self.attention_factor),
+            "mscale": self.mscale,
+            "mscale_all_dim": self.mscale_all_dim,
+        }
+        return parameters | {key: value for key, value in optional.items() if value is not None}
+
+    def _temperature(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+    def _index_ramp(self, rope: RopeSpec) -> Float[Tensor, " half"]:
+        """The share of each frequency that is kept, linear in its index between the two thresholds."""
+        slowest = rope.trained_length / (2 * math.pi)
+        require(
+            self.beta_slow <= slowest, "beta_slow", self.beta_slow, f"at most trained_length / 2 pi ({slowest:.4g})"
+        )
+        first, last = (self._index_that_turns(rope, turns) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # These clamps and the guard are the authors' (the last index is rotary_dim - 1 although only half exist), and
+        # published checkpoints were trained with them.
+        first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+        if first == last:
+            last += 0.001
+        index = torch.arange(rope.rotary_dim // 2, dtype=torch.float64)
+        return 1 - ((index - first) / (last - first)).clamp(0, 1)
+
+    @staticmethod
+    def _index_that_turns(rope: RopeSpec, turns: float) -> float:
+        """The (fractional) index of the frequency that turns ``turns`` times in the trained window."""
+        return rope.rotary_dim * math.log(rope.trained_length / (2 * math.pi * turns)) / (2 * math.log(rope.base))
