@@ -1,0 +1,53 @@
+"""Every way to compute attention, one file each. This folder is the registry: ``BACKENDS`` maps a name to its class."""
+
+from __future__ import annotations
+
+import sys
+
+from ctxext._discover import discover
+from ctxext.attention.base import AttentionBackend, Need
+from ctxext.attention.layout import Layout
+from ctxext.errors import BackendUnavailableError, UnknownNameError
+
+__all__ = ["BACKENDS", "PREFERENCE", "AttentionBackend", "Layout", "Need", "select"]
+
+BACKENDS: dict[str, type[AttentionBackend]] = discover(
+    sys.modules[__name__],
+    AttentionBackend,  # type: ignore[type-abstract]
+)
+
+PREFERENCE = ("flash", "sdpa", "flex", "reference")
+"""Order in which ``auto`` asks: the native kernel, the general path, the compiled one, the quadratic oracle."""
+
+
+def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
+    """Choose a backend for a call.
+
+    Args:
+        name: a backend's name, or ``"auto"`` for the first of ``PREFERENCE`` that can serve the call.
+        need: what the call needs.
+
+    Returns:
+        The backend, and for every other one that ``auto`` passed over, why.
+
+    Raises:
+        UnknownNameError: for a name that does not exist.
+        BackendUnavailableError: if the named backend (or, for ``auto``, any) cannot serve the call. A named backend
+            never falls back.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
+    order = [*PREFERENCE, *(other for other in BACKENDS if other not in PREFERENCE)]
+    reasons: dict[str, str] = {}
+    for other in order if name == "auto" else [name]:
+        backend = BACKENDS[other]()
+        reason = backend.why_not(need)
+        if reason is None:
+            return backend, reasons
+        reasons[other] = reason
+    if name == "auto":
+        listed = " ".join(f"{other}: {reason}" for other, reason in reasons.items())
+        raise BackendUnavailableError(f"No attention backend can serve this call. {listed}")
+    able = [other for other in order if other != name and BACKENDS[other]().why_not(need) is None]
+    hint = f"These can: {', '.join(able)}." if able else "No other backend can either."
+    raise BackendUnavailableError(f"Attention backend {name!r} cannot serve this call: {reasons[name]} {hint}")

@@ -1,0 +1,117 @@
+"""ALiBi without a bias tensor: the bias as a few more dimensions of q and k.
+
+``scale * q.k - slope * (i - j)`` is ``scale`` times an inner product of longer vectors. With ``b(p) = slope * p /
+scale`` split into pieces ``p1 + p2 + ...`` that the tensors' dtype can hold::
+
+    q' = [1, -p1(i), 1, -p2(i), ..., q]        k' = [p1(j), 1, p2(j), 1, ..., k]
+
+    scale * q'.k' = scale * q.k + scale * ((p1(j) - p1(i)) + (p2(j) - p2(i)) + ...)
+
+so any kernel that knows nothing of ALiBi computes it: fused, packed, cached, ring or sharded.
+
+**Error bound.** Let the significand of a piece have ``s`` bits, ``P`` pieces, ``D = max |position - origin|``. Each
+piece rounds to nearest, so after P of them at most ``2^-(s P) |b|`` is left over and the score term is off by at most
+
+    2 * slope * D * 2^-(s P)                            (what the pieces cannot hold)
+    + gamma * slope * |i - j|,  gamma <= 2 P * 2^-24    (float32 additions, the same that a dense bias suffers)
+
+A product of a piece and 1 is exact, and because the i and the j piece of one level are neighbours, each difference is
+taken before the next level or ``q.k`` is added: every rounding is relative to a partial sum that has already
+shrunk to about ``slope * |i - j| / scale``. Far keys may be off by more in absolute terms; their weight is
+``exp(-slope * |i - j|)``, so ``error * weight`` never exceeds ``gamma / e``.
+
+With 8 columns there is room for P = 4: 32 bits in bfloat16, 44 in float16 and float32. At 128K positions, slope
+``2^-0.5`` and a centred origin the first term is 2e-5 in bfloat16 and 5e-9 in float32; three bfloat16 pieces would
+leave 6e-3. Fewer pieces save nothing, since head dimensions are multiples of 8. float32 pieces carry 11 bits, not 24,
+so that a TensorFloat-32 matrix unit loses nothing either. float16 ends at 65504: its k pieces are divided by
+``HALF_RANGE`` and its ones multiplied by it, and since it also ends below, at 2^-24, the first term is then at least
+``scale * HALF_RANGE * 2^-24``.
+
+Source: the rank-2 form is FlashBias (arXiv:2505.12044); splitting it into pieces is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError
+
+__all__ = ["COLUMNS", "alibi_columns", "furthest", "middle"]
+
+COLUMNS = 8
+"""Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""
+
+PIECES = COLUMNS // 2
+HALF_RANGE = 256.0
+SIGNIFICAND = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 11, torch.float64: 53}
+"""Bits per piece, the leading one included. float32: those of TensorFloat-32."""
+
+
+def alibi_columns(
+    positions: Int[Tensor, "batch seq"],
+    slopes: Float[Tensor, " heads"],
+    *,
+    scale: float,
+    dtype: torch.dtype,
+    side: Literal["query", "key"],
+    origin: Int[Tensor, " batch"] | int = 0,
+) -> Float[Tensor, "batch heads seq 8"]:
+    """Return the columns that go in front of q (or k).
+
+    Only positions are needed, so each rank of a sequence-parallel run builds its own. Both sides must be given the
+    same ``origin``: sharded runs use a constant, such as half the global length.
+
+    Args:
+        positions: tokens.
+        slopes: score lost per token, one per *query* head (repeat key heads first), float32 or float64.
+        scale: what the kernel multiplies the inner product by. It must do so after the product, in float32: fused
+            kernels do, SDPA's math path multiplies q and k by its root and would round the columns.
+        dtype: of q and k.
+        side: which of the two.
+        origin: subtracted from the positions; the nearer to their middle, the smaller the error.
+
+    Raises:
+        InvalidParameterError: if ``dtype`` is not bfloat16, float16, float32 or float64.
+    """
+    if dtype not in SIGNIFICAND:
+        raise InvalidParameterError(f"ALiBi columns need one of {', '.join(map(str, SIGNIFICAND))}, found {dtype}.")
+    centred = positions - (origin if isinstance(origin, int) else origin[:, None])
+    rest = (slopes.double() / scale)[None, :, None] * centred.double()[:, None, :]
+    shrink = HALF_RANGE if dtype == torch.float16 else 1.0
+    rest = rest / shrink if side == "key" else -rest / shrink
+    ones = torch.full_like(rest, shrink).to(dtype)
+    columns: list[Tensor] = []
+    for _ in range(PIECES):
+        piece = _round(rest, SIGNIFICAND[dtype]).to(dtype)
+        rest = rest - piece.double()
+        columns += [piece, ones] if side == "key" else [ones, piece]
+    return torch.stack(columns, -1)
+
+
+def furthest(slope: float, *, scale: float, dtype: torch.dtype) -> float:
+    """Return the largest ``|position - origin|`` that the columns can hold, in tokens."""
+    shrink = HALF_RANGE if dtype == torch.float16 else 1.0
+    return float(torch.finfo(dtype).max) * shrink * scale / slope if slope > 0 else float("inf")
+
+
+def middle(positions: Int[Tensor, "batch key"], documents: Int[Tensor, "batch key"] | None) -> Int[Tensor, " batch"]:
+    """Return per row the middle between the first and the last position that holds a token; no device sync."""
+    if documents is None:
+        return (positions.amin(1) + positions.amax(1)) // 2
+    real = documents >= 0
+    limits = torch.iinfo(positions.dtype)
+    low = torch.where(real, positions, limits.max).amin(1)
+    high = torch.where(real, positions, limits.min).amax(1)
+    return torch.where(real.any(1), low + torch.div(high - low, 2, rounding_mode="floor"), 0)
+
+
+def _round(x: Float[Tensor, "batch heads seq"], bits: int) -> Float[Tensor, "batch heads seq"]:
+    """Round float64 numbers to ``bits`` significant bits by Veltkamp's splitting (no bit tricks, so it compiles)."""
+    if bits >= 53:
+        return x
+    spread = x * float(2 ** (53 - bits) + 1)
+    return spread - (spread - x)

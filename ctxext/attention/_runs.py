@@ -1,0 +1,112 @@
+"""Host-side analysis of positions and documents: are they valid, and are they blocks of plain causal attention?"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError
+
+__all__ = ["find_spans", "require_counted", "require_distinct"]
+
+Block = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # rows, queries, keys, as (start, stop)
+
+
+def require_counted(side: str, positions: Int[Tensor, "batch seq"], documents: Int[Tensor, "batch seq"]) -> None:
+    """Raise unless every token's position is at least 0.
+
+    Raises:
+        InvalidParameterError: naming the row and the position.
+    """
+    negative = (documents >= 0) & (positions < 0)
+    if bool(negative.any()):
+        row, index = negative.nonzero()[0].tolist()
+        raise InvalidParameterError(
+            f"{side} position {int(positions[row, index])} in row {row} is negative. Positions count from 0; "
+            "mark a slot without a token by a negative document."
+        )
+
+
+def require_distinct(side: str, positions: Int[Tensor, "batch seq"], documents: Int[Tensor, "batch seq"]) -> None:
+    """Raise unless every token's position is its own inside its document.
+
+    Raises:
+        InvalidParameterError: naming the row, the document and the position.
+    """
+    for row, (place, document) in enumerate(zip(positions.long(), documents.long(), strict=True)):
+        real = document >= 0
+        base = int(place[real].max()) + 1 if bool(real.any()) else 1
+        tokens, counts = torch.unique(document[real] * base + place[real], return_counts=True)
+        if bool((counts > 1).any()):
+            document_id, position = divmod(int(tokens[counts > 1][0]), base)
+            raise InvalidParameterError(
+                f"{side} position {position} occurs twice in document {document_id} of row {row}: which of the two "
+                "sees the other is ambiguous. Give packed documents different document ids."
+            )
+
+
+def find_spans(
+    query_positions: Int[Tensor, "batch query"],
+    key_positions: Int[Tensor, "batch key"],
+    query_documents: Int[Tensor, "batch query"],
+    key_documents: Int[Tensor, "batch key"],
+) -> tuple[list[Block], bool] | None:
+    """Return the blocks of ``Layout.spans`` and whether positions step by one in all; None if there are none such.
+
+    Neighbouring rows with the same blocks become one block.
+    """
+    merged: list[Block] = []
+    previous: list[Block] = []
+    consecutive = True
+    for row in range(query_positions.shape[0]):
+        found = _row_blocks(query_positions[row], key_positions[row], query_documents[row], key_documents[row])
+        if found is None:
+            return None
+        blocks, steps = found
+        consecutive = consecutive and steps
+        if row and blocks == [(b[1], b[2]) for b in previous]:
+            previous = [((b[0][0], row + 1), b[1], b[2]) for b in previous]
+        else:
+            merged += previous
+            previous = [((row, row + 1), q, k) for q, k in blocks]
+            if not blocks:
+                previous = []
+    return merged + previous, consecutive
+
+
+def _row_blocks(
+    qp: Int[Tensor, " query"], kp: Int[Tensor, " key"], qd: Int[Tensor, " query"], kd: Int[Tensor, " key"]
+) -> tuple[list[tuple[tuple[int, int], tuple[int, int]]], bool] | None:
+    """One row of ``find_spans``."""
+    key_runs = _runs(kp, kd)
+    query_runs = _runs(qp, qd)
+    if key_runs is None or query_runs is None:
+        return None
+    blocks: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    consecutive = True
+    for document, (start, stop) in query_runs.items():
+        if document not in key_runs:
+            continue
+        first, last = key_runs[document]
+        aligned = last - (stop - start)
+        if aligned < first or not torch.equal(kp[aligned:last], qp[start:stop]):
+            return None
+        consecutive = consecutive and int(kp[last - 1] - kp[first]) == last - 1 - first
+        blocks.append(((start, stop), (first, last)))
+    return blocks, consecutive
+
+
+def _runs(positions: Int[Tensor, " seq"], documents: Int[Tensor, " seq"]) -> dict[int, tuple[int, int]] | None:
+    """Return ``{document: (start, stop)}`` if each is one block of increasing positions, else None."""
+    ids, counts = torch.unique_consecutive(documents, return_counts=True)
+    stops = counts.cumsum(0)
+    runs: dict[int, tuple[int, int]] = {}
+    for document, count, stop in zip(ids.tolist(), counts.tolist(), stops.tolist(), strict=True):
+        if document < 0:
+            continue
+        block = positions[stop - count : stop]
+        if document in runs or bool((block.diff() <= 0).any()):
+            return None
+        runs[document] = (stop - count, stop)
+    return runs

@@ -1,0 +1,243 @@
+"""The contract of a backend: one way to compute causal attention with positions.
+
+Layout of tensors is ``[batch, heads, seq, head_dim]``. Keys and values may have fewer heads (GQA): query head ``h``
+reads key head ``h // (heads / kv_heads)``. The result of every backend is::
+
+    score(i, j) = scale * q_i . k_j  -  slopes[h] * (query_positions[i] - key_positions[j])
+    out_i       = sum over visible j of softmax_j(score(i, j)) * v_j,      0 where nothing is visible
+
+What is visible is the ``Layout``'s rule. Slopes are constants: they get no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.attention.layout import Layout
+from ctxext.errors import BackendUnavailableError, InvalidParameterError
+
+__all__ = ["AttentionBackend", "Need", "expand_heads"]
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What one attention call needs; a backend answers it with ``why_not``.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"``, ...
+        capability: CUDA compute capability; None elsewhere.
+        dtype: of q, k and v.
+        head_dim: of q, k and v.
+        heads: query heads.
+        kv_heads: key heads; divides ``heads``.
+        query_length: queries per row.
+        key_length: keys per row, unfilled cache slots included.
+        training: whether a gradient is needed.
+        biased: whether slopes are given.
+        order: ``"consecutive"``: blocks of plain causal attention, positions stepping by one; ``"increasing"``: such
+            blocks, other steps; ``"free"``: anything else; ``"external"``: an engine decides (``Layout.shard``).
+        blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
+        window: tokens that a query sees, itself included; None for all.
+        dropout: probability, in [0, 1).
+        compiling: whether torch.compile is tracing.
+    """
+
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 64
+    heads: int = 1
+    kv_heads: int = 1
+    query_length: int = 1
+    key_length: int = 1
+    training: bool = False
+    biased: bool = False
+    order: Literal["consecutive", "increasing", "free", "external"] = "consecutive"
+    blocks: bool = False
+    window: int | None = None
+    dropout: float = 0.0
+    compiling: bool = False
+
+    @property
+    def cached(self) -> bool:
+        """Whether there are keys that no query of this call stands at."""
+        return self.query_length != self.key_length
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        layout: Layout,
+        *,
+        biased: bool,
+        training: bool | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> Need:
+        """Describe a call by its tensors; ``training`` None looks at autograd."""
+        order: Literal["consecutive", "increasing", "free", "external"] = "free"
+        if layout.external_causality:
+            order = "external"
+        elif layout.spans is not None:
+            order = "consecutive" if layout.consecutive else "increasing"
+        return cls(
+            device=q.device.type,
+            capability=_capability(q.device) if q.device.type == "cuda" else None,
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            query_length=q.shape[2],
+            key_length=k.shape[2],
+            training=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad) if training is None else training,
+            biased=biased,
+            order=order,
+            blocks=not layout.whole,
+            window=window,
+            dropout=dropout,
+            compiling=torch.compiler.is_compiling(),
+        )
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention. Stateless for the caller; safe to share between layers."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    @abstractmethod
+    def why_not(self, need: Need) -> str | None:
+        """Return None if this backend serves ``need``, else the reason, in words that a user can act on."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads query head_dim"],
+        k: Float[Tensor, "batch kv_heads key head_dim"],
+        v: Float[Tensor, "batch kv_heads key head_dim"],
+        layout: Layout,
+        *,
+        scale: float,
+        slopes: Float[Tensor, " heads"] | None,
+        window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch heads query head_dim"]:
+        """Compute the checked call. Called by ``__call__`` only."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout | None = None,
+        *,
+        scale: float,
+        slopes: Tensor | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Compute attention.
+
+        Args:
+            q: ``[batch, heads, query, head_dim]``.
+            k: ``[batch, kv_heads, key, head_dim]``, ``kv_heads`` divides ``heads``.
+            v: as ``k``.
+            layout: where queries and keys stand; None means ``Layout.causal``.
+            scale: multiplies ``q . k``; above 0.
+            slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
+            window: tokens that a query sees, itself included, at least 1; None for all.
+            dropout: probability that a weight is dropped, in [0, 1).
+
+        Returns:
+            ``[batch, heads, query, head_dim]``, in q's dtype.
+
+        Raises:
+            InvalidParameterError: for arguments that contradict each other or lie outside their range.
+            BackendUnavailableError: if this backend cannot serve the call, with the reason.
+        """
+        _require_tensors(q, k, v)
+        if layout is None:
+            layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
+        _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+        if window is not None and layout.consecutive and window >= layout.key_length:
+            window = None
+        training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        need = Need.of(q, k, layout, biased=slopes is not None, training=training, window=window, dropout=dropout)
+        reason = self.why_not(need)
+        if reason is not None:
+            raise BackendUnavailableError(f"Attention backend {self.name!r} cannot serve this call: {reason}")
+        return self.attend(q, k, v, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+
+
+def expand_heads(
+    x: Float[Tensor, "batch kv_heads key head_dim"], heads: int
+) -> Float[Tensor, "batch heads key head_dim"]:
+    """Repeat key or value heads so that there is one per query head; a view if there already is."""
+    batch, kv_heads, key, head_dim = x.shape
+    if kv_heads == heads:
+        return x
+    return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, key, head_dim).reshape(batch, heads, key, head_dim)
+
+
+def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v belong together."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.ndim == k.ndim == v.ndim == 4):
+        raise InvalidParameterError(f"q, k and v must be [batch, heads, seq, head_dim], found {shapes}.")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise InvalidParameterError(f"q, k, v must share batch and head_dim, and k, v their shape, found {shapes}.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise InvalidParameterError(f"The number of key heads must divide that of query heads, found {shapes}.")
+    if 0 in q.shape or 0 in k.shape:
+        raise InvalidParameterError(f"q, k and v must not be empty, found {shapes}.")
+    if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
+        raise InvalidParameterError(
+            f"q, k and v must share a floating dtype and a device, found {q.dtype}/{k.dtype}/{v.dtype} on "
+            f"{q.device}/{k.device}/{v.device}."
+        )
+
+
+def _require_arguments(
+    q: Tensor, k: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, window: int | None, dropout: float
+) -> None:
+    """Raise unless the arguments fit q and k. Values of tensors are read only where that costs no device sync."""
+    if (layout.batch, layout.query_length, layout.key_length) != (q.shape[0], q.shape[2], k.shape[2]):
+        raise InvalidParameterError(
+            f"The layout is for batch {layout.batch}, {layout.query_length} queries and {layout.key_length} keys; "
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} are not."
+        )
+    if layout.query_positions.device != q.device:
+        raise InvalidParameterError(f"The layout is on {layout.query_positions.device}, q on {q.device}.")
+    if not scale > 0:
+        raise InvalidParameterError(f"scale must be above 0, found {scale}.")
+    if window is not None and window < 1:
+        raise InvalidParameterError(f"window must be at least 1 token, found {window}.")
+    if not 0 <= dropout < 1:
+        raise InvalidParameterError(f"dropout must be in [0, 1), found {dropout}.")
+    if slopes is None:
+        return
+    if slopes.shape != (q.shape[1],) or slopes.dtype not in (torch.float32, torch.float64):
+        raise InvalidParameterError(
+            f"slopes must be float32 or float64 [heads] = [{q.shape[1]}] (16 bits misplace tokens), "
+            f"found {slopes.dtype} {tuple(slopes.shape)}."
+        )
+    if slopes.requires_grad:
+        raise InvalidParameterError("slopes are constants and get no gradient: pass slopes.detach().")
+    if slopes.device != q.device:
+        raise InvalidParameterError(f"slopes are on {slopes.device}, q on {q.device}.")
+    readable = slopes.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and not bool((slopes >= 0).all() & slopes.isfinite().all()):
+        raise InvalidParameterError(f"slopes must be finite and at least 0, found {slopes.tolist()}.")

@@ -1,0 +1,300 @@
+"""Where the queries and keys of one attention call stand: the only thing that decides who sees whom.
+
+A query sees a key iff both are tokens of the same document and the key's position is not after the query's::
+
+    visible(i, j) = key_documents[j] >= 0
+                    and key_documents[j] == query_documents[i]
+                    and key_positions[j] <= query_positions[i]
+                    and (window is None or query_positions[i] - key_positions[j] < window)
+
+A negative document says "this slot holds no token": padding, or a static-cache slot that is not filled yet. This
+one rule covers left and right padding, packing, dynamic and static caches, chunked prefill and permuted shards.
+A query that sees nothing gets zeros, forward and gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from ctxext.attention._runs import find_spans, require_counted, require_distinct
+from ctxext.errors import InvalidParameterError
+
+__all__ = ["Layout", "Span"]
+
+T = TypeVar("T")
+
+
+class Span(NamedTuple):
+    """A block inside which kernel-side causality is right: the last query stands where the last key stands.
+
+    Rows ``rows`` (start, stop) of the batch; queries ``query``; keys ``key``. With Q queries and K >= Q keys in the
+    block, query ``i`` of the block sees exactly keys ``0 .. K - Q + i`` of the block, and no other key at all.
+    """
+
+    rows: tuple[int, int]
+    query: tuple[int, int]
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Positions and documents of queries and keys. Build it once per forward; all layers share it.
+
+    Use a constructor: ``causal``, ``padded``, ``packed``, ``resets``, ``cached``, ``shard``; ``of`` for anything else.
+
+    Args:
+        query_positions: ``[batch, query]``, tokens from the start of the document, at least 0 where a token stands.
+        key_positions: ``[batch, key]``, likewise.
+        query_documents: ``[batch, query]`` ids; negative is no token. None: everything is document 0.
+        key_documents: ``[batch, key]``; given iff ``query_documents`` is.
+        spans: the same information as blocks of plain causal attention, if it has that form and the host knows it.
+        consecutive: whether, inside every span, positions step by exactly one.
+        external_causality: whether an engine around the kernel (context parallelism) decides who sees whom.
+    """
+
+    query_positions: Int[Tensor, "batch query"]
+    key_positions: Int[Tensor, "batch key"]
+    query_documents: Int[Tensor, "batch query"] | None = None
+    key_documents: Int[Tensor, "batch key"] | None = None
+    spans: tuple[Span, ...] | None = None
+    consecutive: bool = False
+    external_causality: bool = False
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def causal(
+        cls, batch: int, query: int, key: int | None = None, *, device: torch.device | str | None = None
+    ) -> Layout:
+        """Return the usual case: one document per row and the last query at the last key.
+
+        Args:
+            batch: rows, at least 1.
+            query: number of queries.
+            key: number of keys, at least ``query``; None means as many.
+            device: where the positions live.
+
+        Raises:
+            InvalidParameterError: if there are fewer keys than queries.
+        """
+        key = query if key is None else key
+        if key < query:
+            raise InvalidParameterError(f"Causal attention needs at least one key per query, found {key} for {query}.")
+        positions = torch.arange(key, device=device).expand(batch, key)
+        span = Span((0, batch), (0, query), (0, key))
+        return cls(positions[:, key - query :], positions, spans=(span,), consecutive=True)
+
+    @classmethod
+    def padded(cls, keep: Tensor, *, query: int | None = None, analyse: bool = True) -> Layout:
+        """Return one document per row with padding on the left, on the right, or both.
+
+        Positions count real tokens, so a row's result does not depend on its padding.
+
+        Args:
+            keep: bool ``[batch, key]``, True where the key is a token. The queries are the last ``query`` slots.
+            query: number of queries; None means all.
+            analyse: see ``of``.
+
+        Raises:
+            InvalidParameterError: if ``keep`` has a hole (give positions to ``of`` to say what you mean), or is no
+                two-dimensional bool tensor.
+        """
+        if keep.dtype != torch.bool or keep.ndim != 2:
+            raise InvalidParameterError(
+                f"keep must be a bool tensor [batch, key], found {keep.dtype} {tuple(keep.shape)}. "
+                "A float mask is a bias; pass what it encodes: keep, documents or a window."
+            )
+        query = _tail(query, keep.shape[1])
+        if analyse and not torch.compiler.is_compiling():
+            starts = (keep.int().diff(dim=1) == 1).sum(1) + keep[:, 0].int()
+            if bool((starts > 1).any()):
+                raise InvalidParameterError(
+                    f"keep has a hole in row {int((starts > 1).nonzero()[0, 0])}: whether positions skip it or not "
+                    "changes the result. Call Layout.of with explicit positions."
+                )
+        positions = (keep.long().cumsum(1) - 1).clamp(min=0)
+        documents = keep.long() - 1
+        return cls.of(positions[:, -query:], positions, documents[:, -query:], documents, analyse=analyse)
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int], *, device: torch.device | str | None = None) -> Layout:
+        """Return one row of several documents, one after the other, each starting at position 0.
+
+        Args:
+            lengths: tokens per document, each at least 1 (the differences of ``cu_seqlens``).
+            device: where the positions live.
+
+        Raises:
+            InvalidParameterError: if there is no document or an empty one.
+        """
+        if not lengths or min(lengths) < 1:
+            raise InvalidParameterError(f"lengths must be at least one positive integer each, found {list(lengths)}.")
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+        documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(device)
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        spans = tuple(Span((0, 1), (e - n, e), (e - n, e)) for n, e in zip(lengths, ends, strict=True))
+        return cls(positions, positions, documents, documents, spans=spans, consecutive=True)
+
+    @classmethod
+    def cached(
+        cls, batch: int, query: int, key: int, *, filled: int, device: torch.device | str | None = None
+    ) -> Layout:
+        """Return a static cache: ``key`` slots of which the first ``filled`` hold tokens, the last ``query`` new.
+
+        Raises:
+            InvalidParameterError: unless ``query <= filled <= key``.
+        """
+        if not 0 < query <= filled <= key:
+            raise InvalidParameterError(f"Need 0 < query <= filled <= key, found {query}, {filled}, {key}.")
+        slots = torch.arange(key, device=device).expand(batch, key)
+        documents = torch.where(slots < filled, 0, -1)
+        positions = torch.arange(filled - query, filled, device=device).expand(batch, query)
+        span = Span((0, batch), (0, query), (0, filled))
+        return cls(positions, slots, torch.zeros_like(positions), documents, spans=(span,), consecutive=True)
+
+    @classmethod
+    def shard(cls, positions: Int[Tensor, "batch query"]) -> Layout:
+        """Return a shard of a sequence-parallel run whose engine applies causality itself.
+
+        Only the ALiBi term uses ``positions`` (global, any order); the kernel is called plainly causal and without a
+        mask, which is what torch's context parallelism and Ulysses expect.
+        """
+        batch, length = positions.shape
+        span = Span((0, batch), (0, length), (0, length))
+        return cls(positions, positions, spans=(span,), external_causality=True)
+
+    @classmethod
+    def resets(cls, positions: Tensor, *, analyse: bool = True) -> Layout:
+        """Return packed documents known by their positions only: one begins wherever the position does not increase.
+
+        Args:
+            positions: ``[batch, seq]``. Skips inside a document are allowed.
+            analyse: see ``of``.
+        """
+        _require_shapes(positions, positions, None, None)
+        documents = F.pad((positions.diff(dim=1) <= 0).long().cumsum(1), (1, 0))
+        return cls.of(positions, positions, documents, documents, analyse=analyse)
+
+    @classmethod
+    def of(
+        cls,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        query_documents: Tensor | None = None,
+        key_documents: Tensor | None = None,
+        *,
+        analyse: bool = True,
+    ) -> Layout:
+        """Return any layout from explicit positions and documents; see the module for the rule.
+
+        Args:
+            query_positions: ``[batch, query]``.
+            key_positions: ``[batch, key]``.
+            query_documents: ``[batch, query]`` or None.
+            key_documents: ``[batch, key]``, given iff ``query_documents`` is.
+            analyse: check the values and look for spans. On an accelerator this copies the ids to the host once
+                (a few bytes per token); False skips both. Never done while compiling.
+
+        Raises:
+            InvalidParameterError: for a shape that does not fit, a dtype that is no integer, a negative position of
+                a token, or two tokens of one document at the same position.
+        """
+        _require_shapes(query_positions, key_positions, query_documents, key_documents)
+        spans, consecutive = None, False
+        if analyse and not torch.compiler.is_compiling():
+            qp, kp = query_positions.cpu(), key_positions.cpu()
+            qd = torch.zeros_like(qp) if query_documents is None else query_documents.cpu()
+            kd = torch.zeros_like(kp) if key_documents is None else key_documents.cpu()
+            require_counted("query", qp, qd)
+            require_counted("key", kp, kd)
+            found = find_spans(qp, kp, qd, kd)
+            if found is None:
+                require_distinct("query", qp, qd)
+                require_distinct("key", kp, kd)
+            else:
+                spans, consecutive = tuple(Span(*block) for block in found[0]), found[1]
+        return cls(query_positions, key_positions, query_documents, key_documents, spans, consecutive)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.query_positions.shape[0]
+
+    @property
+    def query_length(self) -> int:
+        """Queries per row, padding included."""
+        return self.query_positions.shape[1]
+
+    @property
+    def key_length(self) -> int:
+        """Keys per row, padding and unfilled slots included."""
+        return self.key_positions.shape[1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether plain causal attention over all of q and k is this layout: one span that covers everything."""
+        return self.spans == (Span((0, self.batch), (0, self.query_length), (0, self.key_length)),)
+
+    def visible(self, window: int | None = None) -> Bool[Tensor, "batch query key"]:
+        """Return who sees whom, by the rule in the module's docstring. Quadratic memory: one byte per pair.
+
+        Raises:
+            InvalidParameterError: for a ``shard``, whose causality is not ours to know.
+        """
+        if self.external_causality:
+            raise InvalidParameterError("This layout is a shard: its engine decides who sees whom. Use Layout.of.")
+        queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
+        seen = keys <= queries
+        if window is not None:
+            seen = seen & (queries - keys < window)
+        if self.query_documents is not None and self.key_documents is not None:
+            same = self.query_documents[:, :, None] == self.key_documents[:, None, :]
+            seen = seen & same & (self.key_documents >= 0)[:, None, :]
+        return seen
+
+    def memo(self, key: Any, build: Callable[[], T], *, owner: Tensor | None = None) -> T:
+        """Return ``build()``, remembered under ``key`` so that the layers of one forward share the work.
+
+        ``owner`` is the tensor that the result depends on; it is compared by identity and version. Nothing is
+        remembered while compiling (the compiler merges equal expressions by itself).
+        """
+        if torch.compiler.is_compiling():
+            return build()
+        version = None if owner is None or owner.is_inference() else owner._version
+        entry = self._memo.get(key)
+        if entry is None or entry[0] is not owner or entry[1] != version:
+            entry = (owner, version, build())
+            self._memo[key] = entry
+        result: T = entry[2]
+        return result
+
+
+def _tail(query: int | None, key: int) -> int:
+    query = key if query is None else query
+    if not 0 < query <= key:
+        raise InvalidParameterError(f"query must be between 1 and the number of keys {key}, found {query}.")
+    return query
+
+
+def _require_shapes(qp: Tensor, kp: Tensor, qd: Tensor | None, kd: Tensor | None) -> None:
+    """Raise unless the four are integer tensors whose shapes fit."""
+    if (qd is None) != (kd is None):
+        raise InvalidParameterError("Give documents for both queries and keys, or for neither.")
+    named = {"query_positions": qp, "key_positions": kp, "query_documents": qd, "key_documents": kd}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+            raise InvalidParameterError(f"{name} must be an integer tensor, found {tensor.dtype}.")
+        like = qp if name.startswith("query") else kp
+        if tensor.ndim != 2 or tensor.shape != like.shape or tensor.shape[0] != qp.shape[0]:
+            raise InvalidParameterError(
+                f"{name} must be [batch, {name.split('_')[0]}] and fit the others, found {tuple(tensor.shape)} "
+                f"beside query_positions {tuple(qp.shape)} and key_positions {tuple(kp.shape)}."
+            )

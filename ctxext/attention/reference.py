@@ -1,0 +1,55 @@
+"""The oracle: attention as it is written on paper."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.attention.base import AttentionBackend, Need, expand_heads
+from ctxext.attention.layout import Layout
+
+__all__ = ["Reference"]
+
+
+class Reference(AttentionBackend):
+    """Full score matrix in float32 (float64 for float64 tensors), gradients by autograd.
+
+    One would pick it to check another backend. Memory is quadratic: ``heads * query * key`` floats, several times.
+    """
+
+    name: ClassVar[str] = "reference"
+    summary: ClassVar[str] = "full float32 score matrix: slow, obvious, the oracle"
+
+    def why_not(self, need: Need) -> str | None:
+        if need.order == "external":
+            return "it masks by itself, but the layout says that an engine around the kernel does."
+        return None
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads query head_dim"],
+        k: Float[Tensor, "batch kv_heads key head_dim"],
+        v: Float[Tensor, "batch kv_heads key head_dim"],
+        layout: Layout,
+        *,
+        scale: float,
+        slopes: Float[Tensor, " heads"] | None,
+        window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch heads query head_dim"]:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        k, v = expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
+        scores = q.to(dtype) @ k.transpose(-1, -2) * scale
+        if slopes is not None:
+            distance = layout.query_positions[:, None, :, None] - layout.key_positions[:, None, None, :]
+            scores = scores - slopes.to(dtype)[None, :, None, None] * distance
+        hidden = ~layout.visible(window)[:, None]
+        # A row of -inf only would be NaN in the softmax and in its gradient: let it see everything, then erase it.
+        nothing = hidden.all(-1, keepdim=True)
+        weights = torch.softmax(scores.masked_fill(hidden & ~nothing, -math.inf), -1)
+        weights = torch.dropout(weights.masked_fill(nothing, 0.0), dropout, train=dropout > 0)
+        return (weights @ v).to(q.dtype)

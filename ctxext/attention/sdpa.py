@@ -1,0 +1,269 @@
+"""The general path: torch's scaled_dot_product_attention, with ALiBi as extra columns of q and k."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ctxext.attention._columns import COLUMNS, alibi_columns, middle
+from ctxext.attention.base import AttentionBackend, Need, expand_heads
+from ctxext.attention.layout import Layout, Span
+
+__all__ = ["Sdpa", "kernel_order"]
+
+
+def kernel_order(need: Need) -> list[SDPBackend]:
+    """Return the fused kernels that may serve ``need`` on CUDA, best first.
+
+    cuDNN leads on compute capability 9.0 (published there: 1.7 to 2.3x over flash; 0.82x on 8.0). The math path is
+    only allowed where it can be right: it multiplies q and k by the root of ``scale``, which rounds ALiBi columns.
+    """
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    order = [SDPBackend.CUDNN_ATTENTION, *fused] if need.capability == (9, 0) else [*fused, SDPBackend.CUDNN_ATTENTION]
+    return order if need.biased and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class Sdpa(AttentionBackend):
+    """torch's fused attention on any device, with any layout; ALiBi exact and without a bias tensor.
+
+    One would pick it nearly always. Blocks of plain causal attention (padding, packing, caches) run without a mask,
+    each on its own; a short query over a long cache takes a bias of one row per query; what is left takes a mask of
+    one byte per pair. With slopes, key heads are repeated to the number of query heads (linear memory).
+
+    Args:
+        block_overhead: pairs of tokens that one more kernel call is worth. Blocks are used where they save more.
+        dense_rows: cached queries up to which a bias ``[batch, heads, query, key]`` is cheaper than rebuilding k.
+    """
+
+    name: ClassVar[str] = "sdpa"
+    summary: ClassVar[str] = "torch's fused kernels; ALiBi as extra columns of q and k"
+
+    block_overhead: int = 1 << 16
+    dense_rows: int = 16
+
+    def why_not(self, need: Need) -> str | None:
+        if need.dropout and need.device == "cpu":
+            return "its CPU kernel has no attention dropout. Set attention_dropout to 0, or take 'reference'."
+        if need.biased and need.device == "mps":
+            return "ALiBi columns are computed in float64, which MPS does not have."
+        if need.order == "external" and need.window is not None:
+            return "a window needs a mask, and the engine around a sharded layout forbids masks."
+        if need.order == "external" and need.cached:
+            return "a sharded layout is square: as many keys as queries."
+        return None
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads query head_dim"],
+        k: Float[Tensor, "batch kv_heads key head_dim"],
+        v: Float[Tensor, "batch kv_heads key head_dim"],
+        layout: Layout,
+        *,
+        scale: float,
+        slopes: Float[Tensor, " heads"] | None,
+        window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch heads query head_dim"]:
+        call = _Call(Need.of(q, k, layout, biased=slopes is not None, window=window, dropout=dropout), scale, dropout)
+        if q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]:
+            return _dense(call, q, k, v, layout, slopes, window)
+        head_dim = q.shape[-1]
+        if slopes is not None:
+            q, k, v = _augment(q, k, v, layout, slopes, scale)
+        if window is None and layout.spans is not None and self._blocks_pay(layout):
+            out = _by_blocks(call, q, k, v, layout.spans)
+        else:
+            out = _masked(call, q, k, v, layout, window)
+        return out[..., :head_dim] if slopes is not None else out
+
+    def _blocks_pay(self, layout: Layout) -> bool:
+        if layout.whole or layout.external_causality:
+            return True
+        spans = layout.spans or ()
+        work = sum((r[1] - r[0]) * (q[1] - q[0]) * (k[1] - k[0]) for r, q, k in spans)
+        full = layout.batch * layout.query_length * layout.key_length
+        return len(spans) > 0 and work + self.block_overhead * len(spans) <= full
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One kernel call's constants."""
+
+    need: Need
+    scale: float
+    dropout: float
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Run the kernel; k and v may have fewer heads than q."""
+        if mask is not None:
+            k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+        grouped = False
+        if q.shape[1] != k.shape[1]:  # a branch, not an expression: dynamic shapes would make that a SymBool
+            grouped = True
+        with self._kernels():
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, self.dropout, is_causal=causal, scale=self.scale, enable_gqa=grouped
+            )
+
+    def _kernels(self) -> contextlib.AbstractContextManager[object]:
+        if self.need.device == "cuda":
+            return sdpa_kernel(kernel_order(self.need), set_priority=True)
+        if self.need.device == "cpu" and self.need.biased:
+            return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        return contextlib.nullcontext()
+
+
+def _augment(
+    q: Float[Tensor, "batch heads query head_dim"],
+    k: Float[Tensor, "batch kv_heads key head_dim"],
+    v: Float[Tensor, "batch kv_heads key head_dim"],
+    layout: Layout,
+    slopes: Float[Tensor, " heads"],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put the ALiBi columns in front of q and k and pad v by as many zeros: unequal head dims are no fused case."""
+
+    def build() -> tuple[Tensor, Tensor]:
+        # A shard's rows meet keys of other ranks, whose middle we do not know: all ranks take 0.
+        origin = 0 if layout.external_causality else middle(layout.key_positions, layout.key_documents)
+        queries, keys = layout.query_positions, layout.key_positions
+        if layout.query_documents is not None and layout.key_documents is not None:
+            # What no token stands at may hold anything, and an infinity times a zero weight is NaN.
+            fill = origin if isinstance(origin, int) else origin[:, None]
+            queries = torch.where(layout.query_documents >= 0, queries, fill)
+            keys = torch.where(layout.key_documents >= 0, keys, fill)
+        return (
+            alibi_columns(queries, slopes, scale=scale, dtype=q.dtype, side="query", origin=origin),
+            alibi_columns(keys, slopes, scale=scale, dtype=q.dtype, side="key", origin=origin),
+        )
+
+    query_columns, key_columns = layout.memo(("columns", scale, q.dtype), build, owner=slopes)
+    heads = q.shape[1]
+    return (
+        torch.cat([query_columns, q], -1),
+        torch.cat([key_columns, expand_heads(k, heads)], -1),
+        F.pad(expand_heads(v, heads), (0, COLUMNS)),
+    )
+
+
+def _by_blocks(call: _Call, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> Tensor:
+    """Run every span by itself and put zeros where there is none. Splits, so that the backward stays linear."""
+    groups: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        groups.setdefault(span.rows, []).append(span)
+    if list(groups) == [(0, q.shape[0])] and len(spans) == 1 and _covers(spans[0], q, k):
+        return _block(call, q, k, v)
+    rows, covered = _sections(list(groups), q.shape[0])
+    parts: list[Tensor] = []
+    row_parts = zip(covered, torch.split(q, rows), torch.split(k, rows), torch.split(v, rows), strict=True)
+    for where, q_rows, k_rows, v_rows in row_parts:
+        if where is None:
+            parts.append(torch.zeros_like(q_rows))
+        else:
+            parts.append(_row_blocks(call, q_rows, k_rows, v_rows, groups[where]))
+    return torch.cat(parts)
+
+
+def _row_blocks(call: _Call, q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
+    """``_by_blocks`` for rows that share their spans."""
+    q_sizes, q_covered = _sections([span.query for span in spans], q.shape[2])
+    k_sizes, k_covered = _sections(sorted(span.key for span in spans), k.shape[2])
+    k_parts = dict(zip(k_covered, torch.split(k, k_sizes, 2), strict=True))
+    v_parts = dict(zip(k_covered, torch.split(v, k_sizes, 2), strict=True))
+    key_of = {span.query: span.key for span in spans}
+    parts = [
+        torch.zeros_like(part) if where is None else _block(call, part, k_parts[key_of[where]], v_parts[key_of[where]])
+        for where, part in zip(q_covered, torch.split(q, q_sizes, 2), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _block(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain causal attention with the last query at the last key."""
+    query, key = q.shape[2], k.shape[2]
+    if query == key:
+        return call(q, k, v, causal=True)
+    if query == 1:
+        return call(q, k, v)
+    # is_causal would align the *first* query with the first key.
+    mask = torch.ones(query, key, dtype=torch.bool, device=q.device).tril(key - query)
+    return call(q, k, v, mask[None, None])
+
+
+def _covers(span: Span, q: Tensor, k: Tensor) -> bool:
+    return span == Span((0, q.shape[0]), (0, q.shape[2]), (0, k.shape[2]))
+
+
+def _sections(ranges: list[tuple[int, int]], length: int) -> tuple[list[int], list[tuple[int, int] | None]]:
+    """Cut ``0 .. length`` at ``ranges`` (sorted, disjoint): sizes, and which range each is, None for a gap."""
+    sizes: list[int] = []
+    which: list[tuple[int, int] | None] = []
+    at = 0
+    for start, stop in ranges:
+        if start > at:
+            sizes.append(start - at)
+            which.append(None)
+        sizes.append(stop - start)
+        which.append((start, stop))
+        at = stop
+    if at < length:
+        sizes.append(length - at)
+        which.append(None)
+    return sizes, which
+
+
+def _seen(
+    layout: Layout, window: int | None
+) -> tuple[Bool[Tensor, "batch 1 query key"], Bool[Tensor, "batch 1 query 1"]]:
+    """Return a mask without empty rows, and which rows really see something."""
+
+    def build() -> tuple[Tensor, Tensor]:
+        visible = layout.visible(window)[:, None]
+        some = visible.any(-1, keepdim=True)
+        return visible | ~some, some
+
+    return layout.memo(("mask", window), build)
+
+
+def _masked(call: _Call, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
+    """The form for any layout: one byte per pair, shared by all heads."""
+    mask, some = _seen(layout, window)
+    return torch.where(some, call(q, k, v, mask), 0.0)
+
+
+def _dense(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: Tensor | None, window: int | None
+) -> Tensor:
+    """Few queries over a long cache: k and v are read in place, the bias is as small as the scores.
+
+    Query heads that share a key head become rows of one query block, so that GQA copies nothing.
+    """
+    batch, heads, query, head_dim = q.shape
+    kv_heads = k.shape[1]
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * query, head_dim)
+    if slopes is None and query == 1 and window is None and layout.whole:
+        return call(folded, k, v).reshape(q.shape)
+    mask, some = _seen(layout, window)
+    if slopes is None:
+        shared = mask.expand(batch, heads // kv_heads, query, -1).reshape(batch, 1, folded.shape[2], -1)
+        return torch.where(some, call(folded, k, v, shared).reshape(q.shape), 0.0)
+
+    def build() -> Tensor:
+        distance = layout.query_positions[:, :, None] - layout.key_positions[:, None, :]
+        bias = -slopes.double()[None, :, None, None] * distance[:, None].double()
+        # CPU kernels add a float32 bias to 16-bit scores; CUDA's want q's dtype, where this relative form is as
+        # good: a rounding of 2^-9 of the bias matters only where the weight is already small.
+        dtype = q.dtype if q.device.type != "cpu" or q.dtype == torch.float64 else torch.float32
+        return bias.to(dtype).masked_fill(~mask, -torch.inf)
+
+    bias = layout.memo(("bias", q.device, q.dtype, window), build, owner=slopes)
+    rows = bias.reshape(batch, kv_heads, folded.shape[2], -1)
+    return torch.where(some, call(folded, k, v, rows).reshape(q.shape), 0.0)
