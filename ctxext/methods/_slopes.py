@@ -31,5 +31,5 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
         raise InvalidParameterError(f"num_heads must be at least 1, found {num_heads}.")
     power = 1 << (num_heads.bit_length() - 1)
     series = torch.arange(1, power + 1, dtype=torch.float64) / power
-    between = torch.arange(1, 2 * (num_heads - power), 2, dtype=torch.float64) / (2 * power)
+    between = (torch.arange(num_heads - power, dtype=torch.float64) + 0.5) / power
     return torch.exp2(-8.0 * torch.cat([series, between]))
