@@ -49,7 +49,7 @@ class ABF(RopeMethod):
     def _base_for(self, rope: RopeSpec) -> float:
         if self.base is not None:
             require(self.base >= rope.base, "base", self.base, f"at least the model's own ({rope.base})")
-            return float(self.base)
+            return self.base
         turns = rope.trained_length / (2 * math.pi)
         require(turns > 1, "trained_length", rope.trained_length, "above 2 pi, or base be given")
         return float(rope.base ** (math.log(turns * self.factor) / math.log(turns)))

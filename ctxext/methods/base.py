@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -14,6 +15,9 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = ["BiasMethod", "Method", "RopeMethod", "require"]
+
+# Not typing.Self: the runtime shape checker of the tests decorates functions one by one and cannot resolve it.
+SomeMethod = TypeVar("SomeMethod", bound="Method")
 
 
 def require(condition: bool, parameter: str, value: object, expected: str) -> None:
@@ -24,7 +28,7 @@ def require(condition: bool, parameter: str, value: object, expected: str) -> No
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite real number (a bool or a numeric string is not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def positive_numbers(parameter: str, values: object) -> tuple[float, ...]:
@@ -56,6 +60,11 @@ class Method(ABC):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # 4 and 4.0 are one method: saved alike, and stock transformers warns about an integer attention_factor.
+            if "float" in str(field.type) and isinstance(value, int) and is_number(value):
+                object.__setattr__(self, field.name, float(value))
         require(is_number(self.factor) and self.factor >= 1, "factor", self.factor, "a finite number, at least 1")
 
     @property
@@ -73,7 +82,7 @@ class Method(ABC):
         return {"method": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
+    def from_dict(cls: type[SomeMethod], data: dict[str, Any]) -> SomeMethod:
         """Rebuild a method from ``to_dict``'s form.
 
         Raises:
@@ -101,7 +110,7 @@ class RopeMethod(Method):
         """Stock transformers form, complete with ``rope_type`` and ``rope_theta``; None if there is none."""
 
     @classmethod
-    def example(cls, rope: RopeSpec) -> Self:
+    def example(cls: type[SomeMethod], rope: RopeSpec) -> SomeMethod:
         """A typical instance for ``rope``; feeds the contract tests and the tables."""
         return cls(factor=4.0)
 
@@ -115,6 +124,6 @@ class BiasMethod(Method):
         """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
 
     @classmethod
-    def example(cls, alibi: AlibiSpec) -> Self:
+    def example(cls: type[SomeMethod], alibi: AlibiSpec) -> SomeMethod:
         """A typical instance; feeds the contract tests and the tables."""
         return cls(factor=4.0)

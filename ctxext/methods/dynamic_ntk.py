@@ -64,4 +64,4 @@ class DynamicNTK(RopeMethod):
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         # Stock code reads L from max_position_embeddings, so that key must keep the trained length.
-        return {"rope_type": "dynamic", "rope_theta": rope.base, "factor": float(self.factor)}
+        return {"rope_type": "dynamic", "rope_theta": rope.base, "factor": self.factor}

@@ -49,8 +49,8 @@ class Llama3(RopeMethod):
         return {
             "rope_type": "llama3",
             "rope_theta": rope.base,
-            "factor": float(self.factor),
-            "low_freq_factor": float(self.low_freq_factor),
-            "high_freq_factor": float(self.high_freq_factor),
+            "factor": self.factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
             "original_max_position_embeddings": rope.trained_length,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,23 +70,23 @@ class LongRoPE(RopeMethod):
         parameters = {
             "rope_type": "longrope",
             "rope_theta": rope.base,
-            "factor": float(self.factor),
+            "factor": self.factor,
             "original_max_position_embeddings": rope.trained_length,
             "short_factor": list(self.short_factor),
             "long_factor": list(self.long_factor),
         }
         if self.attention_factor is not None:
-            parameters["attention_factor"] = float(self.attention_factor)
+            parameters["attention_factor"] = self.attention_factor
         return parameters
 
     @classmethod
-    def example(cls, rope: RopeSpec) -> Self:
+    def example(cls, rope: RopeSpec) -> LongRoPE:
         ramp = torch.linspace(0, 1, rope.rotary_dim // 2, dtype=torch.float64)
         return cls(factor=4.0, short_factor=tuple((1.1**ramp).tolist()), long_factor=tuple((4.0**ramp).tolist()))
 
     def _attention_scale(self, rope: RopeSpec) -> float:
         if self.attention_factor is not None:
-            return float(self.attention_factor)
+            return self.attention_factor
         if self.factor == 1:
             return 1.0
         require(

@@ -49,8 +49,8 @@ class NTKByParts(RopeMethod):
         return {
             "rope_type": "llama3",
             "rope_theta": rope.base,
-            "factor": float(self.factor),
-            "low_freq_factor": float(self.alpha),
-            "high_freq_factor": float(self.beta),
+            "factor": self.factor,
+            "low_freq_factor": self.alpha,
+            "high_freq_factor": self.beta,
             "original_max_position_embeddings": rope.trained_length,
         }

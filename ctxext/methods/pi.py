@@ -34,4 +34,4 @@ class PI(RopeMethod):
         return Frequencies(plain_inv_freq(rope) / self.factor)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        return {"rope_type": "linear", "rope_theta": rope.base, "factor": float(self.factor)}
+        return {"rope_type": "linear", "rope_theta": rope.base, "factor": self.factor}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,11 +48,11 @@ class Table(RopeMethod):
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"
         require(len(self.inv_freq) == rope.rotary_dim // 2, "the length of inv_freq", len(self.inv_freq), expected)
-        return Frequencies(torch.tensor(self.inv_freq, dtype=torch.float64), float(self.attention_scale))
+        return Frequencies(torch.tensor(self.inv_freq, dtype=torch.float64), self.attention_scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
 
     @classmethod
-    def example(cls, rope: RopeSpec) -> Self:
+    def example(cls, rope: RopeSpec) -> Table:
         return cls(factor=4.0, inv_freq=tuple((plain_inv_freq(rope) / 4).tolist()), attention_scale=1.1)

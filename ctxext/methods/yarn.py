@@ -84,7 +84,7 @@ class YaRN(RopeMethod):
     def attention_scale(self) -> float:
         """What cos and sin are multiplied by, dimensionless."""
         if self.attention_factor is not None:
-            return float(self.attention_factor)
+            return self.attention_factor
         if self.mscale is not None and self.mscale_all_dim is not None:
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
@@ -100,14 +100,14 @@ class YaRN(RopeMethod):
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
             "rope_theta": rope.base,
-            "factor": float(self.factor),
+            "factor": self.factor,
             "original_max_position_embeddings": rope.trained_length,
         }
         optional = {
-            "beta_fast": None if self.beta_fast == 32 else float(self.beta_fast),
-            "beta_slow": None if self.beta_slow == 1 else float(self.beta_slow),
+            "beta_fast": None if self.beta_fast == 32 else self.beta_fast,
+            "beta_slow": None if self.beta_slow == 1 else self.beta_slow,
             "truncate": None if self.truncate else False,
-            "attention_factor": None if self.attention_factor is None else float(self.attention_factor),
+            "attention_factor": self.attention_factor,
             "mscale": self.mscale,
             "mscale_all_dim": self.mscale_all_dim,
         }
