@@ -1,0 +1,206 @@
+"""What every method promises. A new file in ``ctxext/methods`` gets all of this for nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import ctxext.methods
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
+from ctxext.spec import AlibiSpec, RopeSpec
+
+SPECS = [
+    RopeSpec(rotary_dim=8, base=1e4, trained_length=64),
+    RopeSpec(rotary_dim=20, base=1e4, trained_length=2048),
+    RopeSpec(rotary_dim=64, base=1e6, trained_length=131072),
+    RopeSpec(rotary_dim=64, base=150000, trained_length=4096),
+    RopeSpec(rotary_dim=128, base=5e5, trained_length=8192),
+]
+ALIBI = AlibiSpec(num_heads=12, trained_length=64)
+ROPE_METHODS = [cls for cls in METHODS.values() if issubclass(cls, RopeMethod)]
+
+every_method = pytest.mark.parametrize("cls", METHODS.values(), ids=METHODS)
+every_rope_method = pytest.mark.parametrize("cls", ROPE_METHODS, ids=[cls.name for cls in ROPE_METHODS])
+every_spec = pytest.mark.parametrize("rope", SPECS, ids=lambda r: f"{r.rotary_dim}-{r.base:g}-{r.trained_length}")
+
+
+def example_of(cls: type[Method]) -> Method:
+    return cls.example(ALIBI) if issubclass(cls, BiasMethod) else cls.example(SPECS[0])
+
+
+def plain(rope: RopeSpec) -> torch.Tensor:
+    pairs = range(rope.rotary_dim // 2)
+    return torch.tensor([math.exp(-2 * i / rope.rotary_dim * math.log(rope.base)) for i in pairs], dtype=torch.float64)
+
+
+def test_every_public_file_holds_a_method_and_has_a_test_file() -> None:
+    folder = Path(ctxext.methods.__file__).parent
+    files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")} - {"base"}
+    tests = {path.stem.removeprefix("test_") for path in (Path(__file__).parents[1] / "methods").glob("test_*.py")}
+    assert len(files) >= 10
+    assert files == {cls.__module__.rpartition(".")[2] for cls in METHODS.values()}
+    assert files <= tests, f"without a test file: {sorted(files - tests)}"
+
+
+@every_method
+def test_class_explains_itself(cls: type[Method]) -> None:
+    module = importlib.import_module(cls.__module__)
+    assert module.__all__ == [cls.__name__]
+    doc = cls.__doc__ or ""
+    for part in ("Pick it", "Args:", "Source:", cls.source):
+        assert part in doc, f"{cls.__name__} does not say {part!r}"
+    for field in dataclasses.fields(cls):
+        assert f"        {field.name}: " in doc, f"{cls.__name__} does not document {field.name}"
+    assert 0 < len(cls.summary) <= 72
+    assert METHODS[cls.name] is cls
+
+
+@every_method
+def test_dict_round_trip_is_json_and_equal(cls: type[Method]) -> None:
+    method = example_of(cls)
+    data = json.loads(json.dumps(method.to_dict(), allow_nan=False))
+    assert data["method"] == cls.name
+    again = cls.from_dict(data)
+    assert again == method
+    assert hash(again) == hash(method)
+    assert again.to_dict() == method.to_dict()
+
+
+@every_method
+def test_pickles_and_is_frozen(cls: type[Method]) -> None:
+    method = example_of(cls)
+    assert pickle.loads(pickle.dumps(method)) == method
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        method.factor = 2.0  # type: ignore[misc]
+
+
+@every_method
+@pytest.mark.parametrize("factor", [0.5, 0, -4, math.nan, math.inf, 10**400, "4", True, None, [4.0]], ids=repr)
+def test_bad_factor_is_refused(cls: type[Method], factor: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="factor must be a finite number, at least 1, found"):
+        dataclasses.replace(example_of(cls), factor=factor)
+
+
+@every_method
+def test_whole_factor_is_the_same_method(cls: type[Method]) -> None:
+    whole, real = (dataclasses.replace(example_of(cls), factor=factor) for factor in (3, 3.0))
+    assert json.dumps(whole.to_dict()) == json.dumps(real.to_dict())
+
+
+@every_method
+def test_unknown_parameter_suggests_the_nearest(cls: type[Method]) -> None:
+    data = example_of(cls).to_dict()
+    data["factr"] = data.pop("factor")
+    with pytest.raises(UnknownNameError, match=rf"parameter of method '{cls.name}' 'factr'\. Did you mean 'factor'\?"):
+        cls.from_dict(data)
+
+
+@every_method
+def test_target_length_is_the_promise(cls: type[Method]) -> None:
+    assert example_of(cls).target_length(4096) == 4 * 4096
+
+
+@every_rope_method
+@every_spec
+def test_frequencies_are_sound(cls: type[RopeMethod], rope: RopeSpec) -> None:
+    method = cls.example(rope)
+    for length in (1, rope.trained_length, rope.trained_length + 1, 4 * rope.trained_length):
+        found = method.frequencies(rope, length)
+        assert found.inv_freq.dtype is torch.float64
+        assert found.inv_freq.shape == (rope.rotary_dim // 2,)
+        assert found.inv_freq.isfinite().all()
+        assert (found.inv_freq > 0).all()
+        assert (found.inv_freq <= plain(rope) * (1 + 1e-12)).all(), "an extension turned faster than the model"
+        assert (found.inv_freq.diff() <= 0).all(), "a later pair turned faster"
+        assert math.isfinite(found.attention_scale)
+        assert found.attention_scale >= 1
+    assert (found.inv_freq < plain(rope) * 0.999).any(), "nothing was extended"
+
+
+@every_rope_method
+@every_spec
+def test_result_depends_on_length_iff_dynamic(cls: type[RopeMethod], rope: RopeSpec) -> None:
+    method = cls.example(rope)
+    at_trained = method.frequencies(rope, rope.trained_length)
+    below = method.frequencies(rope, rope.trained_length // 2)
+    above = method.frequencies(rope, 4 * rope.trained_length)
+    assert torch.equal(below.inv_freq, at_trained.inv_freq), "the length mattered inside the trained window"
+    assert below.attention_scale == at_trained.attention_scale
+    assert method.dynamic == (not torch.equal(above.inv_freq, at_trained.inv_freq))
+
+
+@every_rope_method
+@every_spec
+def test_factor_one_is_plain_or_the_frequencies_are_given(cls: type[RopeMethod], rope: RopeSpec) -> None:
+    method = cls.example(rope)
+    one = dataclasses.replace(method, factor=1.0)
+    given = {"short_factor", "inv_freq"} & {field.name for field in dataclasses.fields(cls)}
+    found, expected = one.frequencies(rope, rope.trained_length), plain(rope)
+    if given:
+        expected = method.frequencies(rope, rope.trained_length).inv_freq
+    else:
+        assert found.attention_scale == 1
+    torch.testing.assert_close(found.inv_freq, expected, rtol=1e-12, atol=0)
+
+
+@pytest.fixture
+def transformers_log() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    # A warning that transformers prints once per process must not hide behind an earlier test.
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def stock_rotary(method: RopeMethod, rope: RopeSpec, parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
+    dynamic_ntk = parameters["rope_type"] == "dynamic"
+    longest = rope.trained_length if dynamic_ntk else method.target_length(rope.trained_length)
+    config = LlamaConfig(
+        hidden_size=2 * rope.rotary_dim,
+        num_attention_heads=2,
+        head_dim=rope.rotary_dim,
+        max_position_embeddings=longest,
+        rope_parameters=json.loads(json.dumps(parameters, allow_nan=False)),
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+def test_most_methods_have_a_stock_form() -> None:
+    rope = SPECS[0]
+    without = {cls.name for cls in ROPE_METHODS if cls.example(rope).rope_parameters(rope) is None}
+    assert "dynamic_yarn" in without
+    assert len(without) < len(ROPE_METHODS) / 2
+
+
+@every_rope_method
+@every_spec
+def test_stock_form_is_the_same_mathematics(cls: type[RopeMethod], rope: RopeSpec, transformers_log: list[str]) -> None:
+    method = cls.example(rope)
+    parameters = method.rope_parameters(rope)
+    if parameters is None:
+        pytest.skip(f"{cls.name} has no stock form")
+    rotary = stock_rotary(method, rope, parameters)
+    assert transformers_log == []
+    for length in (rope.trained_length, rope.trained_length + 1, 4 * rope.trained_length):
+        rotary(torch.zeros(1), torch.tensor([[0, length - 1]]))
+        expected = method.frequencies(rope, length)
+        torch.testing.assert_close(rotary.inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
+        assert rotary.attention_scaling == pytest.approx(expected.attention_scale, rel=1e-12)
+    assert transformers_log == []
