@@ -5,7 +5,8 @@ cd "$(dirname "$0")/.."
 floor=$(sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 venv=.venv-floor
 "${PYTHON:-python3.11}" -m venv "$venv"
-grep -v '^transformers==' .ci/constraints.txt >"$venv/constraints.txt"
+# Whatever transformers itself pins follows its own version.
+grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors)==' .ci/constraints.txt >"$venv/constraints.txt"
 "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" torch "transformers~=$floor.0"
 "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" --editable '.[dev]'
 "$venv/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
