@@ -1,0 +1,50 @@
+"""Adjusted base frequency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.abf import ABF
+from ctxext.spec import RopeSpec
+
+
+@pytest.mark.parametrize("factor", [1, 2, 16])
+def test_one_turn_in_the_trained_window_becomes_one_in_the_target(rope: RopeSpec, factor: float) -> None:
+    base = ABF(factor=factor).rope_parameters(rope)["rope_theta"]
+    # The (fractional) pair whose wavelength is the trained window has the target window as its wavelength afterwards.
+    pair = rope.rotary_dim / 2 * math.log(rope.trained_length / (2 * math.pi), rope.base)
+    assert 2 * math.pi * base ** (2 * pair / rope.rotary_dim) == pytest.approx(rope.trained_length * factor, rel=1e-9)
+
+
+def test_the_critical_base_of_llama_2_at_16k() -> None:
+    # Liu et al. round it to 71738 for 16K.
+    assert ABF(factor=4).rope_parameters(RopeSpec(128, 1e4, 4096))["rope_theta"] == pytest.approx(71_738, rel=1e-3)
+
+
+def test_a_given_base_is_used(rope: RopeSpec, thetas: Callable[..., list]) -> None:
+    found = ABF(factor=4, base=2_000_000).frequencies(rope, 7)
+    turns = [theta * (rope.base / 2e6) ** (2 * i / rope.rotary_dim) for i, theta in enumerate(thetas(rope))]
+    assert found.inv_freq.tolist() == pytest.approx(turns, rel=1e-12)
+    assert found.attention_scale == 1
+
+
+@pytest.mark.parametrize("base", [1, math.nan, "1e6", True])
+def test_bad_base_is_refused(base: object) -> None:
+    with pytest.raises(InvalidParameterError, match="base must be a finite number, above 1, or None, found"):
+        ABF(factor=4, base=base)
+
+
+def test_a_smaller_base_than_the_models_is_refused() -> None:
+    with pytest.raises(
+        InvalidParameterError, match=r"base must be at least the model's own \(500000\.0\), found 10000"
+    ):
+        ABF(factor=4, base=1e4).rope_parameters(RopeSpec(128, 5e5, 8192))
+
+
+def test_a_window_too_short_to_choose_from_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="trained_length must be above 2 pi, or base be given, found 6"):
+        ABF(factor=4).frequencies(RopeSpec(8, 1e4, 6), 7)

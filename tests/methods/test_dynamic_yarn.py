@@ -1,0 +1,40 @@
+"""Dynamic YaRN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.dynamic_yarn import DynamicYaRN
+from ctxext.methods.yarn import YaRN
+from ctxext.spec import RopeSpec
+
+
+def test_authors_values(matches_golden: Callable[..., None]) -> None:
+    matches_golden("dynamic_yarn", DynamicYaRN)
+
+
+def test_plain_up_to_the_trained_length(rope: RopeSpec, thetas: Callable[..., list]) -> None:
+    for length in (1, rope.trained_length):
+        found = DynamicYaRN(factor=8).frequencies(rope, length)
+        assert found.inv_freq.tolist() == pytest.approx(thetas(rope), rel=1e-12)
+        assert found.attention_scale == 1
+
+
+@pytest.mark.parametrize("stretch", [2, 8, 16])
+@pytest.mark.parametrize("variant", [{}, {"ramp": "turns"}, {"truncate": False, "beta_fast": 8, "beta_slow": 0.5}])
+def test_beyond_it_is_yarn_with_the_stretch_of_the_text(rope: RopeSpec, stretch: int, variant: dict) -> None:
+    found = DynamicYaRN(factor=8, **variant).frequencies(rope, stretch * rope.trained_length)
+    expected = YaRN(factor=stretch, **variant).frequencies(rope, 7)
+    assert torch.equal(found.inv_freq, expected.inv_freq)
+    assert found.attention_scale == pytest.approx(1 + 0.1 * math.log(stretch), rel=1e-12)
+
+
+@pytest.mark.parametrize(("parameter", "value"), [("beta_fast", 0.5), ("beta_slow", "1"), ("ramp", "linear")])
+def test_shared_parameters_are_checked_at_once(parameter: str, value: object) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{parameter} must be "):
+        DynamicYaRN(factor=4, **{parameter: value})

@@ -1,0 +1,46 @@
+"""NTK-by-parts interpolation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.ntk_by_parts import NTKByParts
+from ctxext.spec import RopeSpec
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1, 32), (0.25, 3)])
+@pytest.mark.parametrize("factor", [1, 4, 32])
+def test_the_papers_formula(
+    rope: RopeSpec, thetas: Callable[..., list], factor: float, alpha: float, beta: float
+) -> None:
+    expected = []
+    for theta in thetas(rope):
+        ratio = rope.trained_length / (2 * math.pi / theta)
+        if ratio < alpha:
+            gamma = 0.0
+        elif ratio > beta:
+            gamma = 1.0
+        else:
+            gamma = (ratio - alpha) / (beta - alpha)
+        expected.append((1 - gamma) * theta / factor + gamma * theta)
+    found = NTKByParts(factor=factor, alpha=alpha, beta=beta).frequencies(rope, 7)
+    assert found.inv_freq.tolist() == pytest.approx(expected, rel=1e-12)
+    assert found.attention_scale == 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"alpha": 0}, r"alpha must be a finite number, above 0, found 0\.0"),
+        ({"alpha": "1"}, "alpha must be a finite number, above 0, found '1'"),
+        ({"beta": 1}, r"beta must be a finite number, above alpha \(1\.0\), found 1\.0"),
+        ({"beta": math.inf}, "beta must be a finite number"),
+    ],
+)
+def test_bad_thresholds_are_refused(parameters: dict, message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        NTKByParts(factor=4, **parameters)

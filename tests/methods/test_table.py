@@ -1,0 +1,47 @@
+"""Any frequencies, given as numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.table import Table
+from ctxext.methods.yarn import YaRN
+from ctxext.spec import RopeSpec
+
+
+def test_the_numbers_come_back(rope: RopeSpec) -> None:
+    given = tuple(0.9 / (1 + i) for i in range(rope.rotary_dim // 2))
+    for length in (1, 4 * rope.trained_length):
+        found = Table(inv_freq=given, attention_scale=1.25).frequencies(rope, length)
+        assert found.inv_freq.tolist() == list(given)
+        assert found.attention_scale == 1.25
+
+
+def test_another_method_written_out_is_that_method(rope: RopeSpec) -> None:
+    yarn = YaRN(factor=4, ramp="turns")
+    found = yarn.frequencies(rope, 7)
+    table = Table(factor=4, inv_freq=found.inv_freq.tolist(), attention_scale=found.attention_scale)
+    assert table.rope_parameters(rope) == yarn.rope_parameters(rope)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"inv_freq": (1.0, 0.0)}, r"inv_freq\[1\] must be a finite number, above 0, found 0\.0"),
+        ({"inv_freq": (1.0, -0.5)}, r"inv_freq\[1\] must be a finite number, above 0, found -0\.5"),
+        ({"inv_freq": "1.0"}, r"inv_freq must be a tuple of numbers, found '1\.0'"),
+        ({"attention_scale": math.nan}, "attention_scale must be a finite number, above 0, found nan"),
+        ({"attention_scale": None}, "attention_scale must be a finite number, above 0, found None"),
+    ],
+)
+def test_bad_parameters_are_refused(parameters: dict, message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        Table(**({"inv_freq": (1.0, 0.5)} | parameters))
+
+
+def test_a_table_for_another_model_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match=r"the length of inv_freq must be 64 \(rotary_dim / 2\), found 2"):
+        Table(inv_freq=(1.0, 0.5)).frequencies(RopeSpec(128, 1e4, 4096), 7)

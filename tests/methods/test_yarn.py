@@ -1,0 +1,152 @@
+"""YaRN and its published variants."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.ntk_by_parts import NTKByParts
+from ctxext.methods.yarn import YaRN
+from ctxext.spec import RopeSpec
+
+LLAMA_2 = RopeSpec(rotary_dim=128, base=1e4, trained_length=4096)
+
+
+def test_authors_values(matches_golden: Callable[..., None]) -> None:
+    matches_golden("yarn", YaRN)
+    matches_golden("yarn_pose", YaRN)
+    matches_golden("yarn_gpt_oss", YaRN)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("fast", "slow"), [(32, 1), (16, 0.5)])
+@pytest.mark.parametrize("blend", ["frequency", "wavelength"])
+def test_index_ramp(
+    rope: RopeSpec, thetas: Callable[..., list], truncate: bool, fast: float, slow: float, blend: str
+) -> None:
+    # A pair i turns L b^(-2i/d) / 2pi times in the window, so the pair that turns n times is a logarithm to b^(2/d).
+    step = rope.base ** (2 / rope.rotary_dim)
+    first, last = (math.log(rope.trained_length / (2 * math.pi * turns), step) for turns in (fast, slow))
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    expected = []
+    for i, theta in enumerate(thetas(rope)):
+        divided = min(1, max(0, (i - first) / (last - first)))
+        if blend == "frequency":
+            expected.append(divided * theta / 4 + (1 - divided) * theta)
+        else:
+            wavelength = divided * 4 * (2 * math.pi / theta) + (1 - divided) * 2 * math.pi / theta
+            expected.append(2 * math.pi / wavelength)
+    method = YaRN(factor=4, beta_fast=fast, beta_slow=slow, truncate=truncate, blend=blend)
+    assert method.frequencies(rope, 7).inv_freq.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_turns_ramp_is_the_papers_by_parts(rope: RopeSpec) -> None:
+    yarn = YaRN(factor=4, ramp="turns", beta_fast=20, beta_slow=2).frequencies(rope, 7)
+    parts = NTKByParts(factor=4, beta=20, alpha=2).frequencies(rope, 7)
+    assert torch.equal(yarn.inv_freq, parts.inv_freq)
+
+
+def test_how_far_the_paper_is_from_the_code() -> None:
+    code, paper = (YaRN(factor=8, ramp=ramp).frequencies(LLAMA_2, 7).inv_freq for ramp in ("index", "turns"))
+    assert (code / paper).max().item() == pytest.approx(2.30, abs=0.005)
+    assert (code / paper).argmax() == 36
+
+
+def test_how_far_wavelengths_are_from_frequencies() -> None:
+    ours, pose = (YaRN(factor=8, blend=blend).frequencies(LLAMA_2, 7).inv_freq for blend in ("frequency", "wavelength"))
+    assert (ours / pose).max().item() == pytest.approx(2.53, abs=0.005)
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(1, 1), (4, 1.1386), (8, 1.2079), (32, 1.3466)])
+def test_attention_scale_of_the_published_models(factor: float, scale: float) -> None:
+    assert YaRN(factor=factor).frequencies(LLAMA_2, 7).attention_scale == pytest.approx(scale, abs=5e-5)
+
+
+def test_deepseeks_two_weights_and_a_given_factor() -> None:
+    assert YaRN(factor=40, mscale=1, mscale_all_dim=1).attention_scale == 1
+    expected = (1 + 0.0707 * math.log(40)) / (1 + 0.1 * math.log(40))
+    assert YaRN(factor=40, mscale=0.707, mscale_all_dim=1).attention_scale == pytest.approx(expected, rel=1e-12)
+    assert YaRN(factor=40, attention_factor=1).attention_scale == 1
+
+
+STOCK_VARIANTS = [
+    {"beta_fast": 16, "beta_slow": 2},
+    {"truncate": False},
+    {"attention_factor": 1},
+    {"mscale": 0.707, "mscale_all_dim": 1},
+    {"ramp": "turns"},
+    {"blend": "wavelength"},
+    {"blend": "wavelength", "attention_factor": 1.5},
+    {"beta_fast": 1.05, "beta_slow": 1},
+    {"beta_fast": 600, "beta_slow": 64},
+]
+
+
+@pytest.mark.parametrize("variant", STOCK_VARIANTS, ids=str)
+def test_variants_are_the_same_in_stock_transformers(
+    rope: RopeSpec, variant: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variant.get("beta_slow", 1) > rope.trained_length / (2 * math.pi):
+        pytest.skip("refused, see test_slow_threshold_beyond_the_fastest_frequency")
+    method = YaRN(factor=4, **variant)
+    parameters = method.rope_parameters(rope)
+    is_stock_yarn = not variant.keys() & {"ramp", "blend"}
+    assert parameters["rope_type"] == ("yarn" if is_stock_yarn else "longrope")
+    messages: list[str] = []
+    monkeypatch.setattr(logging.getLogger("transformers.modeling_rope_utils"), "warning", messages.append)
+    config = LlamaConfig(
+        head_dim=rope.rotary_dim,
+        max_position_embeddings=4 * rope.trained_length,
+        rope_parameters=json.loads(json.dumps(parameters)),
+    )
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    assert messages == []
+    expected = method.frequencies(rope, 7)
+    torch.testing.assert_close(inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
+    assert scale == pytest.approx(expected.attention_scale, rel=1e-12)
+
+
+def test_stock_form_has_no_key_that_is_a_default() -> None:
+    assert YaRN(factor=4).rope_parameters(LLAMA_2) == {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    }
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"beta_slow": 0}, "beta_slow must be a finite number, above 0, found 0"),
+        ({"beta_fast": 1}, r"beta_fast must be a finite number, above beta_slow \(1\.0\), found 1"),
+        ({"beta_fast": "32"}, "beta_fast must be a finite number, .* found '32'"),
+        ({"truncate": 1}, "truncate must be True or False, found 1"),
+        ({"ramp": "linear"}, "ramp must be 'index' or 'turns', found 'linear'"),
+        ({"blend": "period"}, "blend must be 'frequency' or 'wavelength', found 'period'"),
+        ({"attention_factor": 0}, "attention_factor must be a finite number, above 0, or None, found 0"),
+        ({"attention_factor": True}, "attention_factor must be a finite number, above 0, or None, found True"),
+        ({"mscale": 1.0}, r"mscale_all_dim must be given with mscale \(1\.0\) or not at all, found None"),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0}, "attention_factor must be None when mscale"),
+    ],
+)
+def test_bad_parameters_are_refused(parameters: dict, message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        YaRN(factor=4, **parameters)
+
+
+def test_slow_threshold_beyond_the_fastest_frequency() -> None:
+    tiny = RopeSpec(rotary_dim=8, base=1e4, trained_length=6)
+    with pytest.raises(InvalidParameterError, match=r"beta_slow must be at most trained_length / 2 pi \(0\.9549\)"):
+        YaRN(factor=4).frequencies(tiny, 7)
+    assert YaRN(factor=4, ramp="turns").frequencies(tiny, 7).inv_freq[0].item() == pytest.approx(1 / 4, rel=1e-12)
