@@ -38,9 +38,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["COLUMNS", "alibi_columns", "furthest", "middle"]
+__all__ = ["COLUMNS", "alibi_columns", "layout_columns"]
 
 COLUMNS = 8
 """Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""
@@ -92,16 +93,50 @@ def alibi_columns(
     return torch.stack(columns, -1)
 
 
-def furthest(slope: float, *, scale: float, dtype: torch.dtype) -> float:
-    """Return the largest ``|position - origin|`` that the columns can hold, in tokens."""
-    shrink = HALF_RANGE if dtype == torch.float16 else 1.0
-    return float(torch.finfo(dtype).max) * shrink * scale / slope if slope > 0 else float("inf")
+def layout_columns(
+    layout: Layout, slopes: Float[Tensor, " heads"], *, scale: float, dtype: torch.dtype
+) -> tuple[Float[Tensor, "batch heads query 8"], Float[Tensor, "batch heads key 8"]]:
+    """Return the columns of q and of k for a layout, centred per row, shared by all layers of one forward.
+
+    Raises:
+        InvalidParameterError: if float16 columns would overflow (checked where reading values costs no device sync).
+    """
+
+    def build() -> tuple[Tensor, Tensor]:
+        # A shard's rows meet keys of other ranks, whose middle we do not know: all ranks take 0.
+        sharded = layout.external_causality
+        origin = torch.zeros_like(layout.key_positions[:, 0]) if sharded else _middle(layout)
+        queries, keys = layout.query_positions, layout.key_positions
+        if layout.query_documents is not None and layout.key_documents is not None:
+            # What no token stands at may hold anything, and an infinity times a zero weight is NaN.
+            queries = torch.where(layout.query_documents >= 0, queries, origin[:, None])
+            keys = torch.where(layout.key_documents >= 0, keys, origin[:, None])
+        if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
+            reach = max(int((side - origin[:, None]).abs().max()) for side in (queries, keys))
+            _require_half(reach, float(slopes.max()), scale)
+        return (
+            alibi_columns(queries, slopes, scale=scale, dtype=dtype, side="query", origin=origin),
+            alibi_columns(keys, slopes, scale=scale, dtype=dtype, side="key", origin=origin),
+        )
+
+    return layout.memo(("columns", scale, dtype), build, owner=slopes)
 
 
-def middle(positions: Int[Tensor, "batch key"], documents: Int[Tensor, "batch key"] | None) -> Int[Tensor, " batch"]:
-    """Return per row the middle between the first and the last position that holds a token; no device sync."""
+def _require_half(reach: int, slope: float, scale: float) -> None:
+    limit = torch.finfo(torch.float16).max * HALF_RANGE
+    if reach * slope / scale > limit:
+        raise InvalidParameterError(
+            f"float16 ALiBi columns reach {int(limit * scale / slope)} tokens to either side at slope {slope}, found "
+            f"{reach}. Use bfloat16."
+        )
+
+
+def _middle(layout: Layout) -> Int[Tensor, " batch"]:
+    """Return per row the middle between the first and the last position that holds a key; no device sync."""
+    positions, documents = layout.key_positions, layout.key_documents
     if documents is None:
-        return (positions.amin(1) + positions.amax(1)) // 2
+        low, high = positions.amin(1), positions.amax(1)
+        return low + torch.div(high - low, 2, rounding_mode="floor")
     real = documents >= 0
     limits = torch.iinfo(positions.dtype)
     low = torch.where(real, positions, limits.max).amin(1)

@@ -241,6 +241,19 @@ class Layout:
         """Whether plain causal attention over all of q and k is this layout: one span that covers everything."""
         return self.spans == (Span((0, self.batch), (0, self.query_length), (0, self.key_length)),)
 
+    def rows(self, start: int, stop: int) -> Layout:
+        """Return the layout of some rows of the batch."""
+        qp, kp, qd, kd = self._each(lambda part: part[start:stop])
+        return Layout.shard(qp) if self.external_causality else Layout.of(qp, kp, qd, kd)
+
+    def to(self, device: torch.device) -> Layout:
+        """Return the layout with its tensors on another device."""
+        return Layout(*self._each(lambda part: part.to(device)), self.spans, self.consecutive, self.external_causality)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        qd, kd = (None if part is None else change(part) for part in (self.query_documents, self.key_documents))
+        return change(self.query_positions), change(self.key_positions), qd, kd
+
     def visible(self, window: int | None = None) -> Bool[Tensor, "batch query key"]:
         """Return who sees whom, by the rule in the module's docstring. Quadratic memory: one byte per pair.
 

@@ -1,0 +1,240 @@
+"""The flash-attn packages: version 2 with native float32 ALiBi slopes, versions 3 and 4 with ALiBi columns.
+
+The packages are looked for by their installed metadata and imported only when one runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Mapping
+from importlib import metadata
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ctxext.attention._columns import COLUMNS, layout_columns
+from ctxext.attention.base import AttentionBackend, Need, expand_heads
+from ctxext.attention.layout import Layout
+
+__all__ = ["Flash", "Flash3", "Flash4", "token_indices"]
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+INSTALLED: dict[str, bool] = {
+    # The compiled extension, not the Python package: version 4 installs into the same package without it.
+    "flash": importlib.util.find_spec("flash_attn_2_cuda") is not None,
+    "flash3": importlib.util.find_spec("flash_attn_interface") is not None,
+    "flash4": _has_distribution("flash-attn-4"),
+}
+"""Which of the three this process can import; looked up once, so that ``why_not`` is cheap and compiles."""
+
+
+class _FlashFamily(AttentionBackend):
+    """What the three versions share: they take 16-bit tensors on CUDA, and blocks of plain causal attention."""
+
+    module: ClassVar[str]
+    install: ClassVar[str]
+    major: ClassVar[tuple[int, ...]]
+
+    def why_not(self, need: Need) -> str | None:
+        if need.device != "cuda":
+            return f"flash-attn runs on CUDA only, found {need.device!r}."
+        if not INSTALLED[self.name]:
+            return f"not installed: {self.install}."
+        if need.capability is not None and need.capability[0] not in self.major:
+            return f"its kernels are for compute capability {self.major}.x, found {need.capability}."
+        if need.dtype not in (torch.float16, torch.bfloat16):
+            return f"its kernels are for float16 and bfloat16, found {need.dtype}."
+        if need.order == "free":
+            return (
+                "positions are not increasing in blocks, and it knows causality by index only. 'sdpa' and 'flex' can."
+            )
+        if need.order == "external" and (need.window is not None or need.cached):
+            return "a sharded layout is square and has no window."
+        return self.lacks(need)
+
+    @abstractmethod
+    def lacks(self, need: Need) -> str | None:
+        """Return what this version, beyond the family, cannot do for ``need``."""
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads query head_dim"],
+        k: Float[Tensor, "batch kv_heads key head_dim"],
+        v: Float[Tensor, "batch kv_heads key head_dim"],
+        layout: Layout,
+        *,
+        scale: float,
+        slopes: Float[Tensor, " heads"] | None,
+        window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch heads query head_dim"]:
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+        if window is not None:
+            options["window_size"] = (window - 1, 0)
+        head_dim = q.shape[-1]
+        q, k, v, extra = self.with_bias(q, k, v, layout, scale=scale, slopes=slopes, dropout=dropout)
+        module = importlib.import_module(self.module)
+        out = _call(module, q, k, v, layout, options | dict(extra))
+        return out[..., :head_dim]
+
+    @abstractmethod
+    def with_bias(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, dropout: float
+    ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        """Return the tensors and the keywords by which this version learns of slopes and dropout."""
+
+
+class Flash(_FlashFamily):
+    """flash-attn 2: ALiBi inside the kernel, in float32, at almost no cost.
+
+    One would pick it on CUDA whenever it is installed. It counts distance by index, so positions must step by one.
+    """
+
+    name: ClassVar[str] = "flash"
+    summary: ClassVar[str] = "flash-attn 2 with native float32 ALiBi slopes"
+    module: ClassVar[str] = "flash_attn.flash_attn_interface"
+    install: ClassVar[str] = "pip install 'ctxext[flash]'"
+    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+
+    def lacks(self, need: Need) -> str | None:
+        if need.head_dim > 256 or need.head_dim % 8:
+            return f"head_dim must be a multiple of 8 up to 256, found {need.head_dim}."
+        if need.biased and need.order != "consecutive":
+            return "its ALiBi counts distance by index, but positions do not step by one. 'sdpa' uses positions."
+        return None
+
+    def with_bias(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, dropout: float
+    ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        return q, k, v, {"dropout_p": dropout, "alibi_slopes": None if slopes is None else slopes.float()}
+
+
+class _Columned(_FlashFamily):
+    """Versions without ALiBi: eight columns carry it, so any positions inside a block are right."""
+
+    def lacks(self, need: Need) -> str | None:
+        wide = need.head_dim + (COLUMNS if need.biased else 0)
+        if need.head_dim % 8 or wide > self.widest_for(need):
+            why = f" ({COLUMNS} of them carry ALiBi, which this version has no kernel for)" if need.biased else ""
+            return f"head dimensions must be multiples of 8 up to {self.widest_for(need)}, found {wide}{why}."
+        if need.dropout:
+            return "it has no attention dropout. Set attention_dropout to 0."
+        return None
+
+    @abstractmethod
+    def widest_for(self, need: Need) -> int:
+        """Return the widest head that the kernels take on the device."""
+
+    def with_bias(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, dropout: float
+    ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        if slopes is None:
+            return q, k, v, {}
+        query_columns, key_columns = layout_columns(layout, slopes, scale=scale, dtype=q.dtype)
+        heads = q.shape[1]
+        k = torch.cat([key_columns, expand_heads(k, heads)], -1)
+        return torch.cat([query_columns, q], -1), k, F.pad(expand_heads(v, heads), (0, COLUMNS)), {}
+
+
+class Flash3(_Columned):
+    """flash-attn 3, Hopper only: the fastest kernels there; no ALiBi of its own, so columns carry it."""
+
+    name: ClassVar[str] = "flash3"
+    summary: ClassVar[str] = "flash-attn 3 (Hopper), ALiBi as columns"
+    module: ClassVar[str] = "flash_attn_interface"
+    install: ClassVar[str] = "flash-attn 3 has no PyPI release; build the hopper folder of Dao-AILab/flash-attention"
+    major: ClassVar[tuple[int, ...]] = (9,)
+
+    def widest_for(self, need: Need) -> int:
+        return 256
+
+
+class Flash4(_Columned):
+    """flash-attn 4 (CuTe): a pure wheel that compiles at first use; no ALiBi of its own, so columns carry it."""
+
+    name: ClassVar[str] = "flash4"
+    summary: ClassVar[str] = "flash-attn 4 (CuTe), ALiBi as columns"
+    module: ClassVar[str] = "flash_attn.cute.interface"
+    install: ClassVar[str] = "pip install flash-attn-4"
+    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+
+    def lacks(self, need: Need) -> str | None:
+        if need.training and need.capability is not None and need.capability[0] == 8:
+            return "its backward needs compute capability 9.0 or later."
+        return super().lacks(need)
+
+    def widest_for(self, need: Need) -> int:
+        return 256 if need.capability is not None and need.capability[0] == 9 else 128
+
+
+def _call(
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
+) -> Float[Tensor, "batch heads query head_dim"]:
+    """Run the kernel that fits: plain where one block is everything, else token by token of every span."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, seq, heads, head_dim], the packages' own layout
+    if layout.whole or layout.external_causality:
+        return _tensor(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
+    tokens = layout.memo("flash tokens", lambda: token_indices(layout))
+    q_index, k_index, q_starts, k_starts, q_longest, k_longest = tokens
+    out = torch.zeros_like(q.flatten(0, 1))
+    if q_longest:
+        packed = module.flash_attn_varlen_func(
+            q.flatten(0, 1)[q_index],
+            k.flatten(0, 1)[k_index],
+            v.flatten(0, 1)[k_index],
+            cu_seqlens_q=q_starts,
+            cu_seqlens_k=k_starts,
+            max_seqlen_q=q_longest,
+            max_seqlen_k=k_longest,
+            **options,
+        )
+        out = out.index_copy(0, q_index, _tensor(packed))
+    return out.view(q.shape).transpose(1, 2)
+
+
+def _tensor(result: Any) -> Tensor:
+    """Return the output; some versions also return the log-sum-exp."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def token_indices(
+    layout: Layout,
+) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " keys"], Int[Tensor, " starts"], Int[Tensor, " starts"], int, int]:
+    """Return which flattened tokens every span reads, where each span starts, and the longest: varlen's arguments.
+
+    Returns:
+        Indices of queries and of keys into ``[batch * seq]``, their ``cu_seqlens`` (int32, one more than there are
+        sequences), and the longest query and key sequence in tokens.
+    """
+    device = layout.query_positions.device
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    for rows, query, key in layout.spans or ():
+        for row in range(*rows):
+            queries.append(torch.arange(*query) + row * layout.query_length)
+            keys.append(torch.arange(*key) + row * layout.key_length)
+    q_sizes, k_sizes = ([len(x) for x in parts] for parts in (queries, keys))
+    empty = [torch.empty(0, dtype=torch.long)]
+    return (
+        torch.cat(queries or empty).to(device),
+        torch.cat(keys or empty).to(device),
+        F.pad(torch.tensor(q_sizes).cumsum(0), (1, 0)).to(device, torch.int32),
+        F.pad(torch.tensor(k_sizes).cumsum(0), (1, 0)).to(device, torch.int32),
+        max(q_sizes, default=0),
+        max(k_sizes, default=0),
+    )

@@ -1,0 +1,217 @@
+"""FlexAttention: the bias as a compiled ``score_mod``, visibility as a block mask, optionally a window per head."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ctxext.attention.base import AttentionBackend, Need
+from ctxext.attention.layout import Layout
+from ctxext.errors import InvalidParameterError
+
+__all__ = ["BLOCK", "Flex", "block_mask", "cutoff_for"]
+
+BLOCK = 128
+"""Tokens per side of a block of the mask."""
+
+
+def cutoff_for(tolerance: float, *, length: int, score_bound: float) -> float:
+    """Return the ``cutoff`` that changes no softmax weight by more than ``tolerance`` of the row's total.
+
+    With ``S = score_bound >= scale * max|q| * max|k|``, a key at distance n weighs at most ``exp(2 S - slope * n)`` of
+    the row's total, and there are fewer than ``length`` of them; ``c = ln(length / tolerance) + 2 S`` makes all that
+    lie farther than ``c / slope`` weigh at most ``tolerance`` together. The output then moves by at most
+    ``2 * tolerance * max|v|``.
+
+    Args:
+        tolerance: share of the weight that may be lost, in (0, 1).
+        length: keys.
+        score_bound: largest absolute score without bias.
+
+    Raises:
+        InvalidParameterError: for a value outside its range.
+    """
+    if not 0 < tolerance < 1 or length < 1 or not 0 <= score_bound < math.inf:
+        raise InvalidParameterError(
+            f"Need 0 < tolerance < 1, length >= 1 and a finite score_bound >= 0, found {tolerance}, {length}, "
+            f"{score_bound}."
+        )
+    return math.log(length / tolerance) + 2 * score_bound
+
+
+@dataclass(frozen=True)
+class Flex(AttentionBackend):
+    """FlexAttention: exact float32 bias inside the kernel, blocks that nobody sees are skipped.
+
+    One would pick it on CUDA for head dimensions where eight more columns cost a lot (128), for windows, and with
+    ``cutoff`` for very long contexts. Compiles for seconds at first use. On CPU there is no backward.
+
+    Args:
+        cutoff: None, or the c of a window per head: blocks whose keys are all farther than ``c / slope`` are dropped.
+            An approximation with a known bound: see ``cutoff_for``. At least 1.
+    """
+
+    name: ClassVar[str] = "flex"
+    summary: ClassVar[str] = "FlexAttention: float32 bias in the kernel, block-sparse masks"
+
+    cutoff: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.cutoff is not None and not self.cutoff >= 1:
+            raise InvalidParameterError(f"cutoff must be at least 1, found {self.cutoff}.")
+
+    def why_not(self, need: Need) -> str | None:
+        if need.device not in ("cpu", "cuda"):
+            return f"it compiles for CPU and CUDA, found {need.device!r}."
+        if need.device == "cpu" and need.training:
+            return "FlexAttention has no backward on CPU. Use 'sdpa' to train."
+        if need.device == "cpu" and need.cached:
+            return "on CPU it compiles anew, for about 10 s, whenever the number of keys changes."
+        if need.dropout:
+            return "FlexAttention has no attention dropout. Set attention_dropout to 0."
+        if need.order == "external":
+            return "it masks by itself, but the layout says that an engine around the kernel does."
+        if need.dtype == torch.float64:
+            return "its kernels are for float32, bfloat16 and float16."
+        if need.training and (need.query_length % BLOCK or need.key_length % BLOCK):
+            return (
+                f"its backward with a bias and a block mask has given NaN for lengths that are no multiple of {BLOCK} "
+                f"(pytorch#153799); pad {need.query_length} and {need.key_length}."
+            )
+        return None
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads query head_dim"],
+        k: Float[Tensor, "batch kv_heads key head_dim"],
+        v: Float[Tensor, "batch kv_heads key head_dim"],
+        layout: Layout,
+        *,
+        scale: float,
+        slopes: Float[Tensor, " heads"] | None,
+        window: int | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch heads query head_dim"]:
+        cutoff = None if slopes is None else self.cutoff
+        owner = None if cutoff is None else slopes
+        mask = layout.memo(
+            ("block mask", window, cutoff), lambda: block_mask(layout, window, slopes=owner, cutoff=cutoff), owner=owner
+        )
+        kernel: Callable[..., Any] = flex_attention
+        if not torch.compiler.is_compiling():
+            kernel = _compiled(q.device.type)
+        grouped = False
+        if q.shape[1] != k.shape[1]:
+            grouped = True
+        score_mod = None if slopes is None else _score_mod(slopes.float(), layout)
+        out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+        return out
+
+
+@functools.cache
+def _compiled(device: str) -> Callable[..., Any]:
+    """One compiled function per device: its cache is keyed by shapes, so later calls only look it up.
+
+    ``fullgraph`` makes too many recompilations an error; otherwise torch goes on in plain Python with full score
+    matrices, without a word. The CPU code generator is wrong for dynamic shapes (an undeclared variable, torch 2.13).
+    """
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
+
+
+def _score_mod(slopes: Tensor, layout: Layout) -> Callable[..., Tensor]:
+    """Return the bias as a function of indices. Its tensors are inputs of the compiled kernel, not constants."""
+    queries, keys = layout.query_positions, layout.key_positions
+
+    def subtract_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (queries[b, i] - keys[b, j])
+
+    return subtract_bias
+
+
+def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
+    """Return ``Layout.visible`` as a function of indices."""
+    queries, keys = layout.query_positions, layout.key_positions
+    query_documents, key_documents = layout.query_documents, layout.key_documents
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = queries[b, i] - keys[b, j]
+        seen = distance >= 0
+        if window is not None:
+            seen = seen & (distance < window)
+        if query_documents is not None and key_documents is not None:
+            seen = seen & (query_documents[b, i] == key_documents[b, j]) & (key_documents[b, j] >= 0)
+        return seen
+
+    return sees
+
+
+def block_mask(
+    layout: Layout, window: int | None = None, *, slopes: Tensor | None = None, cutoff: float | None = None
+) -> BlockMask:
+    """Return the layout's visibility in blocks, from the extremes of each block's positions and documents.
+
+    Memory is one byte per *block*, where ``create_block_mask`` evaluates every pair (10 GB at 8K tokens and 16 heads).
+    A block that may hold a visible pair is kept and masked pair by pair; one that surely is visible throughout is not
+    masked; blocks farther than ``cutoff / slope`` are dropped.
+    """
+    queries = _extremes(layout.query_positions, layout.query_documents)
+    keys = _extremes(layout.key_positions, layout.key_documents)
+    q_low, q_high, q_first, q_last, q_whole = (x[:, :, None] for x in queries)
+    k_low, k_high, k_first, k_last, k_whole = (x[:, None, :] for x in keys)
+    some = (k_low <= q_high) & (k_first <= q_last) & (q_first <= k_last)
+    every = (k_high <= q_low) & (k_first == k_last) & (q_first == q_last) & (k_first == q_first) & q_whole & k_whole
+    if window is not None:
+        some = some & (q_low - k_high < window)
+        every = every & (q_high - k_low < window)
+    some, every = some[:, None], (every & some)[:, None]
+    if slopes is not None and cutoff is not None:
+        near = (q_low - k_high)[:, None] * slopes.double()[None, :, None, None] <= cutoff
+        some, every = some & near, every & near
+    partial_count, partial = _ordered(some & ~every)
+    full_count, full = _ordered(every)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial,
+        full_count,
+        full,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(layout, window),
+        seq_lengths=(layout.query_length, layout.key_length),
+    )
+
+
+def _extremes(positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
+    """Per block of tokens: lowest and highest position, lowest and highest document, and whether all are tokens."""
+    batch, length = positions.shape
+    blocks = -(-length // BLOCK)
+    documents = torch.zeros_like(positions) if documents is None else documents
+    real = torch.zeros(batch, blocks * BLOCK, dtype=torch.bool, device=positions.device)
+    real[:, :length] = documents >= 0
+    far = 1 << 40  # beyond any position, and differences of two still fit into 64 bits
+
+    def fold(values: Tensor, empty: int) -> Tensor:
+        padded = torch.full((batch, blocks * BLOCK), empty, dtype=torch.long, device=values.device)
+        padded[:, :length] = values
+        return torch.where(real, padded, empty).view(batch, blocks, BLOCK)
+
+    return (
+        fold(positions, far).amin(-1),
+        fold(positions, -far).amax(-1),
+        fold(documents, far).amin(-1),
+        fold(documents, -far).amax(-1),
+        real.view(batch, blocks, BLOCK).all(-1),
+    )
+
+
+def _ordered(kept: Bool[Tensor, "batch heads rows columns"]) -> tuple[Tensor, Tensor]:
+    """Return, per row of blocks, how many are kept and their indices, kept ones first."""
+    order = torch.argsort(kept.to(torch.int8), dim=-1, descending=True, stable=True)
+    return kept.sum(-1, dtype=torch.int32), order.to(torch.int32)
