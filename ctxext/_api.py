@@ -65,6 +65,7 @@ def patch(
     target_length: int | None = None,
     trained_length: int | None = None,
     sliding_window: str | None = None,
+    attention: str | None = None,
     **parameters: Any,
 ) -> ModelT:
     """Give a loaded model a longer context, in place, and prove that it took effect.
@@ -80,6 +81,8 @@ def patch(
         trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``.
             Required for a checkpoint that is already extended: the new method replaces the old one.
         sliding_window: for models whose every attention layer has one: "lift" or "keep".
+        attention: for methods that compute attention themselves (ALiBi, dynamic ones): "auto" (the default) takes the
+            first backend that can serve each call, a name such as "flash" never falls back.
         **parameters: the method's own parameters, with a name only.
 
     Returns:
@@ -99,7 +102,7 @@ def patch(
     chosen = resolve(method, factor, target_length, known_length, parameters)
     if trained_length is not None and (not isinstance(trained_length, int) or trained_length < 1):
         raise InvalidParameterError(f"trained_length must be a positive number of tokens, found {trained_length!r}.")
-    request = Request(trained_length=trained_length, sliding_window=sliding_window)
+    request = Request(trained_length=trained_length, sliding_window=sliding_window, attention=attention)
     with Edits() as edits:
         extension = architecture.apply(base, chosen, request, edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))

@@ -40,6 +40,11 @@ class Edits:
         self._entries.append((owner, name, self._current(owner, name)))
         _assign(owner, name, value)
 
+    def set_unchecked(self, owner: object, name: str, value: object) -> None:
+        """Set ``owner.name`` past the owner's own validation, and remember the old value."""
+        self._entries.append((owner, name, self._current(owner, name)))
+        owner.__dict__[name] = value
+
     def delete(self, owner: object, name: str) -> None:
         """Delete ``owner.name`` if it is there, and remember the old value."""
         old = self._current(owner, name)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import ctxext
 from ctxext._adapters import is_adapter, read_extension, save_adapter
 from ctxext._api import architecture_of, base_model, describe, patch
+from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.architectures._hf import restoring
 from ctxext.errors import CheckpointError, PatchStateError, VerificationError
 from ctxext.methods import METHODS, Method
@@ -32,6 +33,7 @@ def load(
     target_length: int | None = None,
     trained_length: int | None = None,
     sliding_window: str | None = None,
+    attention: str | None = None,
     base: str | os.PathLike[str] | None = None,
     **loading: Any,
 ) -> Any:
@@ -48,6 +50,7 @@ def load(
         target_length: as for ``ctxext.patch``.
         trained_length: as for ``ctxext.patch``.
         sliding_window: as for ``ctxext.patch``.
+        attention: as for ``ctxext.patch``.
         base: for an adapter: the base checkpoint, where it is not where the adapter says.
         **loading: the method's own parameters; everything else goes to ``from_pretrained`` (``dtype``,
             ``device_map``, ``quantization_config``, ``gguf_file``, ...).
@@ -69,7 +72,7 @@ def load(
         loading.setdefault("use_safetensors", True)
     location = {key: loading[key] for key in LOCATION if key in loading}
     trusted = bool(loading.get("trust_remote_code", False))
-    config = AutoConfig.from_pretrained(place, trust_remote_code=trusted, **location)
+    config = _read_config(place, trusted, location)
     if method is not None:
         config = extended_config(
             config,
@@ -78,6 +81,7 @@ def load(
             target_length=target_length,
             trained_length=trained_length,
             sliding_window=sliding_window,
+            attention=attention,
             trust_remote_code=trusted,
             **own,
         )
@@ -121,6 +125,16 @@ def save(model: Any, directory: str | os.PathLike[str]) -> None:
         inner.save_pretrained(directory)
 
 
+def _read_config(place: str, trusted: bool, location: dict[str, Any]) -> Any:
+    """Read a config, also one that ctxext saved so that stock code refuses it."""
+    if not location.get("gguf_file"):
+        raw, _ = PreTrainedConfig.get_config_dict(place, **location)
+        if raw.get(GUARDED_FIELD) == GUARD:
+            raw[GUARDED_FIELD] = raw["ctxext"]["original"][GUARDED_FIELD]
+            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    return AutoConfig.from_pretrained(place, trust_remote_code=trusted, **location)
+
+
 def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
     """Refuse a local path that holds no checkpoint; a name on the hub passes.
 
@@ -158,7 +172,8 @@ def _attach(model: PreTrainedModel) -> PreTrainedModel:
     chosen = saved_method(saved)
     architecture_of(model).revert(model, saved["original"])
     del model.config.ctxext
-    patch(model, chosen, trained_length=saved["trained_length"], sliding_window=saved["sliding_window"])
+    choices = {key: saved[key] for key in ("trained_length", "sliding_window", "attention")}
+    patch(model, chosen, **choices)
     if describe(model).fingerprint != saved["fingerprint"]:
         raise VerificationError(
             f"The restored {chosen.name!r} has fingerprint {describe(model).fingerprint}, the checkpoint was saved "
@@ -189,7 +204,8 @@ def _load_adapter(directory: Path, base: str | os.PathLike[str] | None, loading:
     place = os.fspath(base) if base is not None else config.base_model_name_or_path
     if not place:
         raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
-    base_config = AutoConfig.from_pretrained(place, **{key: loading[key] for key in LOCATION if key in loading})
+    location = {key: loading[key] for key in LOCATION if key in loading}
+    base_config = _read_config(place, bool(loading.get("trust_remote_code", False)), location)
     carried = getattr(base_config, "ctxext", None)
     if carried and carried["fingerprint"] != saved["fingerprint"]:
         raise CheckpointError(
@@ -200,7 +216,7 @@ def _load_adapter(directory: Path, base: str | os.PathLike[str] | None, loading:
     if carried:
         model = load(place, **loading)
     else:
-        choices = {key: saved[key] for key in ("trained_length", "sliding_window")}
+        choices = {key: saved[key] for key in ("trained_length", "sliding_window", "attention")}
         model = load(place, saved_method(saved), **choices, **loading)
     if describe(model).fingerprint != saved["fingerprint"]:
         raise VerificationError(

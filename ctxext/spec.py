@@ -43,10 +43,12 @@ class AlibiSpec:
     Args:
         num_heads: query heads, at least 1.
         trained_length: tokens that the checkpoint was trained for, at least 1.
+        slopes: what the checkpoint was trained with, one per head, positive; None for the ALiBi paper's series.
     """
 
     num_heads: int
     trained_length: int
+    slopes: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

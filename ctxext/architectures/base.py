@@ -21,10 +21,12 @@ class Request:
     Args:
         trained_length: tokens the checkpoint was trained for; None reads ``max_position_embeddings``.
         sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
+        attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
     """
 
     trained_length: int | None = None
     sliding_window: str | None = None
+    attention: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Extension:
         fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.
         notes: sentences that a user must know before relying on the model.
         sliding_window: what the user chose to do about it, see ``ctxext.patch``.
+        attention: the attention backend asked for, where the method needs one of ctxext's; else None.
         original: the config fields that were changed, as they were.
     """
 
@@ -49,6 +52,7 @@ class Extension:
     fingerprint: str
     notes: tuple[str, ...] = field(default=())
     sliding_window: str | None = None
+    attention: str | None = None
     original: dict[str, Any] = field(default_factory=dict)
 
 

@@ -7,8 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
+from ctxext.spec import AlibiSpec
 
-__all__ = ["alibi_slopes"]
+__all__ = ["alibi_slopes", "trained_slopes"]
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
@@ -33,3 +34,10 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
     series = torch.arange(1, power + 1, dtype=torch.float64) / power
     between = (torch.arange(num_heads - power, dtype=torch.float64) + 0.5) / power
     return torch.exp2(-8.0 * torch.cat([series, between]))
+
+
+def trained_slopes(alibi: AlibiSpec) -> Float[Tensor, " heads"]:
+    """Return the slopes of the unextended checkpoint, float64."""
+    if alibi.slopes is None:
+        return alibi_slopes(alibi.num_heads)
+    return torch.tensor(alibi.slopes, dtype=torch.float64)

@@ -96,6 +96,11 @@ class Method(ABC):
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
         return cls(**values)
 
+    @classmethod
+    def example(cls: type[SomeMethod], rope: RopeSpec) -> SomeMethod:
+        """A typical instance for ``rope``; feeds the contract tests and the tables."""
+        return cls(factor=4.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeMethod(Method):
@@ -109,11 +114,6 @@ class RopeMethod(Method):
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         """Stock transformers form, complete with ``rope_type`` and ``rope_theta``; None if there is none."""
 
-    @classmethod
-    def example(cls: type[SomeMethod], rope: RopeSpec) -> SomeMethod:
-        """A typical instance for ``rope``; feeds the contract tests and the tables."""
-        return cls(factor=4.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BiasMethod(Method):
@@ -122,8 +122,3 @@ class BiasMethod(Method):
     @abstractmethod
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
-
-    @classmethod
-    def example(cls: type[SomeMethod], alibi: AlibiSpec) -> SomeMethod:
-        """A typical instance; feeds the contract tests and the tables."""
-        return cls(factor=4.0)

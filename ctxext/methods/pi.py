@@ -5,29 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from jaxtyping import Float
+from torch import Tensor
+
 from ctxext.methods._math import plain_inv_freq
-from ctxext.methods.base import RopeMethod
-from ctxext.spec import Frequencies, RopeSpec
+from ctxext.methods._slopes import trained_slopes
+from ctxext.methods.base import BiasMethod, RopeMethod
+from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = ["PI"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PI(RopeMethod):
+class PI(RopeMethod, BiasMethod):
     """Squeeze all positions evenly into the trained window.
 
     Pick it when you will fine-tune (a few hundred steps): it then matches YaRN inside the window. Without
-    training it degrades every position, short ones included.
+    training it degrades every position, short ones included. On an ALiBi model it divides the slopes.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
 
-    Source: Chen et al., arXiv:2306.15595, section 2.3.
+    Source: Chen et al., arXiv:2306.15595, section 2.3; for ALiBi Al-Khateeb et al., arXiv:2310.13017, section 3.
         Authors' code: none published; jquesnelle/yarn@995db5b, scaled_rope/LlamaLinearScaledRotaryEmbedding.py.
     """
 
     name: ClassVar[str] = "pi"
-    summary: ClassVar[str] = "divide every frequency by the factor"
+    summary: ClassVar[str] = "divide every frequency (or ALiBi slope) by the factor"
     source: ClassVar[str] = "arXiv:2306.15595"
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
@@ -35,3 +39,6 @@ class PI(RopeMethod):
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         return {"rope_type": "linear", "rope_theta": rope.base, "factor": self.factor}
+
+    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+        return trained_slopes(alibi) / self.factor

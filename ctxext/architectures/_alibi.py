@@ -1,0 +1,132 @@
+"""Models that were trained with ALiBi: what BLOOM, MPT and Falcon have in common."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ctxext._edits import Edits
+from ctxext.architectures._attend import AlibiAttend
+from ctxext.architectures._positions import ATTENTION, PositionedForward
+from ctxext.architectures.base import Architecture, Extension, Request
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, VerificationError
+from ctxext.methods import BiasMethod, Method
+from ctxext.methods._slopes import trained_slopes
+from ctxext.spec import AlibiSpec
+
+__all__ = ["GUARD", "GUARDED_FIELD", "AlibiArchitecture", "bias_fingerprint", "slopes_differ"]
+
+# These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
+# one. It does check types: a sentence in the place of this number, which only matters for weights yet to be drawn,
+# stops every stock class and is quoted in the error.
+GUARDED_FIELD = "initializer_range"
+GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
+
+
+class AlibiArchitecture(Architecture):
+    """A family whose attention adds ALiBi by itself, eagerly; every attention module gets a forward of ours."""
+
+    @abstractmethod
+    def decoder(self, model: PreTrainedModel) -> nn.Module:
+        """The module that builds the mask and calls the layers."""
+
+    @abstractmethod
+    def attentions(self, model: PreTrainedModel) -> list[nn.Module]:
+        """The attention modules, in order."""
+
+    @abstractmethod
+    def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> Any:
+        """A picklable callable that stands in for ``attention.forward``."""
+
+    @abstractmethod
+    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
+        """Heads and slopes of the checkpoint."""
+
+    @abstractmethod
+    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
+        """The slopes that transformers' own code uses, float64 [heads]; proves ``spec``."""
+
+    @abstractmethod
+    def lengths(self, target_length: int) -> dict[str, Any]:
+        """Config fields that say how long the model may read."""
+
+    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
+        """Raise ``IncompatibleError`` for what this family cannot do."""
+
+    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
+        config = model.config
+        if not isinstance(method, BiasMethod):
+            raise IncompatibleError(
+                f"This {config.model_type} has ALiBi, no rotary positions; method {method.name!r} changes rotations. "
+                f"Methods for it: alibi, pi, dynamic_pi."
+            )
+        if request.sliding_window is not None:
+            raise InvalidParameterError(
+                f"sliding_window is for models that have one; this {config.model_type} has not."
+            )
+        if getattr(config, "ctxext", None) and request.trained_length is None:
+            raise PatchStateError(
+                f"This checkpoint is already extended by ctxext {config.ctxext['method']['method']!r}. Say which "
+                f"length its weights were trained for: trained_length=...; the new method then replaces the old one."
+            )
+        self.refuse(model, method)
+        trained_length = request.trained_length or self.trained_length(config)
+        if trained_length is None:
+            raise IncompatibleError(f"The config of this {config.model_type} names no length. Pass trained_length=...")
+        alibi = self.spec(model, trained_length)
+        problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(model))
+        if problem:
+            raise VerificationError(f"The slopes of this {config.model_type} are not what ctxext expects: {problem}")
+        target = method.target_length(trained_length)
+        plain = bool((method.slopes(alibi, max(target, trained_length)) == trained_slopes(alibi)).all())
+        fields = self.lengths(target)
+        original = {name: getattr(config, name, None) for name in (*fields, *([] if plain else [GUARDED_FIELD]))}
+        attend = AlibiAttend(method, alibi, request.attention or "auto")
+        for name, value in fields.items():
+            edits.set(config, name, value)
+        if not plain:
+            edits.set_unchecked(config, GUARDED_FIELD, GUARD)
+        edits.set(config, "_attn_implementation_internal", ATTENTION)
+        for module in dict.fromkeys((model, self.decoder(model))):  # stock heads do not hand position_ids on
+            edits.set(module, "forward", PositionedForward(module))
+        for attention in self.attentions(model):
+            edits.set(attention, "forward", self.forward_of(attention, attend, method))
+        return Extension(
+            trained_length=trained_length,
+            target_length=target,
+            stored_as="the checkpoint's own ALiBi" if plain else "config.ctxext; stock code refuses the checkpoint",
+            stock=plain,
+            fingerprint=bias_fingerprint(method, alibi),
+            notes=self.notes(method),
+            attention=request.attention or "auto",
+            original=original,
+        )
+
+    def notes(self, method: BiasMethod) -> tuple[str, ...]:
+        """What a user must know."""
+        return ()
+
+    def revert(self, model: PreTrainedModel, original: dict[str, Any]) -> None:
+        for name, value in original.items():
+            if value is None and hasattr(model.config, name):
+                delattr(model.config, name)
+            elif value is not None:
+                setattr(model.config, name, value)
+
+
+def slopes_differ(ours: Tensor, theirs: Tensor) -> str | None:
+    """One sentence where two sets of slopes differ by more than float32 rounding, else None."""
+    if ours.shape != theirs.shape:
+        return f"{len(ours)} slopes against {len(theirs)}."
+    error = ((ours - theirs) / theirs).abs().max()
+    return f"they differ by up to {float(error):.2g}." if error > 1e-6 else None
+
+
+def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
+    """12 hexadecimal digits that two models share exactly when their slopes at the target length agree."""
+    slopes = method.slopes(alibi, method.target_length(alibi.trained_length))
+    return hashlib.sha256(slopes.float().numpy().tobytes()).hexdigest()[:12]

@@ -1,0 +1,127 @@
+"""BLOOM: ALiBi from absolute indices in 16 bits, eager attention only. Here: exact distances on fused kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor
+
+from ctxext.architectures._alibi import AlibiArchitecture
+from ctxext.architectures._attend import AlibiAttend
+from ctxext.architectures._positions import LayoutMask, layout_of
+from ctxext.errors import IncompatibleError
+from ctxext.methods import BiasMethod, Method
+from ctxext.methods.alibi import ALiBi
+from ctxext.spec import AlibiSpec
+
+__all__ = ["Bloom"]
+
+# Every published BLOOM was trained on 2048 tokens (arXiv:2211.05100, table 3); its config does not say so.
+TRAINED_LENGTH = 2048
+
+
+class Bloom(AlibiArchitecture):
+    """BLOOM and BLOOMZ of every size."""
+
+    name: ClassVar[str] = "bloom"
+
+    def matches(self, model: PreTrainedModel) -> bool:
+        return any(isinstance(module, BloomAttention) for module in model.modules())
+
+    def decoder(self, model: PreTrainedModel) -> nn.Module:
+        found: nn.Module = next(module for module in model.modules() if isinstance(module, BloomModel))
+        return found
+
+    def attentions(self, model: PreTrainedModel) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, BloomAttention)]
+
+    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
+        return AlibiSpec(num_heads=model.config.n_head, trained_length=trained_length)
+
+    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
+        heads = model.config.n_head
+        bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
+        return bias.reshape(heads, 2)[:, 1].double()
+
+    def lengths(self, target_length: int) -> dict[str, Any]:
+        return {"seq_length": target_length}
+
+    def trained_length(self, config: Any) -> int | None:
+        return TRAINED_LENGTH
+
+    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
+        if model.config.slow_but_exact and model.config.pretraining_tp > 1:
+            raise IncompatibleError("BLOOM's slow_but_exact=True sums in slices; set it to False before patching.")
+
+    def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> BloomForward:
+        stock = isinstance(method, ALiBi) and method.bias == "stock"
+        return BloomForward(attention, attend, attend.alibi.trained_length if stock else None)
+
+
+@dataclass
+class BloomForward:
+    """Stands in for ``BloomAttention.forward``.
+
+    Args:
+        attention: the patched module.
+        attend: computes attention from q, k, v and a layout.
+        stock_within: for ``bias="stock"``: tokens up to which transformers' own rounding is reproduced; else None.
+    """
+
+    attention: Any
+    attend: AlibiAttend
+    stock_within: int | None = None
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """One attention layer: ``[batch, seq, hidden]`` to the same, residual added."""
+        if output_attentions:
+            raise IncompatibleError("A fused kernel has no attention weights; ctxext.unpatch the model to see them.")
+        module, mask = self.attention, layout_of(attention_mask)
+        q, k, v = module._reshape(module.query_key_value(hidden_states))
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, module.layer_idx)
+        dropout = module.attention_dropout.p if module.training else 0.0
+        if self.stock_within is None:
+            out = self.attend(q, k, v, mask, scale=module.inv_norm_factor, window=None, dropout=dropout)
+        else:
+            out = _stock_attention(q, k, v, mask, module.inv_norm_factor, self.attend, self.stock_within, dropout)
+        merged = module.dense(out.transpose(1, 2).flatten(2))
+        return F.dropout(merged, module.hidden_dropout, module.training) + residual, None
+
+
+def _stock_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, attend: AlibiAttend, within: int, dropout: float
+) -> Tensor:
+    """BLOOM's own arithmetic, rounding included: bias from absolute positions, added in the tensors' dtype."""
+    layout = mask.layout
+    if layout.key_length > within:
+        raise IncompatibleError(
+            f"bias='stock' reproduces BLOOM's rounding inside its trained window of {within} tokens only, found "
+            f"{layout.key_length} keys. Use bias='exact'."
+        )
+    batch, heads, query, _ = q.shape
+    slopes = attend.slopes(within, q.device).float()
+    positions = layout.key_positions
+    if layout.key_documents is not None:
+        positions = torch.where(layout.key_documents >= 0, positions, 0)
+    bias = (slopes[None, :, None] * positions[:, None, :]).to(q.dtype).reshape(batch * heads, 1, -1)
+    scores = bias.baddbmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=scale)
+    hidden = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~layout.visible(), torch.finfo(q.dtype).min)
+    scores = scores.view(batch, heads, query, -1) + hidden[:, None]
+    weights = F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), dropout, dropout > 0)
+    return torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(q.shape)

@@ -1,0 +1,84 @@
+"""MPT: relative ALiBi in float32, eager attention only, and a hard limit at ``max_seq_len``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
+
+from ctxext.architectures._alibi import AlibiArchitecture
+from ctxext.architectures._attend import AlibiAttend
+from ctxext.architectures._positions import layout_of
+from ctxext.errors import IncompatibleError
+from ctxext.methods import BiasMethod, Method
+from ctxext.methods.alibi import ALiBi
+from ctxext.spec import AlibiSpec
+
+__all__ = ["Mpt"]
+
+
+class Mpt(AlibiArchitecture):
+    """MPT of every size."""
+
+    name: ClassVar[str] = "mpt"
+
+    def matches(self, model: PreTrainedModel) -> bool:
+        return any(isinstance(module, MptAttention) for module in model.modules())
+
+    def decoder(self, model: PreTrainedModel) -> nn.Module:
+        found: nn.Module = next(module for module in model.modules() if isinstance(module, MptModel))
+        return found
+
+    def attentions(self, model: PreTrainedModel) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, MptAttention)]
+
+    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
+        return AlibiSpec(num_heads=model.config.n_heads, trained_length=trained_length)
+
+    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
+        bias: Tensor = build_mpt_alibi_tensor(model.config.n_heads, 2)
+        return -bias[:, 0, 0].double()
+
+    def lengths(self, target_length: int) -> dict[str, Any]:
+        return {"max_seq_len": target_length}
+
+    def trained_length(self, config: Any) -> int | None:
+        return int(config.max_seq_len)
+
+    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
+        if isinstance(method, ALiBi) and method.bias == "stock":
+            raise IncompatibleError("bias='stock' is for BLOOM; transformers computes MPT's bias in float32 already.")
+
+    def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> MptForward:
+        return MptForward(attention, attend)
+
+
+@dataclass
+class MptForward:
+    """Stands in for ``MptAttention.forward``."""
+
+    attention: Any
+    attend: AlibiAttend
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """One attention layer: ``[batch, seq, hidden]`` to the same."""
+        module, mask = self.attention, layout_of(attention_mask)
+        mixed = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        q, k, v = (part.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, module.layer_idx)
+        dropout = module.attn_dropout_p if module.training else 0.0
+        out: Tensor = self.attend(q, k, v, mask, scale=module.softmax_scale, window=None, dropout=dropout)
+        return module.out_proj(out.transpose(1, 2).flatten(2)), None

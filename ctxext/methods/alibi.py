@@ -1,0 +1,46 @@
+"""Attention with linear biases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.methods._slopes import trained_slopes
+from ctxext.methods.base import BiasMethod, require
+from ctxext.spec import AlibiSpec
+
+__all__ = ["ALiBi"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ALiBi(BiasMethod):
+    """Replace positions by a score that falls with distance, at one slope per head.
+
+    Pick it on BLOOM, MPT or ALiBi Falcon for exact distances and fused kernels: the mathematics stays what the
+    checkpoint was trained with. On a rotary model it takes the place of rotation, and the model needs training.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
+            the slopes do not depend on it.
+        bias: "exact" computes distances in float32 or better. "stock" rounds as transformers' own code does, for
+            parity with it inside the trained window (BLOOM only; full score matrices).
+
+    Source: Press et al., arXiv:2108.12409, section 3.
+        Authors' code: ofirpress/attention_with_linear_biases@4b92f28, fairseq/models/transformer.py.
+    """
+
+    name: ClassVar[str] = "alibi"
+    summary: ClassVar[str] = "score minus slope times distance"
+    source: ClassVar[str] = "arXiv:2108.12409"
+
+    bias: str = "exact"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.bias in ("exact", "stock"), "bias", self.bias, "'exact' or 'stock'")
+
+    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+        return trained_slopes(alibi)

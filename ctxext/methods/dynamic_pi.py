@@ -1,0 +1,49 @@
+"""Position Interpolation by the current length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.methods._math import plain_inv_freq
+from ctxext.methods._slopes import trained_slopes
+from ctxext.methods.base import BiasMethod, RopeMethod
+from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
+
+__all__ = ["DynamicPI"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicPI(RopeMethod, BiasMethod):
+    """Squeeze positions only as much as the current sequence needs, and not at all inside the trained window.
+
+    Pick it on an ALiBi model without training: it keeps short inputs as they were. On a rotary model prefer
+    ``dynamic_yarn``.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
+            the squeeze itself is current length / trained_length.
+
+    Source: Al-Khateeb et al., arXiv:2310.13017, section 3 (slopes scaled by trained / current length);
+        for rotary models jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py.
+    """
+
+    name: ClassVar[str] = "dynamic_pi"
+    summary: ClassVar[str] = "PI at the current length"
+    source: ClassVar[str] = "arXiv:2310.13017"
+
+    @property
+    def dynamic(self) -> bool:
+        return True
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        return Frequencies(plain_inv_freq(rope) / max(1.0, length / rope.trained_length))
+
+    def rope_parameters(self, rope: RopeSpec) -> None:
+        return None
+
+    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+        return trained_slopes(alibi) / max(1.0, length / alibi.trained_length)
