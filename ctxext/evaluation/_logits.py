@@ -1,0 +1,132 @@
+"""A causal model's own logits, a slice of positions at a time, for the price of one forward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ctxext._api import base_model
+from ctxext.errors import IncompatibleError, InvalidParameterError
+
+__all__ = ["logits_in_chunks"]
+
+
+def logits_in_chunks(
+    model: nn.Module,
+    input_ids: Int[Tensor, "batch positions"],
+    *,
+    start: int = 0,
+    chunk: int = 1024,
+) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
+    """Yield ``(first position, logits)`` for consecutive pieces of the positions from ``start`` on.
+
+    The layers run once over all positions, uncached and without an attention mask (so that a causal kernel serves
+    them and no positions x positions matrix exists). The part after the layers - projection, scaling, soft cap,
+    whatever the model's class does there - then runs once per piece, so that positions x vocabulary never exists
+    either. The model is not touched: the pieces go through a shallow copy of its outermost module, in which a
+    stand-in replays slices of the hidden states.
+
+    Args:
+        model: a transformers causal language model, or a PEFT or compiled wrapper around one, in eval mode.
+        input_ids: token ids, without padding.
+        start: first position of interest, in tokens; the logits before it are not computed.
+        chunk: positions per piece, at least 1. One piece takes about batch x chunk x vocabulary x 8 bytes.
+
+    Raises:
+        InvalidParameterError: empty input, or ``start`` or ``chunk`` out of range.
+        IncompatibleError: the model is in training mode, is an encoder-decoder, adds virtual tokens (prompt
+            learning), or does not put its layers behind one base model.
+    """
+    positions = input_ids.shape[1]
+    if chunk < 1:
+        raise InvalidParameterError(f"chunk must be at least 1 position, found {chunk}.")
+    if not 0 <= start < positions:
+        raise InvalidParameterError(
+            f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
+        )
+    causal = _causal_model(model)
+    once = _RunOnce(causal.base_model)
+    shell = copy.copy(causal)
+    shell.__dict__["_modules"] = {**causal._modules, causal.base_model_prefix: once}
+    # accelerate and others put a `forward` on the instance that is bound to the original module.
+    shell.__dict__.pop("forward", None)
+    for first in range(start, positions, chunk):
+        once.piece = slice(first, min(first + chunk, positions))
+        once.calls = 0
+        # The first piece hands all tokens to the real layers; later ones only have to look like their piece.
+        ids = input_ids if first == start else input_ids[:, once.piece]
+        logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
+        expected = (input_ids.shape[0], once.piece.stop - once.piece.start)
+        if once.calls != 1 or tuple(logits.shape[:2]) != expected:
+            raise IncompatibleError(
+                f"{type(causal).__name__} does not compute its logits from its base model's hidden states alone "
+                f"(calls: {once.calls}, logits: {list(logits.shape)}, expected [{expected[0]}, {expected[1]}, vocab]), "
+                f"so they cannot be had in pieces."
+            )
+        yield first, logits
+
+
+def _causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside, refused where its losses would not be those of a plain causal model."""
+    peft = getattr(model, "active_peft_config", None)
+    if peft is not None and peft.is_prompt_learning:
+        raise IncompatibleError(
+            f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
+            f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
+        )
+    causal = base_model(model)
+    name = type(causal).__name__
+    if causal.training:
+        raise IncompatibleError(f"{name} is in training mode, where dropout is noise. Call model.eval() first.")
+    if causal.config.is_encoder_decoder:
+        raise IncompatibleError(f"{name} is an encoder-decoder; only causal language models have a loss by position.")
+    if causal.base_model_prefix not in causal._modules or causal.get_output_embeddings() is None:
+        raise IncompatibleError(
+            f"{name} is not a base model with a language modelling head (found no {causal.base_model_prefix!r} and "
+            f"output embedding). Load it with AutoModelForCausalLM."
+        )
+    return causal
+
+
+class _RunOnce(nn.Module):
+    """Stands in for the base model: runs it at the first call, then replays the asked piece of its output."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.real = real
+        self.piece = slice(0, 0)
+        self.calls = 0
+        self.output: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["real"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.output is None:
+            self.output = self.real(*args, **kwargs)
+        hidden: Tensor = self.output[0][:, self.piece]
+        if isinstance(self.output, tuple):
+            return (hidden, *self.output[1:])
+        piece = copy.copy(self.output)
+        piece.last_hidden_state = hidden
+        return piece
+
+
+def check_token_ids(input_ids: Tensor, *, least: int) -> None:
+    """Raise ``InvalidParameterError`` unless ``input_ids`` is [batch, tokens], of integers, with enough tokens."""
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise InvalidParameterError(
+            f"input_ids must be integers of shape [batch, tokens], found {input_ids.dtype} {list(input_ids.shape)}."
+        )
+    if input_ids.shape[0] < 1 or input_ids.shape[1] < least:
+        raise InvalidParameterError(
+            f"input_ids must hold at least one row of {least} tokens, found {list(input_ids.shape)}."
+        )

@@ -1,0 +1,222 @@
+"""Loss by position against the plain full-logits computation, the truncation baseline by hand, paired differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation._logits import check_token_ids
+from ctxext.evaluation.perplexity import bucketed, loss_by_position, paired_difference, truncated_loss
+
+# Two fp32 evaluations of the same function that differ in the blocking of their matrix products.
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+# What comes between the layers and the logits differs from family to family.
+FAMILIES = {
+    "llama": {},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "gpt_neox": {},
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+    "phi": {},
+}
+
+
+def plain_loss(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """The definition, written out: minus the log of the probability of the token that comes next."""
+    with torch.no_grad():
+        probabilities = model(input_ids[:, :-1], use_cache=False).logits.double().softmax(dim=-1)
+    return -probabilities.gather(2, input_ids[:, 1:, None]).squeeze(2).log().float()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 89, 4096])
+def test_equals_the_full_logits_at_every_position(model: LlamaForCausalLM, input_ids: Tensor, chunk: int) -> None:
+    found = loss_by_position(model, input_ids, chunk=chunk)
+    assert found.shape == (2, 89)
+    torch.testing.assert_close(found, plain_loss(model, input_ids), **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_respects_what_each_family_does_after_its_layers(family: str) -> None:
+    config = AutoConfig.for_model(family, **(SMALL | FAMILIES[family]))
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    input_ids = torch.randint(0, 64, (1, 40))
+    torch.testing.assert_close(loss_by_position(model, input_ids, chunk=16), plain_loss(model, input_ids), **CLOSE)
+
+
+def test_one_pass_holds_every_shorter_length(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    whole = loss_by_position(model, input_ids)
+    for tokens in (2, 17, 64):
+        torch.testing.assert_close(loss_by_position(model, input_ids[:, :tokens]), whole[:, : tokens - 1], **CLOSE)
+
+
+def test_leaves_no_trace(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    before, keys = set(model.__dict__), list(model.state_dict())
+    decoder = model.model
+    loss_by_position(model, input_ids, chunk=10)
+    assert model.model is decoder
+    assert set(model.__dict__) == before
+    assert list(model.state_dict()) == keys
+
+
+def test_an_instance_forward_is_not_mistaken_for_the_model(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    """Accelerate replaces `forward` on the instance by one that is bound to the original module."""
+    expected = plain_loss(model, input_ids)
+    model.forward = model.forward
+    torch.testing.assert_close(loss_by_position(model, input_ids, chunk=20), expected, **CLOSE)
+
+
+def test_peft_wrapped(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    plain = loss_by_position(model, input_ids)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    found = loss_by_position(wrapped, input_ids, chunk=20)
+    torch.testing.assert_close(found, plain_loss(wrapped, input_ids), **CLOSE)
+    assert not torch.allclose(found, plain)
+    with wrapped.disable_adapter():
+        torch.testing.assert_close(loss_by_position(wrapped, input_ids), plain, **CLOSE)
+
+
+def test_prompt_learning_is_refused(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(IncompatibleError, match="virtual tokens"):
+        loss_by_position(peft.get_peft_model(model, config).eval(), input_ids)
+
+
+def test_refusals(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    with pytest.raises(IncompatibleError, match=r"model\.eval\(\)"):
+        loss_by_position(model.train(), input_ids)
+    model.eval()
+    with pytest.raises(IncompatibleError, match="AutoModelForCausalLM"):
+        loss_by_position(model.model, input_ids)
+    t5 = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=300))
+    with pytest.raises(IncompatibleError, match="encoder-decoder"):
+        loss_by_position(t5.eval(), input_ids)
+    with pytest.raises(InvalidParameterError, match="chunk"):
+        loss_by_position(model, input_ids, chunk=0)
+    with pytest.raises(InvalidParameterError, match="2 tokens"):
+        loss_by_position(model, input_ids[:, :1])
+    with pytest.raises(InvalidParameterError, match="integers"):
+        check_token_ids(input_ids.float(), least=2)
+
+
+def test_a_head_that_bypasses_the_base_model_is_refused(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    class Odd(LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, **kwargs: object) -> object:
+            return super().forward(input_ids[:, :3], **kwargs)
+
+    odd = Odd(model.config).eval()
+    with pytest.raises(IncompatibleError, match="in pieces"):
+        loss_by_position(odd, input_ids)
+
+
+@pytest.mark.parametrize(("window", "stride", "start", "prefix"), [(32, 8, 0, 0), (32, 8, 32, 0), (30, 7, 50, 1)])
+def test_truncation_baseline_by_hand(
+    model: LlamaForCausalLM, input_ids: Tensor, window: int, stride: int, start: int, prefix: int
+) -> None:
+    """Every position alone: which tokens may it see, and what does the plain model charge for the next one?"""
+    expected = []
+    for i in range(start, 89):
+        if i < window:
+            seen = input_ids[:, : i + 2]
+        else:
+            group = (i - max(start, window)) // stride
+            stop = min(max(start, window) + (group + 1) * stride, 89)
+            seen = torch.cat([input_ids[:, :prefix], input_ids[:, stop - window + prefix : i + 2]], dim=1)
+            assert window - stride + 1 <= seen.shape[1] - 1 <= window
+        expected.append(plain_loss(model, seen)[:, -1])
+    found = truncated_loss(model, input_ids, window=window, stride=stride, start=start, prefix=prefix)
+    torch.testing.assert_close(found, torch.stack(expected, dim=1), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"window": 0}, "window"),
+        ({"window": 8, "stride": 9}, "stride"),
+        ({"window": 8, "start": 89}, "start"),
+        ({"window": 8, "prefix": 8}, "prefix"),
+    ],
+)
+def test_truncation_refuses(model: LlamaForCausalLM, input_ids: Tensor, arguments: dict[str, int], name: str) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{name} must be"):
+        truncated_loss(model, input_ids, **arguments)
+
+
+def test_a_patched_model_is_measured_as_patched(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    plain = loss_by_position(model, input_ids)
+    ctxext.patch(model, "pi", factor=2.0)
+    patched = loss_by_position(model, input_ids, chunk=20)
+    torch.testing.assert_close(patched, plain_loss(model, input_ids), **CLOSE)
+    assert not torch.allclose(patched, plain)
+    ctxext.unpatch(model)
+    assert torch.equal(loss_by_position(model, input_ids), plain)
+
+
+def test_buckets_weigh_tokens() -> None:
+    losses = torch.tensor([[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 6.0]])
+    first, second = bucketed(losses, [0, 1, 4])
+    assert (first.start, first.stop, first.tokens, first.loss) == (0, 1, 2, 2.0)
+    assert (second.start, second.stop, second.tokens, second.loss) == (1, 4, 6, 4.0)
+    assert second.perplexity == pytest.approx(math.e**4)
+    for edges in ([0], [0, 5], [2, 1], [1, 1], [-1, 2]):
+        with pytest.raises(InvalidParameterError, match="edges"):
+            bucketed(losses, edges)
+
+
+def test_paired_difference_by_hand() -> None:
+    losses, baseline = torch.tensor([[1.0, 3.0, 2.0, 2.0, 8.0]]), torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0]])
+    every_token = paired_difference(losses, baseline, block=1)
+    assert every_token.mean == pytest.approx(2.2)
+    # The textbook standard error of a mean: differences 0, 2, 1, 1, 7.
+    assert every_token.standard_error == pytest.approx(math.sqrt(30.8 / 4 / 5))
+    assert (every_token.tokens, every_token.units) == (5, 5)
+    blocks = paired_difference(losses, baseline, block=2)
+    # Groups of 2, 2 and 1 tokens with sums 2, 2 and 7: residuals 2 - 4.4, 2 - 4.4, 7 - 2.2.
+    assert blocks.mean == pytest.approx(2.2)
+    assert blocks.standard_error == pytest.approx(math.sqrt(3 / 2 * (2.4**2 + 2.4**2 + 4.8**2)) / 5)
+    assert str(blocks) == f"+2.200 ± {blocks.standard_error:.3f}"
+
+
+def test_paired_difference_covers_the_truth() -> None:
+    """Neighbours that share their noise: the blocks' interval covers zero about as often as it says."""
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(400, 1, 128, generator=generator).repeat_interleave(16, dim=2)
+    scores = []
+    for sample in noise:
+        found = paired_difference(sample, torch.zeros_like(sample), block=64)
+        scores.append(abs(found.mean) < 2 * found.standard_error)
+    assert 0.9 < sum(scores) / len(scores) < 0.98
+
+
+def test_paired_difference_over_documents_and_refusals() -> None:
+    losses = torch.tensor([[1.0, 3.0], [2.0, 4.0], [3.0, 8.0]])
+    found = paired_difference(losses, torch.zeros_like(losses), block=None)
+    assert (found.mean, found.units) == (3.5, 3)
+    means = losses.mean(dim=1)
+    assert found.standard_error == pytest.approx((means.std() / math.sqrt(3)).item())
+    with pytest.raises(InvalidParameterError, match="same tokens"):
+        paired_difference(losses, losses[:2])
+    with pytest.raises(InvalidParameterError, match="two groups"):
+        paired_difference(losses[:1], losses[:1], block=None)
+    with pytest.raises(InvalidParameterError, match="block"):
+        paired_difference(losses, losses, block=0)
