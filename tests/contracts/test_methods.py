@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ctxext.methods
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
+from ctxext.methods.alibi import ALiBi
 from ctxext.spec import AlibiSpec, RopeSpec
 
 SPECS = [
@@ -29,16 +30,17 @@ SPECS = [
     RopeSpec(rotary_dim=64, base=150000, trained_length=4096),
     RopeSpec(rotary_dim=128, base=5e5, trained_length=8192),
 ]
-ALIBI = AlibiSpec(num_heads=12, trained_length=64)
+BIAS_METHODS = [cls for cls in METHODS.values() if issubclass(cls, BiasMethod)]
 ROPE_METHODS = [cls for cls in METHODS.values() if issubclass(cls, RopeMethod)]
 
 every_method = pytest.mark.parametrize("cls", METHODS.values(), ids=METHODS)
 every_rope_method = pytest.mark.parametrize("cls", ROPE_METHODS, ids=[cls.name for cls in ROPE_METHODS])
+every_bias_method = pytest.mark.parametrize("cls", BIAS_METHODS, ids=[cls.name for cls in BIAS_METHODS])
 every_spec = pytest.mark.parametrize("rope", SPECS, ids=lambda r: f"{r.rotary_dim}-{r.base:g}-{r.trained_length}")
 
 
 def example_of(cls: type[Method]) -> Method:
-    return cls.example(SPECS[0]) if issubclass(cls, RopeMethod) else cls.example(ALIBI)
+    return cls.example(SPECS[0])
 
 
 def plain(rope: RopeSpec) -> torch.Tensor:
@@ -156,6 +158,23 @@ def test_factor_one_is_plain_or_the_frequencies_are_given(cls: type[RopeMethod],
     else:
         assert found.attention_scale == 1
     torch.testing.assert_close(found.inv_freq, expected, rtol=1e-12, atol=0)
+
+
+@every_bias_method
+@pytest.mark.parametrize("given", [None, tuple(0.3 / (1 + head) for head in range(12))], ids=["paper", "given"])
+def test_slopes_are_sound(cls: type[BiasMethod], given: tuple[float, ...] | None) -> None:
+    alibi = AlibiSpec(num_heads=12, trained_length=64, slopes=given)
+    trained = ALiBi().slopes(alibi, 1)
+    method = cls.example(SPECS[0])
+    at_trained, above = method.slopes(alibi, 64), method.slopes(alibi, 256)
+    for found in (at_trained, above):
+        assert found.dtype is torch.float64
+        assert found.shape == (12,)
+        assert (found > 0).all()
+        assert (found <= trained).all(), "an extension made the bias steeper than the model's"
+    assert torch.equal(method.slopes(alibi, 1), at_trained), "the length mattered inside the trained window"
+    assert method.dynamic == (not torch.equal(above, at_trained))
+    assert torch.equal(dataclasses.replace(method, factor=1.0).slopes(alibi, 64), trained)
 
 
 @pytest.fixture

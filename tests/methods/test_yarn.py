@@ -116,6 +116,25 @@ def test_variants_are_the_same_in_stock_transformers(
     assert scale == pytest.approx(expected.attention_scale, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("rope", "slow"),
+    [
+        (RopeSpec(rotary_dim=8, base=1e4, trained_length=64), 64 / (2 * math.pi)),
+        (RopeSpec(rotary_dim=64, base=1e4, trained_length=131072), 1.0),
+    ],
+    ids=["both ends at the first pair", "last end behind the last pair"],
+)
+def test_clamped_ends_are_those_of_stock_transformers(rope: RopeSpec, slow: float) -> None:
+    method = YaRN(factor=4, beta_slow=slow)
+    config = LlamaConfig(
+        head_dim=rope.rotary_dim,
+        max_position_embeddings=4 * rope.trained_length,
+        rope_parameters=method.rope_parameters(rope),
+    )
+    inv_freq, _ = ROPE_INIT_FUNCTIONS["yarn"](config)
+    torch.testing.assert_close(inv_freq.double(), method.frequencies(rope, 7).inv_freq, rtol=1e-5, atol=0)
+
+
 def test_stock_form_has_no_key_that_is_a_default() -> None:
     assert YaRN(factor=4).rope_parameters(LLAMA_2) == {
         "rope_type": "yarn",
