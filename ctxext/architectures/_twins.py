@@ -8,8 +8,9 @@ memory (on the meta device), from the old config and from the new one, and carry
 from __future__ import annotations
 
 import copy
-import json
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ def round_trip(config: Any, fields: dict[str, Any]) -> Any:
     text = changed.get_text_config(decoder=True)
     for name, value in fields.items():
         setattr(text, name, copy.deepcopy(value))
-    saved = json.loads(changed.to_json_string(use_diff=False))
-    return type(config).from_dict(saved)
+    with tempfile.TemporaryDirectory() as directory:
+        changed.to_json_file(Path(directory) / "config.json")
+        return type(config).from_pretrained(directory)
 
 
 def rotary_twin(rotary: nn.Module, text_config: Any) -> nn.Module:
