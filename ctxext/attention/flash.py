@@ -22,7 +22,7 @@ from ctxext.attention._columns import COLUMNS, layout_columns
 from ctxext.attention.base import AttentionBackend, Need, expand_heads
 from ctxext.attention.layout import Layout
 
-__all__ = ["Flash", "Flash3", "Flash4", "token_indices"]
+__all__ = ["Flash", "Flash3", "Flash4", "cache_lengths", "token_indices"]
 
 
 def _has_distribution(name: str) -> bool:
@@ -48,6 +48,7 @@ class _FlashFamily(AttentionBackend):
     module: ClassVar[str]
     install: ClassVar[str]
     major: ClassVar[tuple[int, ...]]
+    reads_cache: ClassVar[bool]
 
     def why_not(self, need: Need) -> str | None:
         if need.device != "cuda":
@@ -88,7 +89,13 @@ class _FlashFamily(AttentionBackend):
         head_dim = q.shape[-1]
         q, k, v, extra = self.with_bias(q, k, v, layout, scale=scale, slopes=slopes, dropout=dropout)
         module = importlib.import_module(self.module)
-        out = _call(module, q, k, v, layout, options | dict(extra))
+        options |= extra
+        filled = cache_lengths(layout) if self.reads_cache and not dropout else None
+        if filled is not None and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
+            options.pop("dropout_p", None)
+            out = _from_cache(module, q, k, v, filled, options)
+        else:
+            out = _call(module, q, k, v, layout, options)
         return out[..., :head_dim]
 
     @abstractmethod
@@ -108,6 +115,7 @@ class Flash(_FlashFamily):
     summary: ClassVar[str] = "flash-attn 2 with native float32 ALiBi slopes"
     module: ClassVar[str] = "flash_attn.flash_attn_interface"
     install: ClassVar[str] = "pip install 'ctxext[flash]'"
+    reads_cache: ClassVar[bool] = True
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 
     def lacks(self, need: Need) -> str | None:
@@ -157,6 +165,7 @@ class Flash3(_Columned):
     summary: ClassVar[str] = "flash-attn 3 (Hopper), ALiBi as columns"
     module: ClassVar[str] = "flash_attn_interface"
     install: ClassVar[str] = "flash-attn 3 has no PyPI release; build the hopper folder of Dao-AILab/flash-attention"
+    reads_cache: ClassVar[bool] = True
     major: ClassVar[tuple[int, ...]] = (9,)
 
     def widest_for(self, need: Need) -> int:
@@ -170,6 +179,7 @@ class Flash4(_Columned):
     summary: ClassVar[str] = "flash-attn 4 (CuTe), ALiBi as columns"
     module: ClassVar[str] = "flash_attn.cute.interface"
     install: ClassVar[str] = "pip install flash-attn-4"
+    reads_cache: ClassVar[bool] = False
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 
     def lacks(self, need: Need) -> str | None:
@@ -179,6 +189,27 @@ class Flash4(_Columned):
 
     def widest_for(self, need: Need) -> int:
         return 256 if need.capability is not None and need.capability[0] == 9 else 128
+
+
+def _from_cache(
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, filled: list[int], options: dict[str, Any]
+) -> Float[Tensor, "batch heads query head_dim"]:
+    """Read the cache in place, several blocks of keys at a time: a few queries alone do not fill a GPU."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    lengths = torch.tensor(filled, dtype=torch.int32, device=q.device)
+    return _tensor(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options)).transpose(1, 2)
+
+
+def cache_lengths(layout: Layout) -> list[int] | None:
+    """Return how many keys each row reads, if the layout is a cache: filled from the front, all queries at its end."""
+    if layout.spans is None or layout.external_causality or layout.query_length == layout.key_length:
+        return None
+    lengths = [0] * layout.batch
+    for rows, query, key in layout.spans:
+        if query != (0, layout.query_length) or key[0] != 0:
+            return None
+        lengths[slice(*rows)] = [key[1]] * (rows[1] - rows[0])
+    return lengths if all(lengths) else None
 
 
 def _call(

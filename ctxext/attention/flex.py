@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, no_type_check
 
 import torch
 from jaxtyping import Bool, Float
@@ -100,6 +100,8 @@ class Flex(AttentionBackend):
         window: int | None,
         dropout: float,
     ) -> Float[Tensor, "batch heads query head_dim"]:
+        if not torch.is_grad_enabled():  # on CPU it refuses tensors that could need a gradient, even if none is taken
+            q, k, v = q.detach(), k.detach(), v.detach()
         cutoff = None if slopes is None else self.cutoff
         owner = None if cutoff is None else slopes
         mask = layout.memo(
@@ -130,10 +132,12 @@ def _score_mod(slopes: Tensor, layout: Layout) -> Callable[..., Tensor]:
     """Return the bias as a function of indices. Its tensors are inputs of the compiled kernel, not constants."""
     queries, keys = layout.query_positions, layout.key_positions
 
+    @no_type_check  # the kernel traces it; a checker's bookkeeping would be a side effect there
     def subtract_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[h] * (queries[b, i] - keys[b, j])
 
-    return subtract_bias
+    score_mod: Callable[..., Tensor] = subtract_bias
+    return score_mod
 
 
 def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
@@ -141,6 +145,7 @@ def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
     queries, keys = layout.query_positions, layout.key_positions
     query_documents, key_documents = layout.query_documents, layout.key_documents
 
+    @no_type_check
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = queries[b, i] - keys[b, j]
         seen = distance >= 0
@@ -150,7 +155,8 @@ def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
             seen = seen & (query_documents[b, i] == key_documents[b, j]) & (key_documents[b, j] >= 0)
         return seen
 
-    return sees
+    mask_mod: Callable[..., Tensor] = sees
+    return mask_mod
 
 
 def block_mask(

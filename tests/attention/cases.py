@@ -1,0 +1,110 @@
+"""Layouts that every backend must get right, and what "right" costs in a given precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctxext.attention import Layout
+from ctxext.attention.reference import Reference
+
+N = 96
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+
+
+def _keep(*rows: tuple[int, int]) -> Tensor:
+    index = torch.arange(N)
+    return torch.stack([(index >= start) & (index < stop) for start, stop in rows])
+
+
+def _permuted() -> Layout:
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(1))
+    return Layout.of(order[None], order[None])
+
+
+def _packed_cache() -> Layout:
+    positions = torch.cat([torch.arange(40), torch.arange(N - 40)])[None]
+    documents = (torch.arange(N) >= 40).long()[None]
+    return Layout.of(positions[:, -20:], positions, documents[:, -20:], documents)
+
+
+LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "causal": lambda: Layout.causal(2, N),
+    "left padded": lambda: Layout.padded(_keep((0, N), (N // 2, N), (7, N))),
+    "right padded": lambda: Layout.padded(_keep((0, N), (0, N // 2), (0, 1))),
+    "an empty row": lambda: Layout.padded(_keep((0, N), (0, 0))),
+    "nothing but padding": lambda: Layout.padded(_keep((0, 0))),
+    "packed": lambda: Layout.packed([30, 1, 50, N - 81]),
+    "packed by resets": lambda: Layout.resets(torch.cat([torch.arange(40), torch.arange(0, 2 * (N - 40), 2)])[None]),
+    "skipping positions": lambda: Layout.of(torch.arange(N)[None] * 7 + 3, torch.arange(N)[None] * 7 + 3),
+    "permuted": _permuted,
+    "decode": lambda: Layout.causal(2, 1, N),
+    "padded decode": lambda: Layout.padded(_keep((0, N), (N // 2, N)), query=1),
+    "speculative decode": lambda: Layout.causal(2, 5, N),
+    "chunked prefill": lambda: Layout.causal(2, 32, N),
+    "padded chunk": lambda: Layout.padded(_keep((0, N), (N // 2, N)), query=32),
+    "static cache": lambda: Layout.cached(2, 32, N, filled=70),
+    "static cache decode": lambda: Layout.cached(2, 1, N, filled=70),
+    "packed cache": _packed_cache,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    layout: Layout
+    slopes: Tensor | None
+    window: int | None = None
+    scale: float = HEAD_DIM**-0.5
+
+    def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.q, self.k, self.v)]
+
+
+def case(name: str, dtype: torch.dtype, *, biased: bool, window: int | None = None, kv_heads: int = KV_HEADS) -> Case:
+    layout = LAYOUTS[name]()
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int, length: int) -> Tensor:
+        return torch.randn(layout.batch, heads, length, HEAD_DIM, generator=generator).to(dtype)
+
+    q, grad = random(HEADS, layout.query_length), random(HEADS, layout.query_length)
+    k, v = random(kv_heads, layout.key_length), random(kv_heads, layout.key_length)
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1).double() if biased else None
+    return Case(q, k, v, grad, layout, slopes, window)
+
+
+def truth(case: Case, *, backward: bool = True) -> list[Tensor]:
+    """Output and gradients in float64, from the same rounded inputs."""
+    inputs = case.tensors(torch.float64)
+    out = Reference()(*inputs, case.layout, scale=case.scale, slopes=case.slopes, window=case.window)
+    return [out.detach(), *(torch.autograd.grad(out, inputs, case.grad.double()) if backward else ())]
+
+
+def naive(case: Case, *, backward: bool = True) -> list[Tensor]:
+    """Output and gradients of a plain dense-bias run in the case's own dtype: the error that is fair to make."""
+    q, k, v = inputs = case.tensors()
+    repeat = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeat, 1).transpose(-1, -2) * case.scale
+    if case.slopes is not None:
+        distance = case.layout.query_positions[:, None, :, None] - case.layout.key_positions[:, None, None, :]
+        scores = scores - (case.slopes[:, None, None] * distance).to(scores.dtype)
+    visible = case.layout.visible(case.window)[:, None]
+    scores = scores.masked_fill(~visible, -math.inf)
+    weights = torch.softmax(scores.masked_fill(~visible.any(-1, keepdim=True), 0.0), -1)
+    out = weights.masked_fill(~visible, 0.0) @ v.repeat_interleave(repeat, 1)
+    return [out.detach(), *(torch.autograd.grad(out, inputs, case.grad) if backward else ())]
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """Norm of the difference, in parts of the norm of the right one."""
+    assert found.isfinite().all()
+    found, right = found.detach(), right.detach()
+    return float((found.double() - right).norm() / right.norm().clamp(min=1e-30))

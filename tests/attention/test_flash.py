@@ -1,0 +1,186 @@
+"""flash-attn cannot run here: a stub with its signatures computes what its documentation says, from plain tensors."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ctxext.attention import Layout, Need
+from ctxext.attention.flash import INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
+from ctxext.attention.reference import Reference
+from ctxext.errors import BackendUnavailableError
+from tests.attention.cases import LAYOUTS, case, error, naive, truth
+
+READY = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
+CALLS: list[str] = []
+
+
+def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes=None) -> Tensor:
+    """[seq, heads, head_dim], causal from the bottom right corner."""
+    assert causal
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    layout = Layout.causal(1, q.shape[2], k.shape[2])
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
+    out = Reference()(q, k, v, layout, scale=softmax_scale, slopes=alibi_slopes, window=window)
+    return out[0].transpose(0, 1)
+
+
+def _func(q, k, v, dropout_p=0.0, **options) -> Tensor:
+    CALLS.append("plain")
+    return torch.stack([_dense(*row, **options) for row in zip(q, k, v, strict=True)])
+
+
+def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, **options) -> Tensor:
+    CALLS.append("varlen")
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    q_sizes, k_sizes = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max(q_sizes), max(k_sizes)) == (max_seqlen_q, max_seqlen_k)
+    rows = zip(q.split(q_sizes), k.split(k_sizes), v.split(k_sizes), strict=True)
+    return torch.cat([_dense(*row, **options) for row in rows])
+
+
+def _kvcache(q, k_cache, v_cache, *, cache_seqlens, **options) -> Tensor:
+    CALLS.append("kvcache")
+    assert cache_seqlens.dtype == torch.int32
+    rows = zip(q, k_cache, v_cache, cache_seqlens.tolist(), strict=True)
+    return torch.stack([_dense(a, b[:n], c[:n], **options) for a, b, c, n in rows])
+
+
+@pytest.fixture(autouse=True)
+def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    CALLS.clear()
+    for backend in (Flash, Flash3, Flash4):
+        stub = ModuleType(backend.module)
+        for name, function in {"flash_attn_func": _func, "flash_attn_varlen_func": _varlen}.items():
+            setattr(stub, name, function if backend is Flash else _without_alibi(function, pair=backend is Flash4))
+        if backend.reads_cache:
+            stub.flash_attn_with_kvcache = _kvcache if backend is Flash else _without_alibi(_kvcache, pair=False)
+        monkeypatch.setitem(INSTALLED, backend.name, True)
+        parts = backend.module.split(".")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), SimpleNamespace(__path__=[]))
+        monkeypatch.setitem(sys.modules, backend.module, stub)
+
+
+def _without_alibi(function, *, pair: bool):
+    def call(q, k, v, *rest, **options):
+        assert not {"alibi_slopes", "dropout_p"} & set(options)
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        out = function(q, k, v, *rest, **options)
+        return (out, None) if pair else out
+
+    return call
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
+def test_arguments_mean_what_the_call_asked(backend, layout: str, biased: bool, training: bool) -> None:
+    one = case(layout, torch.bfloat16, biased=biased)
+    need = Need.of(one.q, one.k, one.layout, biased=biased, training=training)
+    reason = backend.why_not(Need(**(vars(need) | {"device": "cuda", "capability": (9, 0)})))
+    if reason is not None:
+        assert layout in ("permuted", "skipping positions", "packed by resets")
+        return
+    inputs = one.tensors()
+    with torch.set_grad_enabled(training):
+        out = backend.attend(*inputs, one.layout, scale=one.scale, slopes=one.slopes, window=None, dropout=0.0)
+    found = [out.detach()]
+    if training and CALLS:
+        found += torch.autograd.grad(out, inputs, one.grad)
+    for ours, exact, plain in zip(found, truth(one), naive(one), strict=False):
+        assert error(ours, exact) <= 2 * error(plain, exact) if exact.norm() else ours.norm() == 0
+
+
+def test_which_entry_point() -> None:
+    def calls(layout: str, *, training: bool) -> list[str]:
+        CALLS.clear()
+        one = case(layout, torch.bfloat16, biased=True)
+        with torch.set_grad_enabled(training):
+            Flash().attend(*one.tensors(), one.layout, scale=1.0, slopes=one.slopes, window=None, dropout=0.0)
+        return list(CALLS)
+
+    assert calls("causal", training=False) == ["plain"]
+    assert calls("packed", training=True) == ["varlen"]
+    assert calls("decode", training=False) == calls("static cache decode", training=False) == ["kvcache"]
+    assert calls("chunked prefill", training=True) == ["plain"]
+    assert calls("padded decode", training=False) == ["varlen"]
+    assert calls("nothing but padding", training=False) == []
+
+
+def test_window_and_dropout_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    monkeypatch.setattr(
+        sys.modules[Flash.module], "flash_attn_func", lambda q, k, v, **options: (seen.update(options), q)[1]
+    )
+    one = case("causal", torch.bfloat16, biased=False, kv_heads=4)
+    Flash().attend(*one.tensors(), one.layout, scale=0.5, slopes=None, window=8, dropout=0.25)
+    assert seen == {
+        "softmax_scale": 0.5, "causal": True, "window_size": (7, 0), "dropout_p": 0.25, "alibi_slopes": None
+    }  # fmt: skip
+
+
+def test_token_indices_of_padding_and_packing() -> None:
+    layout = Layout.padded(torch.tensor([[False, True, True], [True, True, True], [False, False, False]]))
+    queries, keys, q_starts, k_starts, q_longest, k_longest = token_indices(layout)
+    assert queries.tolist() == keys.tolist() == [1, 2, 3, 4, 5]
+    assert q_starts.tolist() == k_starts.tolist() == [0, 2, 5]
+    assert (q_longest, k_longest) == (3, 3)
+
+
+def test_cache_lengths() -> None:
+    assert cache_lengths(Layout.cached(2, 1, 8, filled=5)) == [5, 5]
+    assert cache_lengths(Layout.causal(2, 8)) is None
+    keep = torch.tensor([[True, True, True, True], [False, True, True, True]])
+    assert cache_lengths(Layout.padded(keep, query=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "reason"),
+    [
+        (Flash, {"device": "cpu"}, "CUDA only"),
+        (Flash, {"dtype": torch.float32}, "float16 and bfloat16, found torch.float32"),
+        (Flash, {"head_dim": 264}, "multiple of 8 up to 256, found 264"),
+        (Flash, {"head_dim": 100}, "multiple of 8 up to 256, found 100"),
+        (Flash, {"capability": (7, 5)}, r"found \(7, 5\)"),
+        (Flash, {"order": "free"}, "knows causality by index only"),
+        (Flash, {"order": "increasing", "biased": True}, "positions do not step by one"),
+        (Flash, {"order": "external", "biased": True}, "positions do not step by one"),
+        (Flash3, {"capability": (8, 0)}, "compute capability"),
+        (Flash3, {"head_dim": 256, "biased": True}, "8 of them carry ALiBi"),
+        (Flash3, {"dropout": 0.1}, "no attention dropout"),
+        (Flash4, {"capability": (8, 0), "training": True}, "backward needs compute capability 9.0"),
+        (Flash4, {"capability": (10, 0), "head_dim": 128, "biased": True}, "up to 128, found 136"),
+    ],
+)
+def test_why_not(backend, change: dict, reason: str) -> None:
+    assert backend().why_not(READY) is None
+    with pytest.raises(AssertionError, match=reason):
+        assert backend().why_not(Need(**(vars(READY) | change))) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "install"), [(Flash, r"ctxext\[flash\]"), (Flash3, "hopper"), (Flash4, "pip install flash-attn-4")]
+)
+def test_what_is_not_installed_says_how_to(backend, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALLED, backend.name, False)
+    with pytest.raises(AssertionError, match=f"not installed: .*{install}"):
+        assert backend().why_not(READY) is None
+
+
+def test_custom_positions_are_fine_without_bias_or_with_columns() -> None:
+    increasing = vars(READY) | {"order": "increasing"}
+    assert Flash().why_not(Need(**increasing)) is None
+    assert Flash3().why_not(Need(**(increasing | {"biased": True}))) is None
+
+
+def test_the_call_itself_refuses() -> None:
+    q = torch.zeros(1, 1, 4, 64)
+    with pytest.raises(BackendUnavailableError, match="'flash' cannot serve this call: flash-attn runs on CUDA only"):
+        Flash()(q, q, q, scale=1.0)

@@ -1,0 +1,57 @@
+"""Choosing a backend: auto says why it passed others over, a name never falls back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ctxext.attention import BACKENDS, PREFERENCE, Need, select
+from ctxext.attention.flash import INSTALLED
+from ctxext.errors import BackendUnavailableError, UnknownNameError
+
+HOPPER = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, biased=True)
+
+
+def test_auto_knows_every_name_it_prefers() -> None:
+    assert set(PREFERENCE) <= set(BACKENDS)
+    assert {"reference", "sdpa", "flash", "flex"} <= set(BACKENDS)
+
+
+def test_auto_takes_the_first_that_can_and_says_why_not_the_others() -> None:
+    backend, reasons = select("auto", Need())
+    assert backend.name == "sdpa"
+    assert reasons == {"flash": "flash-attn runs on CUDA only, found 'cpu'."}
+
+
+def test_auto_prefers_flash_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSTALLED, "flash", True)
+    assert select("auto", HOPPER)[0].name == "flash"
+    monkeypatch.setitem(INSTALLED, "flash", False)
+    assert select("auto", HOPPER)[0].name == "sdpa"
+
+
+def test_dropout_on_cpu_goes_to_the_reference() -> None:
+    backend, reasons = select("auto", Need(dropout=0.1))
+    assert backend.name == "reference"
+    assert set(reasons) == {"flash", "sdpa", "flex"}
+
+
+def test_a_named_backend_never_falls_back() -> None:
+    with pytest.raises(
+        BackendUnavailableError, match=r"'flex' cannot .* no backward on CPU.* These can: sdpa, reference"
+    ):
+        select("flex", Need(training=True))
+
+
+def test_nothing_can() -> None:
+    with pytest.raises(
+        BackendUnavailableError, match=r"No attention backend can serve this call. flash: .* reference: "
+    ):
+        select("auto", Need(order="external", window=4))
+    with pytest.raises(BackendUnavailableError, match="No other backend can either"):
+        select("reference", Need(order="external", window=4))
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(UnknownNameError, match=r"Unknown attention backend 'sdap'. Did you mean 'sdpa'?"):
+        select("sdap", Need())

@@ -1,0 +1,152 @@
+"""Every backend on every layout: within twice a naive run's error of the float64 oracle, or a clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ctxext.attention import BACKENDS, AttentionBackend, Layout, Need, flex
+from ctxext.errors import BackendUnavailableError, InvalidParameterError
+from tests.attention.cases import LAYOUTS, Case, case, error, naive, truth
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("name", sorted(BACKENDS))]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: threads would wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Compiling costs 10 s per layout on CPU; test_flex compiles a few, here its bias and mask run uncompiled."""
+    if device == "cpu":
+        monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
+
+
+def _on(device: str, case: Case) -> Case:
+    slopes = None if case.slopes is None else case.slopes.to(device)
+    moved = [x.to(device) for x in (case.q, case.k, case.v, case.grad)]
+    return Case(*moved, case.layout.to(torch.device(device)), slopes, case.window, case.scale)
+
+
+def _run(backend: AttentionBackend, case: Case, *, backward: bool) -> list[torch.Tensor]:
+    inputs = case.tensors()
+    with torch.set_grad_enabled(backward):
+        out = backend(*inputs, case.layout, scale=case.scale, slopes=case.slopes, window=case.window)
+        assert out.dtype == case.q.dtype
+        return [out.detach(), *(torch.autograd.grad(out, inputs, case.grad) if backward else ())]
+
+
+def _refuses(backend: AttentionBackend, case: Case, *, backward: bool) -> bool:
+    """Whether ``why_not`` refuses; then the call must raise with that very reason."""
+    need = Need.of(case.q, case.k, case.layout, biased=case.slopes is not None, training=backward, window=case.window)
+    reason = backend.why_not(need)
+    if reason is None:
+        return False
+    with pytest.raises(BackendUnavailableError) as caught:
+        _run(backend, case, backward=backward)
+    assert reason in str(caught.value)
+    return True
+
+
+def _check(backend: AttentionBackend, case: Case) -> None:
+    backward = not _refuses(backend, case, backward=True)
+    if not backward and _refuses(backend, case, backward=False):
+        return
+    found = _run(backend, case, backward=backward)
+    right, fair = truth(case, backward=backward), naive(case, backward=backward)
+    for what, ours, exact, plain in zip(("out", "dq", "dk", "dv"), found, right, fair, strict=False):
+        if exact.norm() == 0:
+            assert ours.norm() == 0, what
+        else:
+            assert error(ours, exact) <= 2 * error(plain, exact), what
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_oracle(name: str, device: str, layout: str, biased: bool, dtype: torch.dtype) -> None:
+    _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased)))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("layout", ["causal", "packed", "decode"])
+def test_any_number_of_key_heads(name: str, device: str, layout: str, kv_heads: int) -> None:
+    _check(BACKENDS[name](), _on(device, case(layout, torch.bfloat16, biased=True, kv_heads=kv_heads)))
+
+
+@pytest.mark.parametrize("layout", ["causal", "left padded", "packed", "permuted", "decode", "chunked prefill"])
+@pytest.mark.parametrize("window", [5, 20, 1000])
+def test_windows(name: str, device: str, layout: str, window: int) -> None:
+    _check(BACKENDS[name](), _on(device, case(layout, torch.float32, biased=True, window=window)))
+
+
+def test_a_document_is_alone(name: str, device: str) -> None:
+    """Packed documents give what each gives by itself."""
+    backend = BACKENDS[name]()
+    lengths = [30, 1, 50, 15]
+    packed = _on(device, case("packed", torch.float32, biased=True))
+    if _refuses(backend, packed, backward=False):
+        return
+    whole = _run(backend, packed, backward=False)[0]
+    for part, q, k, v in zip(*(x.split(lengths, 2) for x in (whole, packed.q, packed.k, packed.v)), strict=True):
+        alone = backend(q, k, v, scale=packed.scale, slopes=packed.slopes)
+        torch.testing.assert_close(part, alone, rtol=1e-5, atol=2e-6)
+
+
+def test_padding_changes_nothing(name: str, device: str) -> None:
+    """The content of padding, whatever it is, leaves the other tokens alone; padded queries give zeros."""
+    backend = BACKENDS[name]()
+    padded = _on(device, case("left padded", torch.float32, biased=True))
+    if _refuses(backend, padded, backward=False):
+        return
+    out = _run(backend, padded, backward=False)[0]
+    gone = padded.layout.key_documents < 0
+    for x in (padded.k, padded.v):
+        x.masked_fill_(gone[:, None, :, None], 1e4)
+    assert torch.equal(_run(backend, padded, backward=False)[0], out)
+    assert out.transpose(1, 2)[gone].abs().max() == 0
+
+
+def test_bad_arguments(name: str, device: str) -> None:
+    backend = BACKENDS[name]()
+    fine = _on(device, case("causal", torch.float32, biased=True))
+
+    def refused(match: str, *, q=fine.q, k=fine.k, v=fine.v, layout=fine.layout, **changes) -> None:
+        options = {"scale": fine.scale, "slopes": fine.slopes} | changes
+        with pytest.raises(InvalidParameterError, match=match):
+            backend(q, k, v, layout, **options)
+
+    refused("must be \\[batch, heads, seq, head_dim\\]", q=fine.q[0])
+    refused("share batch and head_dim", k=fine.k[..., :32], v=fine.v[..., :32])
+    refused("k, v their shape", v=fine.v[:, :1])
+    refused("must divide", k=fine.k.repeat(1, 2, 1, 1)[:, :3], v=fine.v.repeat(1, 2, 1, 1)[:, :3])
+    refused("must not be empty", q=fine.q[:, :, :0])
+    refused("share a floating dtype", k=fine.k.double(), v=fine.v.double())
+    refused("share a floating dtype", q=fine.q.int(), k=fine.k.int(), v=fine.v.int())
+    refused("The layout is for batch 1", layout=Layout.causal(1, 96, device=device))
+    refused("scale must be above 0", scale=0.0)
+    refused("window must be at least 1", window=0)
+    refused("dropout must be in", dropout=1.0)
+    refused("slopes must be float32 or float64 \\[heads\\] = \\[4\\]", slopes=fine.slopes[:2])
+    refused("16 bits misplace tokens", slopes=fine.slopes.bfloat16())
+    refused("get no gradient", slopes=fine.slopes.clone().requires_grad_())
+    if device == "cpu":
+        refused("slopes must be finite and at least 0", slopes=-fine.slopes)
+        refused("slopes must be finite and at least 0", slopes=fine.slopes * torch.nan)
