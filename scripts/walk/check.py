@@ -1,0 +1,237 @@
+"""What must hold for one method on one model type, checked from outside, through the public verbs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import ctxext
+from ctxext.architectures._sites import find_sites, plain_spec, rotaries
+from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
+from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.spec import RopeSpec
+from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY
+
+__all__ = ["Finding", "State", "Stock", "check_method", "check_model", "inputs_for", "rope_methods"]
+
+FIRST_TOKEN = 40  # below are special tokens (images, audio, ends of text) in some vocabularies
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one method on one model.
+
+    Args:
+        method: the method's name, with what was done about sliding windows.
+        outcome: "right", "refused" (by a named reason) or "wrong".
+        detail: how it is stored, or the reason, or what went wrong.
+        stock: whether stock transformers loads it.
+    """
+
+    method: str
+    outcome: str
+    detail: str
+    stock: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON form."""
+        return asdict(self)
+
+
+@dataclass
+class Stock:
+    """A long-lived process of stock transformers, fed over a pipe."""
+
+    process: subprocess.Popen[str] = field(init=False)
+
+    def __enter__(self) -> Stock:
+        script = Path(__file__).with_name("stock.py")
+        command = [sys.executable, "-W", "ignore", str(script)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def logits(self, directory: Path, inputs: Path) -> Tensor | str:
+        """The logits of a checkpoint, or what stock transformers says instead of loading it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"directory": str(directory), "inputs": str(inputs)}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"The stock process died on {directory} with exit status {self.process.wait()}.")
+        reply: dict[str, str] = json.loads(line)
+        return reply["error"] if "error" in reply else load_file(directory / reply["logits"])["logits"].clone()
+
+
+def rope_methods(names: list[str] | None = None) -> list[type[RopeMethod]]:
+    """The discovered methods for rotary positions."""
+    chosen = [METHODS[name] for name in names or METHODS]
+    return [method for method in chosen if issubclass(method, RopeMethod)]
+
+
+def inputs_for(model: PreTrainedModel) -> Tensor:
+    """Random tokens, three times as many as the model was trained for where its positions allow that."""
+    length = 3 * TRAINED_LENGTH if any(True for _ in rotaries(model)) else TRAINED_LENGTH
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(FIRST_TOKEN, VOCABULARY, (1, length), generator=generator)
+
+
+def check_model(model: PreTrainedModel, methods: list[type[RopeMethod]], stock: Stock, folder: Path) -> list[Finding]:
+    """Every method on one model; where the windows of all layers must be decided on, both decisions."""
+    inputs = inputs_for(model)
+    save_file({"input_ids": inputs}, folder / "inputs.safetensors")
+    problem = _plain_problem(model, inputs, stock, folder)
+    if problem:
+        return [Finding("none", "wrong", f"unpatched: {problem}")]
+    findings = []
+    before = State.of(model, inputs)
+    arguments = _necessary_arguments(model)
+    for method_class in methods:
+        method = method_class.example(_spec(model))
+        for more in arguments:
+            findings.append(check_method(model, before, method, more, stock, folder))
+    return findings
+
+
+def _plain_problem(model: PreTrainedModel, inputs: Tensor, stock: Stock, folder: Path) -> str | None:
+    """Why the model itself cannot be compared with its reload (saving also fills in fields of the config)."""
+    logits = _logits(model, inputs)
+    if not torch.isfinite(logits).all():
+        return "the random model has no finite logits"
+    model.save_pretrained(folder / "plain")
+    found = stock.logits(folder / "plain", folder / "inputs.safetensors")
+    return found if isinstance(found, str) else _prefixed("stock reload: ", _unequal(found, logits))
+
+
+def _necessary_arguments(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """What ``patch`` asks to be told about this model: nothing, its trained length, its windows."""
+    given: dict[str, Any] = {}
+    for _ in range(2):
+        try:
+            ctxext.unpatch(ctxext.patch(model, "pi", factor=4, **given))
+        except PatchStateError:
+            given["trained_length"] = TRAINED_LENGTH
+        except IncompatibleError as error:
+            if "sliding_window='lift'" in str(error):
+                return [given | {"sliding_window": choice} for choice in ("keep", "lift")]
+            break
+        except CtxextError:
+            break
+        else:
+            break
+    return [given]
+
+
+def _spec(model: PreTrainedModel) -> RopeSpec:
+    """What examples of methods are made for; any spec will do for a model that is refused anyway."""
+    text = model.config.get_text_config(decoder=True)
+    try:
+        return plain_spec(model, text, find_sites(model, text)[0], TRAINED_LENGTH)
+    except IncompatibleError:
+        return RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that unpatching must bring back."""
+
+    inputs: Tensor
+    logits: Tensor
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, inputs: Tensor) -> State:
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        return cls(inputs, _logits(model, inputs), model.config.to_dict(), weights)
+
+    def difference(self, model: PreTrainedModel) -> str | None:
+        """What of it differs in ``model`` now."""
+        now = State.of(model, self.inputs)
+        if now.config != self.config:
+            keys = [k for k in {*now.config, *self.config} if now.config.get(k) != self.config.get(k)]
+            return f"config differs in {sorted(keys)}"
+        if list(now.weights) != list(self.weights):
+            return "state_dict has other keys"
+        for name, value in self.weights.items():
+            if not torch.equal(now.weights[name], value):
+                return f"weight {name} differs"
+        return _unequal(now.logits, self.logits)
+
+
+def check_method(
+    model: PreTrainedModel, before: State, method: Method, arguments: dict[str, Any], stock: Stock, folder: Path
+) -> Finding:
+    """Patch, save, reload with and without ctxext, unpatch; say what was found."""
+    window = arguments.get("sliding_window")
+    name = f"{method.name} ({window})" if window else method.name
+    try:
+        ctxext.patch(model, method, **arguments)
+    except CtxextError as error:
+        left = before.difference(model)
+        if left:
+            return Finding(name, "wrong", f"a refused patch left traces: {left} ({error})")
+        return Finding(name, "refused", f"{type(error).__name__}: {error}")
+    description = ctxext.describe(model)
+    # A directory of its own: weights are memory-mapped, and a file must not change under a process that has it open.
+    with tempfile.TemporaryDirectory(dir=folder) as directory:
+        where = Path(directory), folder / "inputs.safetensors"
+        problem = _patched_problem(model, before, description.stock, stock, *where)
+    ctxext.unpatch(model)
+    problem = problem or _prefixed("unpatch: ", before.difference(model))
+    if problem:
+        return Finding(name, "wrong", f"{problem} [{description.stored_as}]", description.stock)
+    return Finding(name, "right", description.stored_as, description.stock)
+
+
+def _patched_problem(
+    model: PreTrainedModel, before: State, is_stock: bool, stock: Stock, directory: Path, inputs_file: Path
+) -> str | None:
+    inputs = before.inputs
+    logits = _logits(model, inputs)
+    if not torch.isfinite(logits).all():
+        return "the patched model has no finite logits"
+    beyond = (logits - before.logits)[:, TRAINED_LENGTH:].abs().max().item()
+    if beyond < 1e-3:
+        return f"patching hardly changed the logits beyond the trained length: {beyond:.3g}"
+    model.save_pretrained(directory)
+    found = stock.logits(directory, inputs_file)
+    if isinstance(found, str) and is_stock:
+        return f"stock transformers does not load it: {found}"
+    if isinstance(found, Tensor) and not is_stock:
+        return "stock transformers loads what only ctxext can express"
+    if isinstance(found, Tensor) and (problem := _unequal(found, logits)):
+        return f"stock reload: {problem}"
+    loaded = ctxext.load(directory).eval()
+    return _prefixed("ctxext.load: ", _unequal(_logits(loaded, inputs), logits))
+
+
+def _logits(model: PreTrainedModel, inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(inputs, use_cache=False).logits
+    return logits
+
+
+def _unequal(found: Tensor, expected: Tensor) -> str | None:
+    if torch.equal(found, expected):
+        return None
+    return f"logits differ by up to {(found - expected).abs().max().item():.3g}"
+
+
+def _prefixed(prefix: str, problem: str | None) -> str | None:
+    return None if problem is None else prefix + problem

@@ -1,0 +1,72 @@
+"""What a few configs need beyond small numbers, each with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["NOT_ALONE", "SPECIAL"]
+
+_GEMMA4 = {"global_head_dim": 64}  # the default is one config entry per layer
+
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "head_dim": 32,
+}
+
+# Types that have no logits of their own to compare, so that nothing can be proven about them.
+NOT_ALONE: dict[str, str] = dict.fromkeys(
+    ("gemma4_assistant", "gemma4_unified_assistant"),
+    "a draft model: it reads the keys and values of the model it drafts for and gives no logits without them",
+)
+
+_SLIDING_MLA = {  # its sliding layers have sizes of their own
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 48,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 1000, "encoder_hash_byte_group_size": [3, 4]},
+    # Its checkpoints rotate in sliding layers and have no positions in the others; the default config has neither.
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
+    "dots3_note": {"text_config": _SLIDING_MLA},
+    "dots3_note_text": _SLIDING_MLA,
+    "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 4},
+    # Four kinds of layers, and the last ones share the cache of the kinds before them.
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [192] * 4,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    },
+    "gemma4": {"text_config": _GEMMA4},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": {"text_config": _GEMMA4},
+    "gemma4_unified_text": _GEMMA4,
+    "granitemoehybrid": {  # rotary is off by default; layer_types show both kinds
+        "position_embedding_type": "rope",
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_hidden_layers": 3},
+    "qwen4_exp_text": _INDEXER,  # without them it has linear attention only
+    "qwen4_exp": {"text_config": _INDEXER},
+    "recurrent_gemma": {"num_hidden_layers": 3},  # only every third layer has attention
+    "zamba2": {"use_mem_rope": True},  # rotary is off by default
+}

@@ -1,0 +1,217 @@
+"""Walk every causal language model type of the installed transformers and prove every RoPE method on it.
+
+For each type: its smallest honest random config; for each method: patched in place, logits changed beyond the trained
+length, saved, reloaded by a process that never imports ctxext, compared (difference exactly 0), reloaded by
+``ctxext.load``, compared, unpatched bit for bit. A refusal counts only when it is a ``CtxextError`` with its reason.
+
+    python -m scripts.walk_architectures --jobs 2 --markdown coverage.md
+
+Finished types are kept in a JSONL file and not walked again until the code changes; Ctrl-C loses nothing but the types
+in progress.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import faulthandler
+import hashlib
+import inspect
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ctxext.architectures._sites import rotaries
+from scripts.walk.check import Stock, check_model, rope_methods
+from scripts.walk.special import NOT_ALONE
+from scripts.walk.tiny import model_types, tiny_config, tiny_model
+
+ROOT = Path(__file__).parents[1]
+_stock: Stock | None = None
+
+
+def walk_safely(model_type: str, methods: list[str] | None = None) -> dict[str, Any]:
+    """``walk_type``; whatever it raises is a finding, told in a form that every exception can travel in."""
+    try:
+        return walk_type(model_type, methods)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        reason = f"{type(error).__name__} at {where}: {error}".replace("\n", " ")
+        return {"model_type": model_type, "findings": [], "seconds": 0.0, "outcome": "wrong", "reason": reason}
+
+
+def walk_type(model_type: str, methods: list[str] | None = None) -> dict[str, Any]:
+    """All methods on one model type, as one line of the result file."""
+    started = time.monotonic()
+    line: dict[str, Any] = {"model_type": model_type, "findings": [], "seconds": 0.0}
+    if model_type in NOT_ALONE:
+        return line | {"outcome": "refused", "reason": NOT_ALONE[model_type]}
+    try:
+        model = tiny_model(tiny_config(model_type))
+    except ImportError as error:
+        package = str(error).strip().partition("\n")[0]
+        return line | {"outcome": "refused", "reason": f"does not build here: {package}"}
+    if not any(True for _ in rotaries(model)) and not _rotates(model):
+        return line | {"outcome": "no rope", "reason": "no rotary positions in its code"}
+    stock = _stock if _stock is not None else Stock().__enter__()
+    with tempfile.TemporaryDirectory() as folder:
+        findings = check_model(model, rope_methods(methods), stock, Path(folder))
+    if stock is not _stock:
+        stock.__exit__()
+    outcomes = Counter(finding.outcome for finding in findings)
+    outcome = "wrong" if outcomes["wrong"] else "right" if outcomes["right"] else "refused"
+    line["findings"] = [finding.to_dict() for finding in findings]
+    seconds = round(time.monotonic() - started, 1)
+    return line | {"outcome": outcome, "reason": _reason(line["findings"], outcome), "seconds": seconds}
+
+
+def _rotates(model: PreTrainedModel) -> bool:
+    """Whether the code of the model's own modules rotates anything, in whatever form (decorators do not count)."""
+    for module_class in {type(module) for module in model.modules()}:
+        if module_class.__module__.startswith("transformers."):
+            lines = inspect.getsource(module_class).lower().splitlines()
+            if any("rotary" in line and not line.lstrip().startswith("@") for line in lines):
+                return True
+    return False
+
+
+def _reason(findings: list[dict[str, Any]], outcome: str) -> str:
+    """The distinct details of the findings that are not right, each with the methods that it stands for."""
+    reasons: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding["outcome"] != "right" and (outcome != "wrong" or finding["outcome"] == "wrong"):
+            reasons.setdefault(finding["detail"], []).append(finding["method"])
+    if len(reasons) == 1 and outcome == "refused":
+        return next(iter(reasons))
+    return " / ".join(f"{', '.join(names)}: {detail}" for detail, names in reasons.items())
+
+
+def code_version() -> str:
+    """A digest of everything that a result depends on."""
+    digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
+    places = [ROOT / "ctxext", ROOT / "ctxext/methods", ROOT / "ctxext/architectures", ROOT / "scripts/walk"]
+    for path in sorted(path for place in places for path in place.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+def _start_worker() -> None:
+    global _stock
+    faulthandler.enable()
+    _quiet()
+    _stock = Stock().__enter__()
+
+
+def _finished(path: Path, version: str, methods: list[str] | None) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return {line["model_type"]: line for line in lines if line["version"] == version and line["methods"] == methods}
+
+
+def main(
+    types: Annotated[str | None, typer.Option("--model-types", help="Only these, separated by commas.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; each brings one of stock transformers with it.")] = 2,
+    results: Annotated[Path, typer.Option(help="Where finished types are kept.")] = Path("runs/walk.jsonl"),
+    markdown: Annotated[Path | None, typer.Option(help="Write the table here too.")] = None,
+) -> None:
+    """Walk the model types, print the table, exit with 1 if anything is wrong."""
+    chosen = types.split(",") if types else model_types()
+    names = methods.split(",") if methods else None
+    version = code_version()
+    done = _finished(results, version, names)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with results.open("a") as file:
+        for line in _walk([name for name in chosen if name not in done], names, jobs, console):
+            line |= {"version": version, "methods": names}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            done[line["model_type"]] = line
+    lines = [done[name] for name in chosen if name in done and done[name]["outcome"] != "no rope"]
+    console.print(_table(lines))
+    summary = summarise(lines)
+    console.print(summary)
+    if markdown:
+        markdown.write_text(_markdown(lines, summary))
+    raise typer.Exit(1 if any(line["outcome"] == "wrong" for line in lines) else 0)
+
+
+def _walk(chosen: list[str], names: list[str] | None, jobs: int, console: Console) -> Any:
+    """Yield the lines of the types as they finish; stop at Ctrl-C."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker)
+    with pool, Progress(*columns, console=console) as progress:
+        task = progress.add_task("model types", total=len(chosen))
+        futures = {pool.submit(walk_safely, name, names): name for name in chosen}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                progress.update(task, advance=1, description=futures[future])
+                yield future.result()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            console.print("Stopped; what is finished is kept.")
+
+
+def summarise(lines: list[dict[str, Any]]) -> str:
+    """The line that counts."""
+    count = Counter(line["outcome"] for line in lines)
+    checks = Counter(finding["outcome"] for line in lines for finding in line["findings"])
+    return (
+        f"{count['right']} right, {count['refused']} refused by reason, {count['wrong']} wrong "
+        f"({checks['right']} checks of a method on a model right, {checks['refused']} refused, "
+        f"{checks['wrong']} wrong; transformers {transformers.__version__})"
+    )
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, str, str, str]:
+    count = Counter(finding["outcome"] for finding in line["findings"])
+    return line["model_type"], line["outcome"], f"{count['right']}/{len(line['findings'])}", line["reason"]
+
+
+def _table(lines: list[dict[str, Any]]) -> Table:
+    table = Table("model type", "outcome", "methods right", "reason", title="RoPE methods on model types")
+    colours = {"right": "green", "refused": "yellow", "wrong": "red"}
+    for line in lines:
+        name, outcome, right, reason = _cells(line)
+        table.add_row(name, f"[{colours[outcome]}]{outcome}[/]", right, reason.replace("[", r"\["))
+    return table
+
+
+def _markdown(lines: list[dict[str, Any]], summary: str) -> str:
+    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in _cells(line)) + " |" for line in lines]
+    return "\n".join([summary, "", "| model type | outcome | methods right | reason |", "|---|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    typer.run(main)
