@@ -1,0 +1,199 @@
+"""The demo's result in words, tables and files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from ctxext.demo._run import DemoResult
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation._plots import label_of, require_matplotlib, save_loss_figure, tokens_label
+from ctxext.evaluation.comparison import Series
+
+__all__ = ["check_output", "loss_table", "markdown", "passkey_table", "sentences", "write"]
+
+FIGURE, DATA, TABLE = "loss.png", "result.json", "table.md"
+# Beyond this ratio to its own window a perplexity counts as broken, below the other one as flat.
+BROKEN, FLAT = 2.0, 1.35
+
+
+def check_output(output: Path) -> None:
+    """Make the output folder, and refuse to write over files that an earlier demo did not write.
+
+    Raises:
+        InvalidParameterError: a file in the way, or no right to write.
+    """
+    require_matplotlib()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidParameterError(f"Cannot make the folder {str(output)!r}: {error.strerror}.") from error
+    present = [name for name in (FIGURE, DATA, TABLE) if (output / name).exists()]
+    if present and not _is_ours(output / DATA):
+        raise InvalidParameterError(
+            f"{str(output / present[0])!r} exists and is not an earlier demo's; choose another --output."
+        )
+
+
+def write(result: DemoResult, output: Path) -> list[Path]:
+    """Write figure, JSON and Markdown table; return their paths."""
+    title = (
+        f"{result.checkpoint}: trained to {tokens_label(result.trained_length)}, read to {tokens_label(result.length)}"
+    )
+    paths = [output / name for name in (FIGURE, DATA, TABLE)]
+    save_loss_figure(result.series, paths[0], trained_length=result.trained_length, title=title)
+    paths[1].write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    paths[2].write_text(markdown(result), encoding="utf-8")
+    return paths
+
+
+def loss_table(result: DemoResult) -> Table:
+    """Perplexity by bucket, one row per way of reading."""
+    header, rows = _loss_cells(result)
+    return _table(header, rows)
+
+
+def passkey_table(result: DemoResult) -> Table:
+    """Found or not, with the loss of the answer, one row per way of reading."""
+    header, rows = _passkey_cells(result)
+    return _table(header, rows)
+
+
+def markdown(result: DemoResult) -> str:
+    """Both tables and the sentences, as Markdown."""
+    lines = [f"**{result.checkpoint}**, text: {', '.join(result.texts)}; perplexity by position", ""]
+    lines += [*_markdown_table(*_loss_cells(result)), ""]
+    if result.passkeys:
+        lines += [*_markdown_table(*_passkey_cells(result)), ""]
+    return "\n".join([*lines, *(f"- {sentence}" for sentence in sentences(result)), ""])
+
+
+def sentences(result: DemoResult) -> list[str]:
+    """What a newcomer should take away; each depends on what was measured."""
+    lines = [_unpatched_sentence(result), _methods_sentence(result), _truncation_sentence(result)]
+    if result.passkeys:
+        lines.append(_passkey_sentence(result))
+    if any(series.dynamic for series in result.extended):
+        names = ", ".join(label_of(series.name) for series in result.extended if series.dynamic)
+        lines.append(
+            f"{names} adapts to the length of the text: this one pass charges it the frequencies of "
+            f"{tokens_label(result.length)} at every position, while up to {tokens_label(result.trained_length)} it "
+            f"really leaves the model as it is."
+        )
+    return lines
+
+
+def _unpatched_sentence(result: DemoResult) -> str:
+    inside, *_, last = result.of("unpatched").buckets
+    ratio = last.perplexity / inside.perplexity
+    start, stop = tokens_label(last.start), tokens_label(last.stop)
+    numbers = f"from {inside.perplexity:.3g} inside its trained {tokens_label(result.trained_length)} tokens to " + (
+        f"{last.perplexity:.3g} at {start}-{stop}"
+    )
+    if ratio < BROKEN:
+        return f"Unpatched, the perplexity goes {numbers}: this model does not break at that length."
+    return f"Unpatched, the perplexity goes {numbers}, {ratio:.3g} times as much: it breaks beyond its window."
+
+
+def _methods_sentence(result: DemoResult) -> str:
+    flat, costly = [], []
+    for series in result.extended:
+        inside = result.of("unpatched").buckets[0].perplexity
+        worst = max(bucket.perplexity for bucket in series.buckets[1:]) / inside
+        if worst < FLAT:
+            flat.append(label_of(series.name))
+        if series.in_window_ratio > FLAT:
+            costly.append(f"{label_of(series.name)} {series.in_window_ratio:.2f} times")
+    text = (
+        f"Without any training, {_all_of(flat)} stay{'s' if len(flat) == 1 else ''} flat to the end"
+        if flat
+        else ("Without training, no method stays flat to the end")
+    )
+    return f"{text}; inside the window the price is {_all_of(costly)} the perplexity." if costly else f"{text}."
+
+
+def _truncation_sentence(result: DemoResult) -> str:
+    best = min(result.extended, key=lambda series: series.versus_truncation[-1].mean)
+    difference = best.versus_truncation[-1]
+    if difference.mean + 2 * difference.standard_error < 0:
+        verdict = "so the longer context already pays for itself in perplexity"
+    elif difference.mean - 2 * difference.standard_error > 0:
+        verdict = (
+            "so for plain prediction, dropping the old text is still better than extending without training. A short "
+            "fine-tune is what turns this around"
+        )
+    else:
+        verdict = "so for plain prediction it makes no difference that this text can show"
+    return (
+        f"Against simply feeding the last {tokens_label(result.trained_length)} tokens, the best method at the end of "
+        f"the text, {label_of(best.name)}, differs by {difference} nats per token, {verdict}."
+    )
+
+
+def _passkey_sentence(result: DemoResult) -> str:
+    plain, patched = result.passkeys
+    distances = sorted({trial.distance for trial in plain.trials})
+    found = [
+        f"{label_of(row.name)} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)
+    ]
+    return (
+        f"A key hidden {_all_of([f'{distance:,}' for distance in distances])} tokens back, where truncation cannot see "
+        f"it: {found[0]}, {found[1]} found."
+    )
+
+
+def _loss_cells(result: DemoResult) -> tuple[list[str], list[list[str]]]:
+    buckets = result.series[0].buckets
+    spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in buckets]
+    header = ["", *spans, "inside", f"{spans[-1]} vs truncated"]
+    return header, [_loss_row(series) for series in result.series]
+
+
+def _loss_row(series: Series) -> list[str]:
+    reference = series.name == "truncated"
+    cells = [_number(bucket.perplexity) for bucket in series.buckets]
+    versus = "-" if reference else f"{series.versus_truncation[-1]}"
+    return [label_of(series.name), *cells, f"x{series.in_window_ratio:.2f}", versus]
+
+
+def _passkey_cells(result: DemoResult) -> tuple[list[str], list[list[str]]]:
+    header = ["key's distance", *(f"{trial.distance:,}" for trial in result.passkeys[0].trials)]
+    rows = []
+    for row in result.passkeys:
+        cells = [f"{'found' if trial.correct else 'lost'} (loss {trial.loss:.2f})" for trial in row.trials]
+        rows.append([label_of(row.name), *cells])
+    return header, rows
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _all_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, name in enumerate(header):
+        table.add_column(name.replace(" vs", "\nvs"), justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        broken = row[0] == "unpatched"
+        table.add_row(*row, style="red" if broken else "dim" if row[0] == "truncated" else None)
+    return table
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("made_by") == DemoResult.made_by)
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,200 @@
+"""Figures of evaluations; needs matplotlib."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.comparison import Series
+
+__all__ = ["label_of", "save_loss_figure", "tokens_label"]
+
+LABELS = {
+    "unpatched": "unpatched",
+    "truncated": "truncated",
+    "pi": "PI",
+    "ntk": "NTK",
+    "dynamic_ntk": "dynamic NTK",
+    "ntk_by_parts": "NTK-by-parts",
+    "yarn": "YaRN",
+    "dynamic_yarn": "dynamic YaRN",
+    "longrope": "LongRoPE",
+    "llama3": "Llama 3",
+    "abf": "ABF",
+}
+# Okabe and Ito's palette, which colour-blind readers can tell apart; its yellow is too faint for a line on white.
+COLOURS = {"pi": "#56B4E9", "ntk": "#009E73", "dynamic_ntk": "#CC79A7", "yarn": "#0072B2"}
+OTHERS = ("#E69F00", "#000000", "#882255", "#44AA99")
+UNPATCHED, TRUNCATED = "#D55E00", "#6E6E6E"
+INK, FAINT = "#333333", "#DDDDDD"
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.edgecolor": "#999999",
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "savefig.facecolor": "white",
+}
+
+
+def tokens_label(tokens: int) -> str:
+    """``16384`` as ``16K``; what is no multiple of 1024 in full."""
+    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def label_of(name: str) -> str:
+    """A method's name as its paper writes it."""
+    return LABELS.get(name, name)
+
+
+def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: int, title: str) -> None:
+    """Draw perplexity by position on the left, the difference to the truncation baseline on the right.
+
+    Args:
+        series: ``unpatched`` and ``truncated`` first, then the methods.
+        path: of the PNG.
+        trained_length: tokens; marked in the figure.
+        title: one line.
+
+    Raises:
+        InvalidParameterError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    methods = [item for item in series if item.name not in ("unpatched", "truncated")]
+    others = itertools.cycle(OTHERS)
+    colours = {item.name: COLOURS.get(item.name) or next(others) for item in methods}
+    colours |= {"unpatched": UNPATCHED, "truncated": TRUNCATED}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.0, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, width_ratios=(1.65, 1))
+        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        _draw_perplexity(left, series, colours, trained_length)
+        _draw_differences(right, methods, colours)
+        figure.savefig(path, dpi=160)
+
+
+def require_matplotlib() -> None:
+    """Raise ``InvalidParameterError`` with the command to run if matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InvalidParameterError("Plots need matplotlib. Run `pip install 'ctxext[eval]'`.") from error
+
+
+def _draw_perplexity(axes: Any, series: Sequence[Series], colours: dict[str, str], trained_length: int) -> None:
+    stop = series[0].curve[-1].stop
+    axes.axvspan(0, trained_length, color="#F4F4F4", lw=0, zorder=0)
+    ends = []
+    for item in series:
+        # Inside the window truncation is the unpatched model itself.
+        first = trained_length if item.name == "truncated" else 0
+        drawn = [bucket for bucket in item.curve if bucket.start >= first]
+        x, y = [(bucket.start + bucket.stop) / 2 for bucket in drawn], [bucket.perplexity for bucket in drawn]
+        style = {"truncated": (0, (3, 1.5))}.get(item.name, "-")
+        order = {"unpatched": 4, "truncated": 5}.get(item.name, 3)
+        axes.plot(x, y, color=colours[item.name], lw=1.8, ls=style, zorder=order, solid_capstyle="round")
+        ends.append((item.name, y[-1]))
+    axes.set_yscale("log")
+    axes.set_xlim(0, stop)
+    axes.margins(y=0.08)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * 1.25)
+    _ticks(axes, low, high * 1.25)
+    axes.text(trained_length * 0.5, high * 1.12, "trained window", ha="center", va="top", fontsize=9, color="#777777")
+    for name, end, place in _spread(ends, low, high * 1.25, gap=0.058):
+        axes.annotate(
+            label_of(name),
+            xy=(stop, end),
+            xytext=(1.015, place),
+            textcoords="axes fraction",
+            color=colours[name],
+            fontsize=9.5,
+            va="center",
+            annotation_clip=False,
+        )
+    axes.set_xticks(_positions(trained_length, stop), [tokens_label(tick) for tick in _positions(trained_length, stop)])
+    axes.set_xlabel("position in the text, tokens")
+    axes.set_title("Perplexity by position", loc="left", fontsize=10.5)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def _draw_differences(axes: Any, methods: Sequence[Series], colours: dict[str, str]) -> None:
+    """Means with two standard errors; a method far above the others would hide their differences and is named."""
+    means = {item.name: [difference.mean for difference in item.versus_truncation] for item in methods}
+    smallest = min(max(abs(value) for value in values) for values in means.values())
+    shown = [item for item in methods if max(map(abs, means[item.name])) <= max(0.3, 4 * smallest)]
+    hidden = [item for item in methods if item not in shown]
+    labels = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
+    axes.axhline(0, color=TRUNCATED, lw=1.4, ls=(0, (3, 1.5)), zorder=2)
+    width = 0.6 / max(1, len(shown))
+    for index, item in enumerate(shown):
+        x = [place + (index - (len(shown) - 1) / 2) * width for place in range(len(labels))]
+        errors = [2 * difference.standard_error for difference in item.versus_truncation]
+        axes.errorbar(
+            x, means[item.name], yerr=errors, fmt="o", ms=5, lw=1.6, color=colours[item.name], label=label_of(item.name)
+        )
+    axes.set_xlim(-0.6, len(labels) - 0.4)
+    low, high = axes.get_ylim()
+    reach = max(abs(low), abs(high)) * 1.1
+    axes.set_ylim(min(low * 1.15, -0.35 * reach), 1.25 * reach)
+    axes.set_xticks(range(len(labels)), labels, fontsize=9)
+    axes.set_xlabel("positions, tokens")
+    axes.set_title("Loss minus truncation's, nats per token", loc="left", fontsize=10.5)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.text(0.985, 0.02, "below the line: the old text helps", **_corner(axes), va="bottom")
+    axes.legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.2, labelcolor="linecolor")
+    if hidden:
+        names = ", ".join(f"{label_of(item.name)} {min(means[item.name]):+.2f}" for item in hidden)
+        axes.text(0.985, 0.07, f"off the scale: {names} or more", **_corner(axes), va="bottom")
+
+
+def _corner(axes: Any) -> dict[str, Any]:
+    return {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": "#777777"}
+
+
+def _positions(trained_length: int, stop: int) -> list[int]:
+    """Six to eight round positions, the trained length among them."""
+    step = max(1, trained_length // 4)
+    while stop / step > 9:
+        step *= 2
+    return list(range(0, stop + 1, step))
+
+
+def _ticks(axes: Any, low: float, high: float) -> None:
+    """1, 2, 5 per decade in plain numbers: perplexities are not read as powers of ten."""
+    decade = 10.0 ** len(str(int(low)))
+    ticks = [m * decade * 10.0**e / 100 for e in range(12) for m in (1, 2, 5)]
+    inside = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(inside, [f"{tick:,.10g}" for tick in inside])
+    axes.minorticks_off()
+
+
+def _spread(
+    ends: Sequence[tuple[str, float]], low: float, high: float, *, gap: float
+) -> list[tuple[str, float, float]]:
+    """Heights for the labels at the lines' ends, as fractions of a log axis, pushed apart to at least ``gap``."""
+    span = math.log(high / low)
+    places = sorted((math.log(y / low) / span, name, y) for name, y in ends)
+    heights = [place for place, _, _ in places]
+    for _ in range(200):
+        for i in range(len(heights) - 1):
+            overlap = gap - (heights[i + 1] - heights[i])
+            if overlap > 0:
+                heights[i] -= overlap / 2
+                heights[i + 1] += overlap / 2
+    return [(name, y, height) for (_, name, y), height in zip(places, heights, strict=True)]

