@@ -1,0 +1,175 @@
+"""Read a checkpoint directory without its weights: its config, and which of its files belong to an extended copy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ctxext._adapters import is_adapter
+from ctxext._load import checked_path
+from ctxext.errors import CheckpointError, IncompatibleError
+
+__all__ = ["Contents", "checked_contents", "read_config", "read_json", "refuse_source"]
+
+# Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
+OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
+# vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
+MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
+
+
+@dataclass
+class Contents:
+    """What of a checkpoint directory goes into an extended copy: weights, small files, and what stays behind."""
+
+    weights: list[Path] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
+    """Read the config of a causal language model, from a directory or by its name on the hub.
+
+    Raises:
+        CheckpointError: unreadable, unknown to transformers, or in need of remote code that was not allowed.
+        IncompatibleError: the config is not one of a causal language model.
+    """
+    path = Path(place) / "config.json"
+    raw = read_json(path) if path.is_file() else {}
+    if "auto_map" in raw and not trust_remote_code:
+        raise CheckpointError(
+            f"The config in {place} names Python code of its own (auto_map={raw['auto_map']}), which ctxext does not "
+            f"run unless you say so: --trust-remote-code (trust_remote_code=True), after reading it."
+        )
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise CheckpointError(f"transformers cannot read the config of {place}: {error}") from error
+    own_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code:
+        raise IncompatibleError(
+            f"{place} holds a {config.model_type}, which transformers has no causal language model for; ctxext extends "
+            f"decoders only."
+        )
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of a checkpoint.
+
+    Raises:
+        CheckpointError: if the file holds anything else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} should hold a JSON object; found {json.dumps(found)[:40]}.")
+    return found
+
+
+def refuse_source(source: Path) -> None:
+    """Refuse what is not the directory of a whole model.
+
+    Raises:
+        CheckpointError: with what was found instead and what to do.
+    """
+    if source.suffix == ".gguf":
+        raise CheckpointError(f"{source} is a GGUF file, which has no config.json to rewrite. See ctxext export.")
+    if not source.exists():
+        raise CheckpointError(
+            f"There is no directory {source}. A checkpoint on the hub is fetched first: "
+            f"hf download {source} --local-dir NAME."
+        )
+    checked_path(source, {})
+    if is_adapter(source):
+        raise CheckpointError(
+            f"{source} holds an adapter and not a whole model. Patch its base model, then train or load the adapter "
+            f"on that; an adapter saved by ctxext.save brings its extension along in ctxext.load({str(source)!r})."
+        )
+
+
+def checked_contents(source: Path) -> Contents:
+    """Sort the files of a checkpoint directory, and make sure that its safetensors weights are all there.
+
+    Raises:
+        CheckpointError: no safetensors weights, a missing shard, or a file that is not what its name says.
+    """
+    contents = _contents(source)
+    _check_weights(source, contents)
+    return contents
+
+
+def _contents(source: Path) -> Contents:
+    contents = Contents()
+    for path in sorted(source.iterdir()):
+        if path.name == "config.json":
+            continue
+        if path.is_dir():
+            inside = [] if path.name.startswith(".") else list(_files(path))
+            foreign = any(item.name == "config.json" or _is_other(item) or _is_weight(item) for item in inside)
+            if path.name.startswith(".") or foreign:
+                contents.left_out.append(path.name + "/")
+            else:
+                contents.others += inside
+        elif path.name.startswith(".") or _is_other(path):
+            contents.left_out.append(path.name)
+        elif _is_weight(path):
+            contents.weights.append(path)
+        else:
+            contents.others.append(path)
+    return contents
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    yield from (path for path in sorted(directory.rglob("*")) if not path.is_dir())
+
+
+def _is_weight(path: Path) -> bool:
+    return path.suffix == ".safetensors"
+
+
+def _is_other(path: Path) -> bool:
+    name = path.name
+    is_index = name.endswith(".index.json") and Path(name.removesuffix(".index.json")).suffix in OTHER_WEIGHTS
+    return path.suffix in OTHER_WEIGHTS or is_index or any(path.match(pattern) for pattern in MISTRAL_FORMAT)
+
+
+def _check_weights(source: Path, contents: Contents) -> None:
+    if not contents.weights:
+        found = (
+            ", ".join(name for name in contents.left_out if Path(name).suffix in OTHER_WEIGHTS) or "no weights at all"
+        )
+        raise CheckpointError(
+            f"{source} has no safetensors weights (found: {found}); other formats can run code when they are read. "
+            f"Convert a checkpoint that you trust: AutoModelForCausalLM.from_pretrained(SRC, use_safetensors=False)"
+            f".save_pretrained(NEW)."
+        )
+    for index in source.glob("*.safetensors.index.json"):
+        if _is_other(index):
+            continue
+        shards = set(read_json(index).get("weight_map", {}).values())
+        missing = sorted(shards - {path.name for path in contents.weights})
+        if missing:
+            raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
+    for path in contents.weights:
+        _check_header(path)
+
+
+def _check_header(path: Path) -> None:
+    """A safetensors file starts with the length of its JSON header; a broken download or a Git LFS pointer does not."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 9 or start[8:] != b"{" or 8 + length > path.stat().st_size:
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header is missing or longer than the file. It may be an "
+            f"unfinished download or a Git LFS pointer (git lfs pull)."
+        )

@@ -1,0 +1,216 @@
+"""The verb ``export``: what another runtime must be told to serve an extended checkpoint, and what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ctxext._adapters import is_adapter
+from ctxext._api import base_model
+from ctxext._checkpoint_source import read_config
+from ctxext._load import checked_path, extended_config
+from ctxext.architectures._sliding import is_windowed
+from ctxext.architectures.rope import already_extended
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.methods import Method
+
+__all__ = ["TARGETS", "Export", "Extended", "export", "export_config"]
+
+TARGETS = ("vllm", "llama.cpp")
+STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What to tell another runtime.
+
+    Args:
+        target: "vllm" or "llama.cpp".
+        flags: command-line arguments, one string each, to pass on as they are.
+        notes: sentences that the person who deploys must know.
+        exact: whether the target then computes the same positions as the model patched in place, at every length.
+    """
+
+    target: str
+    flags: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    exact: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extended:
+    """An extension as its config says it, independent of what wrote it.
+
+    Args:
+        config: the extended config.
+        layer_type: the layer type whose positions were extended; None where all layers share them.
+        trained_length: tokens before the extension, where the config says so.
+        target_length: tokens that the extended model is meant for.
+        scale: what cos and sin are multiplied by.
+        unsaid: config fields that the files to be served do not hold yet.
+    """
+
+    config: Any
+    layer_type: str | None
+    trained_length: int
+    target_length: int
+    scale: float
+    unsaid: dict[str, Any]
+
+    @property
+    def text(self) -> Any:
+        """The part of the config that describes the decoder."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rope dict that was extended."""
+        whole = self.text.rope_parameters
+        return dict(whole if self.layer_type is None else whole[self.layer_type])
+
+    @property
+    def rope_type(self) -> str:
+        """What the config calls the scaling."""
+        return str(self.rope.get("rope_type", "default"))
+
+    @property
+    def stock(self) -> bool:
+        """Whether the rope type is one of stock transformers."""
+        return self.rope_type in STOCK_TYPES
+
+    @property
+    def method(self) -> str:
+        """The method's name, or the rope type where ctxext did not make the extension."""
+        saved = getattr(self.config, "ctxext", None)
+        return str(saved["method"]["method"]) if saved else self.rope_type
+
+
+def export(
+    checkpoint: str | os.PathLike[str] | nn.Module,
+    *,
+    to: str,
+    method: str | Method | None = None,
+    trust_remote_code: bool = False,
+    **arguments: Any,
+) -> Export:
+    """Say which flags make another runtime serve an extended checkpoint, and what it cannot express.
+
+    Pick it before deploying: runtimes disagree on rope scaling, and none of them says so when it computes something
+    else. Nothing is loaded, written or started.
+
+    Args:
+        checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``save_pretrained``).
+        to: "vllm" or "llama.cpp".
+        method: for a checkpoint that is to be served extended while its files stay as they are; as for
+            ``ctxext.patch``. None exports the extension that the checkpoint carries.
+        trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
+        **arguments: with ``method``: ``factor``, ``target_length``, ``trained_length``, ``sliding_window`` and the
+            method's own parameters, as for ``ctxext.patch``.
+
+    Raises:
+        UnknownNameError: for another target.
+        IncompatibleError: the target cannot run this extension; the message names the reason.
+        PatchStateError: the checkpoint is not extended and no method is given.
+        CheckpointError: there is no such checkpoint, or it is an adapter.
+
+    Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
+        llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp).
+    """
+    _check_target(to)
+    if isinstance(checkpoint, nn.Module):
+        if method is not None:
+            raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
+        return export_config(base_model(checkpoint).config, to=to)
+    place = checked_path(checkpoint, {})
+    if is_adapter(place):
+        raise CheckpointError(
+            f"{place} is an adapter. Merge it into its base model first: "
+            f"ctxext.load({place!r}).merge_and_unload().save_pretrained(NEW), then export NEW."
+        )
+    config = read_config(place, trust_remote_code=trust_remote_code)
+    if method is None:
+        return export_config(config, to=to)
+    extended = extended_config(config, method, trust_remote_code=trust_remote_code, **arguments)
+    return export_config(extended, to=to, served=config)
+
+
+def export_config(config: Any, *, to: str, served: Any = None) -> Export:
+    """Export the extension that ``config`` holds; ``served`` is the config in the files, where it is another one."""
+    from ctxext._export_llamacpp import to_llama_cpp
+    from ctxext._export_vllm import to_vllm
+
+    _check_target(to)
+    return {"vllm": to_vllm, "llama.cpp": to_llama_cpp}[to](read_extended(config, served))
+
+
+def _check_target(to: str) -> None:
+    if to not in TARGETS:
+        raise UnknownNameError.of("export target", to, TARGETS)
+
+
+def read_extended(config: Any, served: Any = None) -> Extended:
+    """Read what an extended config says.
+
+    Raises:
+        PatchStateError: if it is not extended.
+        IncompatibleError: if the extension is not one of rotary positions.
+    """
+    if not already_extended(config):
+        raise PatchStateError(
+            f"This {config.model_type} is not extended, so there is nothing to export. Patch it first (ctxext patch), "
+            f"or name the extension to serve it with (--method yarn --factor 4)."
+        )
+    text = config.get_text_config(decoder=True)
+    whole = getattr(text, "rope_parameters", None) or {}
+    kinds = list(whole) if all(isinstance(value, dict) for value in whole.values()) else []
+    reaching = [kind for kind in kinds if not is_windowed(kind)]
+    if not whole or (kinds and not reaching):
+        raise IncompatibleError(
+            f"The extension of this {config.model_type} is not one of rotary positions; neither vLLM nor llama.cpp has "
+            f"a flag for it. Serve it with transformers."
+        )
+    layer_type = reaching[0] if kinds else None
+    trained_length, target_length = _lengths(config, whole if layer_type is None else whole[layer_type])
+    return Extended(
+        config=config,
+        layer_type=layer_type,
+        trained_length=trained_length,
+        target_length=target_length,
+        scale=_scale(text, layer_type),
+        unsaid={} if served is None else _changed(config, served),
+    )
+
+
+def _lengths(config: Any, rope: dict[str, Any]) -> tuple[int, int]:
+    """Trained and target length, in tokens."""
+    saved = getattr(config, "ctxext", None)
+    if saved:
+        return saved["trained_length"], saved["target_length"]
+    text = config.get_text_config(decoder=True)
+    longest, factor = int(text.max_position_embeddings), float(rope.get("factor") or 1.0)
+    if rope["rope_type"] == "dynamic":  # stock code stretches beyond max_position_embeddings
+        return longest, int(longest * factor)
+    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return int(original or longest / factor), longest
+
+
+def _scale(text: Any, layer_type: str | None) -> float:
+    """What stock transformers multiplies cos and sin by; 1 where the frequencies need ctxext anyway."""
+    rope = text.rope_parameters if layer_type is None else text.rope_parameters[layer_type]
+    kind = rope.get("rope_type", "default")
+    if kind == "default" or kind not in STOCK_TYPES:
+        return 1.0
+    arguments = {} if layer_type is None else {"layer_type": layer_type}
+    return float(ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(text), None, **arguments)[1])
+
+
+def _changed(config: Any, served: Any) -> dict[str, Any]:
+    """The fields of the decoder's config that the extension changed."""
+    new, old = (part.get_text_config(decoder=True) for part in (config, served))
+    names = config.ctxext["original"]
+    return {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name, None)}

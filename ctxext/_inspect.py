@@ -1,0 +1,268 @@
+"""What a checkpoint is, before anything is loaded: its positions, its window, and which methods extend it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ctxext._adapters import EXTENSION_FILE, is_adapter
+from ctxext._api import architecture_of, describe, describe_saved, patch, unpatch
+from ctxext._checkpoint_source import read_config, read_json
+from ctxext._export import TARGETS, Export, export_config
+from ctxext._load import checked_path
+from ctxext.architectures import Request
+from ctxext.architectures._hf import restoring
+from ctxext.architectures._sites import find_sites, parameters_of, plain_spec
+from ctxext.architectures._sliding import window_fields, window_note
+from ctxext.architectures.rope import already_extended
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
+from ctxext.methods import METHODS, Method
+from ctxext.spec import Description, RopeSpec
+
+__all__ = ["Inspection", "Positions", "Verdict", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
+
+Progress = Callable[[int, int], None]
+# What examples are made for where the model has no rotary positions to make them for.
+LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """One set of rotary frequencies: how the config scales it, and its plain form."""
+
+    layer_type: str | None
+    rope_type: str
+    base: float
+    rotary_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether one method extends this checkpoint, proven on a model without weights.
+
+    Args:
+        method: its name.
+        factor: the factor that was tried.
+        target_length: tokens that this gives; None where it is refused.
+        stored_as: how the config would say it.
+        stock: whether a process without ctxext loads the result.
+        refused: why the method is refused; None where it applies.
+    """
+
+    method: str
+    factor: float
+    target_length: int | None = None
+    stored_as: str = ""
+    stock: bool = False
+    refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What ``ctxext inspect`` found out.
+
+    Args:
+        model_type: transformers' name of the architecture.
+        positions: the rotary frequencies that reach beyond a sliding window.
+        no_positions: why there are none.
+        trained_length: tokens the weights were trained for before any extension; None where nothing says so.
+        longest: ``max_position_embeddings``.
+        window: what sliding windows there are and whether they cap the reach; None without any.
+        window_caps: whether an extension has to lift or keep them.
+        extended: how the checkpoint is already extended; None where it is plain.
+        description: the extension, where ctxext made it.
+        verdicts: one per known method.
+        exports: per target, the flags for an extended checkpoint or the reason against.
+    """
+
+    model_type: str
+    positions: tuple[Positions, ...] = ()
+    no_positions: str | None = None
+    trained_length: int | None = None
+    longest: int | None = None
+    window: str | None = None
+    window_caps: bool = False
+    extended: str | None = None
+    description: Description | None = None
+    verdicts: tuple[Verdict, ...] = ()
+    exports: dict[str, Export | str] | None = None
+
+
+def inspect_checkpoint(
+    place: str | os.PathLike[str],
+    *,
+    trained_length: int | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **location: Any,
+) -> Inspection:
+    """Inspect a checkpoint from its config alone; ``location`` may name a ``gguf_file`` in the directory.
+
+    Raises:
+        CheckpointError: nothing readable there.
+    """
+    checked_path(place, location)
+    config = read_config(place, trust_remote_code=trust_remote_code, **location)
+    model = _without_weights(config, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    extended = already_extended(config)
+    known = trained_length or _trained_length(model, extended)
+    window, caps = _window(text, known or 1)
+    positions, reason, spec = _positions(model, known or 1)
+    verdicts = _verdicts(model, known if extended else trained_length, spec, caps, progress)
+    saved = getattr(config, "ctxext", None)
+    return Inspection(
+        model_type=config.model_type,
+        positions=positions,
+        no_positions=reason,
+        trained_length=known,
+        longest=getattr(text, "max_position_embeddings", None),
+        window=window,
+        window_caps=caps,
+        extended=extended,
+        description=describe_saved(saved, config.model_type) if saved else None,
+        verdicts=verdicts,
+        exports=_exports(config) if extended else None,
+    )
+
+
+def rope_of_checkpoint(
+    place: str | os.PathLike[str], *, trained_length: int | None = None, trust_remote_code: bool = False
+) -> RopeSpec:
+    """The plain rotation of a checkpoint.
+
+    Raises:
+        CheckpointError: nothing readable there.
+        IncompatibleError: no rotary positions, or no trained length.
+    """
+    checked_path(place, {})
+    model = _without_weights(read_config(place, trust_remote_code=trust_remote_code), trust_remote_code)
+    known = trained_length or _trained_length(model, already_extended(model.config))
+    if known is None:
+        raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
+    _, reason, spec = _positions(model, known)
+    if spec is None:
+        raise IncompatibleError(reason or f"{place} has no rotary positions.")
+    return spec
+
+
+def inspect_adapter(directory: Path) -> Description:
+    """What an adapter directory carries; nothing of the base model is read.
+
+    Raises:
+        CheckpointError: if it carries no extension.
+    """
+    if not is_adapter(directory):
+        raise CheckpointError(f"{directory} is not an adapter directory.")
+    path = directory / EXTENSION_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} is an adapter without {EXTENSION_FILE}: it carries no extension. Inspect its base model."
+        )
+    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+    return describe_saved(read_json(path)["extension"], f"adapter for {base}")
+
+
+def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
+    with torch.device("meta"), restoring():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def _trained_length(model: PreTrainedModel, extended: str | None) -> int | None:
+    """What the config says the weights were trained for; None where only an extended length is known."""
+    config = model.config
+    saved = getattr(config, "ctxext", None)
+    if saved:
+        return int(saved["trained_length"])
+    text = config.get_text_config(decoder=True)
+    if not extended:
+        return architecture_of(model).trained_length(config) if _has_architecture(model) else None
+    for rope in (text.rope_parameters, *(v for v in text.rope_parameters.values() if isinstance(v, dict))):
+        if rope.get("original_max_position_embeddings"):
+            return int(rope["original_max_position_embeddings"])
+    original = getattr(text, "original_max_position_embeddings", None)
+    return int(original) if original else None
+
+
+def _has_architecture(model: PreTrainedModel) -> bool:
+    try:
+        architecture_of(model)
+    except IncompatibleError:
+        return False
+    return True
+
+
+def _window(text: Any, trained_length: int) -> tuple[str | None, bool]:
+    try:
+        window_fields(text, Request(), trained_length)
+    except IncompatibleError as error:
+        return str(error), True
+    return window_note(text), False
+
+
+def _positions(
+    model: PreTrainedModel, trained_length: int
+) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
+    """The sites of an extension, or why there are none, and the spec of the first."""
+    text = model.config.get_text_config(decoder=True)
+    found, spec = [], None
+    try:
+        for site in find_sites(model, text):
+            here = plain_spec(model, text, site, trained_length)
+            spec = spec or here
+            kind = str(parameters_of(text, site.layer_type).get("rope_type", "default"))
+            found.append(
+                Positions(layer_type=site.layer_type, rope_type=kind, base=here.base, rotary_dim=here.rotary_dim)
+            )
+    except IncompatibleError as error:
+        return (), str(error), None
+    return tuple(dict.fromkeys(found)), None, spec
+
+
+def _verdicts(
+    model: PreTrainedModel, trained_length: int | None, spec: RopeSpec | None, caps: bool, progress: Progress | None
+) -> tuple[Verdict, ...]:
+    verdicts = []
+    for done, method in enumerate(METHODS.values()):
+        if progress is not None:
+            progress(done, len(METHODS))
+        verdicts.append(_verdict(model, method.example(spec or LLAMA), trained_length, caps))
+    if progress is not None:
+        progress(len(METHODS), len(METHODS))
+    return tuple(verdicts)
+
+
+def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None, caps: bool) -> Verdict:
+    choice = "lift" if caps else None
+    try:
+        patch(model, method, trained_length=trained_length, sliding_window=choice)
+    except PatchStateError:
+        return Verdict(method=method.name, factor=method.factor, refused="say --trained-length first: already extended")
+    except CtxextError as error:
+        return Verdict(method=method.name, factor=method.factor, refused=str(error))
+    description = describe(model)
+    unpatch(model)
+    return Verdict(
+        method=method.name,
+        factor=method.factor,
+        target_length=description.target_length,
+        stored_as=description.stored_as,
+        stock=description.stock,
+    )
+
+
+def _exports(config: Any) -> dict[str, Export | str]:
+    found: dict[str, Export | str] = {}
+    for target in TARGETS:
+        try:
+            found[target] = export_config(config, to=target)
+        except IncompatibleError as error:
+            found[target] = str(error)
+    return found

@@ -1,0 +1,197 @@
+"""How the command line shows what the library returns."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ctxext._checkpoint import Written
+from ctxext._export import TARGETS, Export
+from ctxext._inspect import Inspection, Verdict
+from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.spec import RopeSpec
+
+__all__ = [
+    "command_line",
+    "facts",
+    "method_rows",
+    "methods_markdown",
+    "methods_table",
+    "plain",
+    "show_export",
+    "show_inspection",
+    "verdict_table",
+    "written_lines",
+]
+
+# Llama 2: the model that most of the methods were published on.
+LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
+COLUMNS = ("method", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")
+
+
+def method_rows() -> list[dict[str, str]]:
+    """One row per method, from what the methods themselves say."""
+    rows = []
+    for name, kind in METHODS.items():
+        example = kind.example(LLAMA)
+        values = (
+            name,
+            kind.summary,
+            _pick(kind),
+            "yes" if example.dynamic else "no",
+            _stock_form(example),
+            kind.source,
+        )
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+    return rows
+
+
+def methods_table() -> Table:
+    """The methods, for a terminal: one paragraph each."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
+    for row in method_rows():
+        what = Text(row["what it does"] + "\n")
+        what.append(f"Pick it {row['pick it']}.\n".replace("`", ""))
+        what.append(
+            f"stock form on a Llama: {row['stock form on a Llama']}; dynamic: {row['dynamic']}; {row['source']}",
+            style="dim",
+        )
+        table.add_row(Text(row["method"], style="bold cyan"), what)
+    return table
+
+
+def methods_markdown() -> str:
+    """The methods, for the README."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    for row in method_rows():
+        link = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["source"])
+        cells = (row | {"method": f"`{row['method']}`", "source": link}).values()
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _pick(kind: type[Method]) -> str:
+    """The sentence of a method's docstring that says when one would pick it."""
+    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
+    for paragraph in paragraphs:
+        if paragraph.startswith("Pick it "):
+            sentence = " ".join(paragraph.removeprefix("Pick it ").split()).split(". ")[0]
+            return sentence.removesuffix(".").replace("``", "`")
+    return ""
+
+
+def _stock_form(method: Method) -> str:
+    form = method.rope_parameters(LLAMA) if isinstance(method, RopeMethod) else None
+    if form is None:
+        return "none"
+    return "default, other base" if form["rope_type"] == "default" else str(form["rope_type"])
+
+
+def facts(found: Inspection) -> list[tuple[str, str]]:
+    """What ``ctxext inspect`` says about a checkpoint, line by line."""
+    lines = [("model type", found.model_type)]
+    for site in found.positions:
+        where = f" ({site.layer_type})" if site.layer_type else ""
+        lines.append((f"rope{where}", f"{site.rope_type}, base {site.base:g}, {site.rotary_dim} rotary dimensions"))
+    if found.no_positions:
+        lines.append(("rope", found.no_positions))
+    lines.append(
+        ("trained length", f"{found.trained_length:,} tokens" if found.trained_length else "not in the config")
+    )
+    if found.longest and found.longest != found.trained_length:
+        lines.append(("max positions", f"{found.longest:,} tokens (max_position_embeddings)"))
+    lines.append(("sliding window", found.window or "none"))
+    lines.append(("extended", found.extended or "no"))
+    return lines
+
+
+def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
+    """Which methods extend a checkpoint."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("method", "reaches", "loaded by", "stored as, or why not"):
+        table.add_column(column, overflow="fold", no_wrap=not column.startswith("stored"))
+    for verdict in verdicts:
+        if verdict.refused is not None:
+            table.add_row(verdict.method, "refused", "", Text(verdict.refused), style="dim")
+            continue
+        loaded_by = "anyone" if verdict.stock else "ctxext.load"
+        reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)"
+        table.add_row(f"[bold cyan]{verdict.method}[/]", reaches, loaded_by, Text(verdict.stored_as))
+    return table
+
+
+def command_line(export: Export, checkpoint: str) -> str:
+    """The whole command that serves the checkpoint, ready to paste."""
+    starts = {"vllm": ("vllm", "serve", checkpoint), "llama.cpp": ("llama-server", "-m", "MODEL.gguf")}
+    return shlex.join((*starts[export.target], *export.flags))
+
+
+def written_lines(written: Written) -> list[str]:
+    """What ``ctxext patch`` did, in sentences."""
+    weights = []
+    if written.linked:
+        weights.append(f"{written.linked} linked (they share their bytes with the source)")
+    if written.copied:
+        why = f" ({written.why_copied})" if written.why_copied and written.why_copied != "--copy" else ""
+        weights.append(f"{written.copied} copied{why}")
+    lines = [f"weight files: {', '.join(weights)}"]
+    lines += [f"changed {change}" for change in written.changed]
+    if written.left_out:
+        lines.append(f"left out, as not part of a safetensors checkpoint: {', '.join(written.left_out)}")
+    return lines
+
+
+def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...], console: Console) -> None:
+    """Print what ``ctxext inspect`` found."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for key, value in facts(found):
+        table.add_row(f"[bold]{key}[/]", Text(value))
+    console.print(table)
+    if unread:
+        console.print(
+            f"This GGUF file scales its positions ({', '.join(unread)}), which transformers does not read: it loads "
+            f"with plain positions. Take the original checkpoint, or set config.rope_parameters as it has them.",
+            style="yellow",
+            markup=False,
+        )
+    if found.description is not None:
+        console.print(Text(f"\n{found.description}"))
+    console.print("\n[bold]methods[/]: each applied to this model without its weights, then taken back")
+    console.print(verdict_table(found.verdicts))
+    if found.exports is None:
+        for target in TARGETS:
+            line = shlex.join(("ctxext", "export", checkpoint, "--to", target, "--method", "yarn", "--factor", "4"))
+            console.print(Text(f"what {target} must be told for an extension: {line}"), soft_wrap=True)
+        return
+    for target, made in found.exports.items():
+        console.print(f"[bold]{target}[/]")
+        if isinstance(made, str):
+            console.print(Text(f"  cannot: {made}"))
+        else:
+            show_export(made, checkpoint, console)
+
+
+def show_export(export: Export, checkpoint: str, console: Console) -> None:
+    """Print a command to paste, then what to know about it."""
+    console.print(Text(command_line(export, checkpoint)), soft_wrap=True)
+    exact = "[green]the same positions as in transformers[/]" if export.exact else "[yellow]not the same positions[/]"
+    console.print(f"  {exact}")
+    for note in export.notes:
+        console.print(Text(f"  - {note}"), soft_wrap=True)
+
+
+def plain(value: Any) -> Any:
+    """A dataclass as JSON, tuples as lists."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

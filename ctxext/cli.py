@@ -1,0 +1,259 @@
+"""The command line. Heavy imports live inside the commands, so that help and mistakes answer quickly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
+from typer.core import TyperGroup
+
+from ctxext._cli_options import (
+    Checkpoint,
+    Factor,
+    Json,
+    MethodName,
+    Param,
+    SlidingWindow,
+    Target,
+    Trained,
+    Trust,
+    arguments,
+    check_output,
+    rope_of,
+)
+from ctxext._progress import Later
+from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
+
+if TYPE_CHECKING:
+    from ctxext.methods import Method
+
+__all__ = ["app"]
+
+
+class Clean(TyperGroup):
+    """Prints an error that ctxext raises on purpose as one message, without a traceback, and exits with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except CtxextError as error:
+            # Built here, not at import: tests and programs exchange sys.stderr.
+            Console(stderr=True, highlight=False).print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=Clean,
+    help="Give a Hugging Face checkpoint a longer context, and prove that it works.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+plot_app = typer.Typer(cls=Clean, help="Draw what methods do.", no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(plot_app, name="plot")
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Give a Hugging Face checkpoint a longer context, and prove that it works."""
+    from transformers.utils import logging
+
+    import ctxext
+
+    logging.set_verbosity_error()  # it warns of every rope type that it does not know, and trying methods tries those
+    if version:
+        typer.echo(ctxext.__version__)
+        raise typer.Exit()
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint, trained_length: Trained = None, trust: Trust = False, as_json: Json = False
+) -> None:
+    """Say what a checkpoint's positions are and which methods extend it. No weights are loaded.
+
+    Reads a directory, an adapter directory, a GGUF file or a name on the hub.
+
+    [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B
+    """
+    from ctxext import _render
+    from ctxext._adapters import is_adapter
+    from ctxext._gguf import scaling_in_gguf
+    from ctxext._inspect import inspect_adapter, inspect_checkpoint
+
+    place = Path(checkpoint)
+    if is_adapter(place):
+        description = inspect_adapter(place)
+        _print_json(description) if as_json else typer.echo(str(description))
+        return
+    gguf = place.suffix == ".gguf"
+    if gguf and not place.is_file():
+        raise CheckpointError(f"There is no file {place}.")
+    scaling: tuple[str, ...] = ()
+    if gguf:
+        with Console(stderr=True).status("reading GGUF metadata ..."):
+            scaling = scaling_in_gguf(place)
+    location = {"gguf_file": place.name} if gguf else {}
+    with Later("trying methods", BarColumn(), MofNCompleteColumn(), after=2) as progress:
+        found = inspect_checkpoint(
+            place.parent if gguf else checkpoint,
+            trained_length=trained_length,
+            trust_remote_code=trust,
+            progress=progress,
+            **location,
+        )
+    unread = scaling if found.extended is None else ()
+    if as_json:
+        _print_json(_render.plain(found) | {"gguf_scaling_not_read": list(unread)})
+        return
+    _render.show_inspection(found, checkpoint, unread, Console(highlight=False))
+
+
+@app.command()
+def patch(
+    source: Annotated[
+        Path, typer.Argument(help="A directory with config.json and safetensors weights.", metavar="SRC")
+    ],
+    destination: Annotated[Path, typer.Argument(help="Where nothing exists yet.", metavar="DST")],
+    method: MethodName,
+    factor: Factor = None,
+    target_length: Target = None,
+    trained_length: Trained = None,
+    sliding_window: SlidingWindow = None,
+    param: Param = None,
+    link: Annotated[bool | None, typer.Option("--link/--copy", help="Hard-link or copy the weights.")] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Write an extended copy of a checkpoint: a new config, and the same weights, linked where possible.
+
+    The weights are never loaded. DST appears whole at the end, or not at all.
+
+    [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
+    """
+    from ctxext import _render
+    from ctxext._checkpoint import patch_checkpoint
+
+    with Later("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
+        written = patch_checkpoint(
+            source,
+            destination,
+            method,
+            link=link,
+            trust_remote_code=trust,
+            progress=progress,
+            **arguments(factor, target_length, trained_length, sliding_window, param),
+        )
+    if as_json:
+        _print_json(written)
+        return
+    typer.echo(f"Wrote {written.directory}")
+    for line in (str(written.description), *_render.written_lines(written)):
+        typer.echo(line)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    to: Annotated[str, typer.Option("--to", help="vllm or llama.cpp")],
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="Serve a plain checkpoint extended, its files as they are.")
+    ] = None,
+    factor: Factor = None,
+    target_length: Target = None,
+    trained_length: Trained = None,
+    sliding_window: SlidingWindow = None,
+    param: Param = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Print the flags that make another runtime serve an extended checkpoint, and what it cannot express.
+
+    [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
+    """
+    from ctxext import _render
+    from ctxext._export import export as make
+
+    given = arguments(factor, target_length, trained_length, sliding_window, param)
+    if method is None and any(value is not None for value in given.values()):
+        raise InvalidParameterError(f"{', '.join(k for k, v in given.items() if v is not None)}: only with --method.")
+    made = make(checkpoint, to=to, method=method, trust_remote_code=trust, **given)
+    if as_json:
+        _print_json(made)
+        return
+    _render.show_export(made, checkpoint, Console(highlight=False))
+
+
+@app.command()
+def methods(
+    as_json: Json = False, markdown: Annotated[bool, typer.Option("--markdown", help="As in the README.")] = False
+) -> None:
+    """List every method: what it does, when to pick it, and how stock transformers calls it.
+
+    [bold]Example[/]: ctxext methods
+    """
+    from ctxext import _render
+
+    if as_json:
+        _print_json(_render.method_rows())
+    elif markdown:
+        typer.echo(_render.methods_markdown())
+    else:
+        Console(highlight=False).print(_render.methods_table())
+
+
+@plot_app.command()
+def frequencies(
+    checkpoint: Annotated[str | None, typer.Argument(help="A directory or hub name; or give --base etc.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")] = Path(
+        "frequencies.png"
+    ),
+    factor: Annotated[float, typer.Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", "-m", help="Repeatable; default: all that need only a factor.")
+    ] = None,
+    rotary_dim: Annotated[int | None, typer.Option("--rotary-dim", help="Head dimensions that rotate.")] = None,
+    base: Annotated[float | None, typer.Option("--base", help="rope_theta.")] = None,
+    trained_length: Trained = None,
+    trust: Trust = False,
+) -> None:
+    """Draw the spectrum of each method: which frequencies it keeps, ramps, interpolates.
+
+    [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CheckpointError("Plots need matplotlib: pip install 'ctxext\\[eval]'.")
+    from ctxext._api import method as build
+    from ctxext._spectrum import plot_spectrum, shown_by_default
+
+    rope = rope_of(checkpoint, rotary_dim, base, trained_length, trust)
+    chosen: list[Method] = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
+    check_output(output)
+    plot_spectrum(chosen, rope, output, name=Path(checkpoint).name if checkpoint else "")
+    typer.echo(f"Wrote {output}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def demo(context: typer.Context) -> None:
+    """Extend a real 135M checkpoint and measure it on real text: a table, a plot and a hidden passkey.
+
+    [bold]Example[/]: ctxext demo
+    """
+    from ctxext.demo import demo as run
+
+    own = typer.Typer(add_completion=False)
+    own.command()(run)
+    own(args=context.args, prog_name="ctxext demo", standalone_mode=False)
+
+
+def _print_json(value: Any) -> None:
+    from ctxext._render import plain
+
+    typer.echo(json.dumps(plain(value), indent=2, default=str))
