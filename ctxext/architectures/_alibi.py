@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ctxext._edits import Edits
 from ctxext.architectures._attend import AlibiAttend
 from ctxext.architectures._positions import ATTENTION, PositionedForward
+from ctxext.architectures._regime import RecomputingInputs
 from ctxext.architectures.base import Architecture, Extension, Request
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.methods import BiasMethod, Method
@@ -95,6 +96,8 @@ class AlibiArchitecture(Architecture):
             edits.set(module, "forward", PositionedForward(module))
         for attention in self.attentions(model):
             edits.set(attention, "forward", self.forward_of(attention, attend, method))
+        if method.dynamic:
+            edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
         return Extension(
             trained_length=trained_length,
             target_length=target,

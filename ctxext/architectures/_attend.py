@@ -10,29 +10,12 @@ import torch
 from torch import Tensor
 
 from ctxext.architectures._positions import LayoutMask
+from ctxext.architectures._regime import refuse_mixed_regimes
 from ctxext.attention import AttentionBackend, Layout, Need, select
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 
-__all__ = ["AlibiAttend", "row_lengths"]
-
-
-def row_lengths(mask: LayoutMask) -> list[int]:
-    """Tokens that each row of the batch holds so far: the length that a dynamic method follows.
-
-    Counted from positions, so that padding, the rest of the batch and unfilled cache slots do not matter.
-    """
-
-    def count() -> list[int]:
-        layout = mask.layout
-        positions = layout.key_positions
-        if layout.key_documents is not None:
-            positions = torch.where(layout.key_documents >= 0, positions, -1)
-        return [int(length) for length in (positions.amax(dim=1) + 1).tolist()]
-
-    if mask.length is not None:
-        return [mask.length] * mask.layout.batch
-    return mask.layout.memo("row_lengths", count)
+__all__ = ["AlibiAttend"]
 
 
 @dataclass
@@ -59,7 +42,7 @@ class AlibiAttend:
         layout = mask.layout
         if not self.method.dynamic:
             return self._run(q, k, v, layout, self.slopes(self.alibi.trained_length, q.device), scale, window, dropout)
-        lengths = row_lengths(mask)
+        lengths = layout.memo("lengths", lambda: self._lengths(mask))
         if len(set(lengths)) == 1:
             return self._run(q, k, v, layout, self.slopes(lengths[0], q.device), scale, window, dropout)
         rows = []
@@ -69,6 +52,21 @@ class AlibiAttend:
             slopes = self.slopes(length, q.device)
             rows.append(self._run(q[here], k[here], v[here], one, slopes, scale, window, dropout))
         return torch.cat(rows)
+
+    def _lengths(self, mask: LayoutMask) -> list[int]:
+        """Tokens that each row holds so far, padding and unfilled cache slots not counted."""
+        layout = mask.layout
+        if mask.length is not None:
+            return [mask.length] * layout.batch
+        keys, queries = layout.key_positions, layout.query_positions
+        if layout.key_documents is not None and layout.query_documents is not None:
+            keys = torch.where(layout.key_documents >= 0, keys, -1)
+            queries = torch.where(layout.query_documents >= 0, queries, torch.iinfo(queries.dtype).max)
+        lengths = [int(last) + 1 for last in keys.amax(dim=1).tolist()]
+        firsts = [int(first) for first in queries.amin(dim=1).tolist()]
+        cached = [0 if first >= length else first for first, length in zip(firsts, lengths, strict=True)]
+        refuse_mixed_regimes(self.method, self.alibi.trained_length, cached, lengths)
+        return lengths
 
     def slopes(self, length: int, device: torch.device) -> Tensor:
         """The method's slopes for ``length`` tokens, float64 [heads], kept per device."""

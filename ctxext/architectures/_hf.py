@@ -15,10 +15,11 @@ from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["ROPE_TYPE", "method_rope_parameters", "restoring"]
+__all__ = ["ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters", "restoring"]
 
-# Stock transformers reacts to rope types whose name contains "dynamic", so this one must not.
+# Stock transformers reacts to rope types whose name contains "dynamic", so these must not.
 ROPE_TYPE = "ctxext_rope"
+UNROTATED_TYPE = "ctxext_unrotated"
 
 _restoring: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
 
@@ -65,4 +66,20 @@ def _initial_frequencies(
     return frequencies.inv_freq.to(device=device, dtype=torch.float32), float(frequencies.attention_scale)
 
 
+def _no_rotation(
+    config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
+) -> tuple[Tensor, float]:
+    """Rope init function of ``ctxext_unrotated``: cos is 1 and sin is 0 everywhere."""
+    if not _restoring.get():
+        raise CheckpointError(
+            "This checkpoint has no rotary positions any more: its attention needs ctxext. Load it with "
+            "ctxext.load(path)."
+        )
+    parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    return torch.zeros(width // 2, device=device), 1.0
+
+
 ROPE_INIT_FUNCTIONS.setdefault(ROPE_TYPE, _initial_frequencies)
+ROPE_INIT_FUNCTIONS.setdefault(UNROTATED_TYPE, _no_rotation)

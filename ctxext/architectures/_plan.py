@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ctxext.architectures._hf import ROPE_TYPE, method_rope_parameters
 from ctxext.architectures._sites import Site, merged, parameters_of
 from ctxext.architectures._twins import rotary_twin, round_trip
-from ctxext.architectures._verify import disagreement
+from ctxext.architectures._verify import disagreement, module_output
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.methods._math import as_longrope
@@ -124,7 +124,7 @@ def _rebuilt_wrong(
         lengths = checked_lengths(method, spec)
         if _rope_type(text, site) == ROPE_TYPE and method.dynamic:
             lengths = lengths[:1]  # the rest is DynamicForward's
-        problem = disagreement(twin, mathematics(method, spec), lengths, layer_type=site.layer_type)
+        problem = disagreement(module_output(twin, site.layer_type), mathematics(method, spec), lengths)
         if problem:
             return problem
     return None

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ctxext.attention import Layout
 from ctxext.errors import IncompatibleError, PatchStateError
 
-__all__ = ["ATTENTION", "LayoutMask", "PositionedForward", "layout_of"]
+__all__ = ["ATTENTION", "LayoutMask", "PositionedForward", "declared_length", "layout_of"]
 
 ATTENTION = "ctxext"
 
@@ -85,10 +85,11 @@ class PositionedForward:
         given = _signature(forward).bind_partial(self.decoder, *args, **kwargs).arguments
         given = given | given.pop("kwargs", {})
         mask = given.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim > 2:
+        ours = getattr(self.decoder.config, "_attn_implementation", None) == ATTENTION
+        if ours and isinstance(mask, Tensor) and mask.ndim > 2:
             raise IncompatibleError(
                 f"attention_mask must be [batch, keys] with 1 for tokens, found {tuple(mask.shape)}: this model "
-                f"computes attention from positions. Give a two-dimensional one, or position_ids that restart"
+                f"computes attention from positions. Give a two-dimensional one, or position_ids that restart."
             )
         outer = _current.get() or _Call(None, None)
         position_ids = given.get("position_ids")
@@ -102,6 +103,12 @@ class PositionedForward:
             return forward(self.decoder, *args, **kwargs)
         finally:
             _current.reset(token)
+
+
+def declared_length() -> int | None:
+    """The global length that the caller of the decoder named with ``ctxext_length``."""
+    call = _current.get()
+    return None if call is None else call.length
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ctxext.architectures._sliding import is_windowed
 from ctxext.architectures._twins import rotary_twin, round_trip
-from ctxext.architectures._verify import disagreement
+from ctxext.architectures._verify import disagreement, module_output
 from ctxext.errors import IncompatibleError
 from ctxext.methods._math import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
@@ -98,9 +98,8 @@ def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: in
     twin = rotary_twin(model.get_submodule(site.path), config)
     half = getattr(twin, f"{site.prefix}inv_freq").shape[-1]
     spec = RopeSpec(rotary_dim=2 * half, base=float(base), trained_length=trained_length)
-    problem = disagreement(
-        twin, lambda length: Frequencies(plain_inv_freq(spec)), [trained_length], layer_type=site.layer_type
-    )
+    plain_frequencies = Frequencies(plain_inv_freq(spec))
+    problem = disagreement(module_output(twin, site.layer_type), lambda length: plain_frequencies, [trained_length])
     if problem:
         raise IncompatibleError(
             f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "

@@ -9,55 +9,52 @@ from torch import Tensor, nn
 
 from ctxext.spec import Frequencies
 
-__all__ = ["disagreement"]
+__all__ = ["disagreement", "module_output"]
+
+Output = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # float32 carries a phase to about 2^-23 relative; the power base^(-2i/d) adds a few units more.
 PHASE_ERROR = 2e-6
 COS_ERROR = 2e-5
 
 
-def disagreement(
-    rotary: nn.Module,
-    expected: Callable[[int], Frequencies],
-    lengths: list[int],
-    layer_type: str | None = None,
-    device: torch.device | str = "cpu",
-) -> str | None:
-    """Compare the module's own output with ``expected(length)`` in float64, at several positions and lengths.
+def disagreement(output: Output, expected: Callable[[int], Frequencies], lengths: list[int]) -> str | None:
+    """Compare cos and sin as they are computed with ``expected(length)`` in float64, at several positions and lengths.
 
     Returns:
         None where they agree, else one sentence saying what was found.
     """
     for length in lengths:
         positions = _positions(length)
-        cos, sin = _output(rotary, positions, layer_type, device)
-        frequencies = expected(length)
-        problem = _compare(cos, sin, positions, frequencies)
+        with torch.no_grad():
+            cos, sin = (part.double().cpu() for part in output(positions))
+        problem = _compare(cos, sin, positions, expected(length))
         if problem:
-            return f"{type(rotary).__name__} at length {length}: {problem}"
+            return f"at length {length} {problem}"
     return None
+
+
+def module_output(rotary: nn.Module, layer_type: str | None = None, device: torch.device | str = "cpu") -> Output:
+    """What a rotary module computes, as a function of positions."""
+    kwargs = {} if layer_type is None else {"layer_type": layer_type}
+
+    def output(positions: Tensor) -> tuple[Tensor, Tensor]:
+        position_ids = positions[None].to(device)
+        if getattr(rotary, "mrope_section", None) is not None:
+            position_ids = position_ids[None].expand(3, -1, -1)
+        out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **kwargs)
+        if isinstance(out, Tensor):
+            out = (out.real, out.imag)
+        cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
+        return cos, sin
+
+    return output
 
 
 def _positions(length: int) -> Tensor:
     """Powers of two from the first token to the last: fast dimensions show early, slow ones late."""
     powers = {2**n for n in range(length.bit_length()) if 2**n < length}
     return torch.tensor(sorted({0, length - 1} | powers), dtype=torch.long)
-
-
-def _output(
-    rotary: nn.Module, positions: Tensor, layer_type: str | None, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
-    position_ids = positions[None].to(device)
-    if getattr(rotary, "mrope_section", None) is not None:
-        position_ids = position_ids[None].expand(3, -1, -1)
-    x = torch.zeros(1, len(positions), 1, device=device)
-    kwargs = {} if layer_type is None else {"layer_type": layer_type}
-    with torch.no_grad():
-        out = rotary.forward(x, position_ids, **kwargs)
-    if isinstance(out, Tensor):
-        out = (out.real, out.imag)
-    cos, sin = (part.double().cpu().reshape(-1, len(positions), part.shape[-1])[0] for part in out)
-    return cos, sin
 
 
 def _compare(cos: Tensor, sin: Tensor, positions: Tensor, expected: Frequencies) -> str | None:

@@ -72,6 +72,10 @@ class Method(ABC):
         """Whether the result depends on the current length, so that a KV cache must be handled with care."""
         return False
 
+    def regime(self, trained_length: int, length: int) -> int:
+        """Length whose positions ``length`` tokens get; what is cached of them stays right while this is the same."""
+        return trained_length
+
     def target_length(self, trained_length: int) -> int:
         """Tokens that the extended model is meant for."""
         return math.floor(trained_length * self.factor + 1e-6)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ctxext.methods._growth import GrowingMethod
 from ctxext.methods._math import ntk_base, plain_inv_freq
 from ctxext.methods.base import RopeMethod, is_number, require
 from ctxext.spec import Frequencies, RopeSpec
@@ -14,11 +15,11 @@ __all__ = ["DynamicNTK"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicNTK(RopeMethod):
+class DynamicNTK(GrowingMethod, RopeMethod):
     """Leave texts inside the trained window alone, and raise the base by as much as a longer text needs.
 
-    Pick it without any training, when short texts must stay exactly as they were. It costs the KV cache: keys that were
-    rotated for a shorter text are wrong for a longer one. For training prefer a static method.
+    Pick it without any training, when short texts must stay exactly as they were. Beyond the window a KV cache must be
+    recomputed as the text grows (see ``growth``). For training prefer a static method.
 
     The base of a text of S tokens grows as by NTK with the stretch ``factor * S / L - (factor - 1)``. With
     ``factor=1`` that is S / L, the dynamic NTK of the YaRN paper, which promises no particular length. A larger factor
@@ -31,6 +32,8 @@ class DynamicNTK(RopeMethod):
         reach: target_length / trained_length, at least 1; only says which length the model is meant for and changes no
             frequency. None takes ``factor``, so give it with ``factor=1``, which otherwise promises the trained
             window only.
+        growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
+            so that decoding rarely recomputes its cache. Only "exact" has a stock form.
 
     Raises:
         InvalidParameterError: from ``frequencies``, if only two dimensions rotate.
@@ -50,18 +53,16 @@ class DynamicNTK(RopeMethod):
         reach_is_valid = self.reach is None or (is_number(self.reach) and self.reach >= 1)
         require(reach_is_valid, "reach", self.reach, "a finite number, at least 1, or None")
 
-    @property
-    def dynamic(self) -> bool:
-        return True
-
     def target_length(self, trained_length: int) -> int:
         reach = self.factor if self.reach is None else self.reach
         return math.floor(trained_length * reach + 1e-6)
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        ratio = max(length, rope.trained_length) / rope.trained_length
+        ratio = self.regime(rope.trained_length, length) / rope.trained_length
         return Frequencies(plain_inv_freq(rope, ntk_base(rope, self.factor * ratio - (self.factor - 1))))
 
-    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+        if self.growth != "exact":
+            return None
         # Stock code reads L from max_position_embeddings, so that key must keep the trained length.
         return {"rope_type": "dynamic", "rope_theta": rope.base, "factor": self.factor}

@@ -8,6 +8,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from ctxext.methods._growth import GrowingMethod
 from ctxext.methods._math import plain_inv_freq
 from ctxext.methods._slopes import trained_slopes
 from ctxext.methods.base import BiasMethod, RopeMethod
@@ -17,7 +18,7 @@ __all__ = ["DynamicPI"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicPI(RopeMethod, BiasMethod):
+class DynamicPI(GrowingMethod, RopeMethod, BiasMethod):
     """Squeeze positions only as much as the current sequence needs, and not at all inside the trained window.
 
     Pick it on an ALiBi model without training: it keeps short inputs as they were. On a rotary model prefer
@@ -26,6 +27,8 @@ class DynamicPI(RopeMethod, BiasMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the squeeze itself is current length / trained_length.
+        growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
+            so that decoding rarely recomputes its cache.
 
     Source: Al-Khateeb et al., arXiv:2310.13017, section 3 (slopes scaled by trained / current length);
         for rotary models jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py.
@@ -35,15 +38,11 @@ class DynamicPI(RopeMethod, BiasMethod):
     summary: ClassVar[str] = "PI at the current length"
     source: ClassVar[str] = "arXiv:2310.13017"
 
-    @property
-    def dynamic(self) -> bool:
-        return True
-
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        return Frequencies(plain_inv_freq(rope) / max(1.0, length / rope.trained_length))
+        return Frequencies(plain_inv_freq(rope) / (self.regime(rope.trained_length, length) / rope.trained_length))
 
     def rope_parameters(self, rope: RopeSpec) -> None:
         return None
 
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
-        return trained_slopes(alibi) / max(1.0, length / alibi.trained_length)
+        return trained_slopes(alibi) / (self.regime(alibi.trained_length, length) / alibi.trained_length)

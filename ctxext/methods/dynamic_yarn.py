@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ctxext.methods._growth import GrowingMethod
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import Frequencies, RopeSpec
@@ -13,12 +14,12 @@ __all__ = ["DynamicYaRN"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicYaRN(RopeMethod):
+class DynamicYaRN(GrowingMethod, RopeMethod):
     """Leave texts inside the trained window alone, and apply YaRN with as large a factor as a longer text needs.
 
     Pick it without any training, when short texts must stay exactly as they were; it holds out longer than dynamic NTK.
-    It costs the KV cache: keys that were rotated for a shorter text are wrong for a longer one. Stock transformers
-    have no such type.
+    Beyond the window a KV cache must be recomputed as the text grows (see ``growth``). Stock transformers have no such
+    type.
 
     A text of S tokens gets the frequencies and the attention scale of ``YaRN(factor=max(S / trained_length, 1))``.
 
@@ -29,6 +30,8 @@ class DynamicYaRN(RopeMethod):
         beta_slow: as for YaRN.
         truncate: as for YaRN.
         ramp: as for YaRN.
+        growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
+            so that decoding rarely recomputes its cache.
 
     Source: Peng et al., arXiv:2309.00071, section 3.3.
         Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicYaRNScaledRotaryEmbedding.py.
@@ -47,12 +50,8 @@ class DynamicYaRN(RopeMethod):
         super().__post_init__()
         self._at(1.0)
 
-    @property
-    def dynamic(self) -> bool:
-        return True
-
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        return self._at(max(length / rope.trained_length, 1.0)).frequencies(rope, length)
+        return self._at(self.regime(rope.trained_length, length) / rope.trained_length).frequencies(rope, length)
 
     def rope_parameters(self, rope: RopeSpec) -> None:
         return None

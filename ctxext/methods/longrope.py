@@ -20,8 +20,8 @@ class LongRoPE(RopeMethod):
     """Divide each frequency by a factor of its own, from one set for short texts and another for long ones.
 
     Pick it when you have searched or published factors (Phi-3, Phi-4-mini, MiniCPM). With two different sets, a text
-    that grows past the trained length switches, and keys cached before are wrong from then on; give the same set twice
-    to be free of that.
+    that grows past the trained length switches, and its KV cache must be recomputed once; give the same set twice to be
+    free of that.
 
     Args:
         factor: target_length / trained_length; sets the attention scale only. Dimensionless, at least 1.
@@ -58,6 +58,9 @@ class LongRoPE(RopeMethod):
     @property
     def dynamic(self) -> bool:
         return self.short_factor != self.long_factor
+
+    def regime(self, trained_length: int, length: int) -> int:
+        return trained_length + 1 if self.dynamic and length > trained_length else trained_length
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         name = "long_factor" if length > rope.trained_length else "short_factor"

@@ -1,0 +1,31 @@
+"""Make a live model what transformers would build from another config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ctxext._edits import Edits
+from ctxext.architectures._sites import rotaries
+from ctxext.architectures._twins import changed_scalars, meta_twin, rotary_twin, round_trip
+
+__all__ = ["carry_over"]
+
+
+def carry_over(model: PreTrainedModel, config: Any, fields: Iterable[str], edits: Edits) -> None:
+    """Make the live model what transformers would build from ``config``, which differs from its own in ``fields``."""
+    old, new = meta_twin(model, round_trip(model.config, {})), meta_twin(model, config)
+    text, new_text = model.config.get_text_config(decoder=True), config.get_text_config(decoder=True)
+    for path, name, value in changed_scalars(old, new):
+        edits.set(model.get_submodule(path), name, value)
+    for name in fields:
+        edits.set(text, name, getattr(new_text, name))
+    for _, rotary in rotaries(model):
+        if rotary.config is not text:
+            continue
+        for name, buffer in rotary_twin(rotary, new_text).named_buffers(recurse=False):
+            edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
+        for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
+            edits.delete(rotary, name)  # stock code caches it from the config it saw first

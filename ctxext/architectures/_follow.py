@@ -1,0 +1,40 @@
+"""Let the frequencies of a dynamic method follow the length, and the cache follow the frequencies."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from ctxext._edits import Edits
+from ctxext.architectures._dynamic import DynamicForward, DynamicSite
+from ctxext.architectures._hf import ROPE_TYPE
+from ctxext.architectures._plan import Plan
+from ctxext.architectures._positions import PositionedForward
+from ctxext.architectures._regime import RecomputingInputs
+from ctxext.architectures._sites import Site
+from ctxext.methods import RopeMethod
+
+__all__ = ["follow_length"]
+
+
+def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site], plan: Plan, edits: Edits) -> None:
+    """Edit the rotary modules of a model that carries ``plan``'s config, and its generation."""
+    paths = dict.fromkeys(site.path for site in sites)
+    for path in paths:
+        rotary = model.get_submodule(path)
+        here = [site for site in sites if site.path == path]
+        table: dict[str | None, DynamicSite] = {}
+        for site in here:
+            spec, rope_type = plan.specs[site.layer_type], plan.rope_types[site.layer_type]
+            table[site.layer_type] = DynamicSite(rotary, site.layer_type, method, spec, rope_type)
+            for end in ("inv_freq", "attention_scaling"):  # a forward pass changes them; undo must bring them back
+                edits.set(rotary, f"{site.prefix}{end}", getattr(rotary, f"{site.prefix}{end}"))
+        edits.set(rotary, "forward", DynamicForward(rotary, table))
+        # Stock forward methods update themselves by the name of the rope type; this name means: do not.
+        kinds = rotary.rope_type
+        changed = kinds | dict.fromkeys(table, ROPE_TYPE) if isinstance(kinds, dict) else ROPE_TYPE
+        edits.set(rotary, "rope_type", changed)
+    for path in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+        decoder = model.get_submodule(path)
+        edits.set(decoder, "forward", PositionedForward(decoder))
+    trained_length = next(iter(plan.specs.values())).trained_length
+    edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))

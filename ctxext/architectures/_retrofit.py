@@ -1,0 +1,73 @@
+"""ALiBi on a model that was trained with rotation: rotate by nothing, and let distance speak."""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import PreTrainedModel
+
+from ctxext._edits import Edits
+from ctxext.architectures._alibi import bias_fingerprint
+from ctxext.architectures._attend import AlibiAttend
+from ctxext.architectures._carry import carry_over
+from ctxext.architectures._hf import UNROTATED_TYPE, restoring
+from ctxext.architectures._pin import PinnedApply
+from ctxext.architectures._regime import RecomputingInputs
+from ctxext.architectures._sites import Site, merged
+from ctxext.architectures._sliding import window_fields, window_note
+from ctxext.architectures._twins import round_trip
+from ctxext.architectures._wiring import why_not_ours, wire
+from ctxext.architectures.base import Extension, Request
+from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.methods import BiasMethod
+from ctxext.spec import AlibiSpec
+
+__all__ = ["retrofit"]
+
+NOTE = "Rotation is gone and ALiBi took its place: the weights do not know it yet. Train before use."
+
+
+def retrofit(
+    model: PreTrainedModel, method: BiasMethod, request: Request, sites: list[Site], trained_length: int, edits: Edits
+) -> Extension:
+    """Replace rotary positions by ``method``'s bias.
+
+    Raises:
+        IncompatibleError: if ctxext's attention cannot take the place of the model's own.
+    """
+    text = model.config.get_text_config(decoder=True)
+    reason = why_not_ours(model, text, sites)
+    if reason:
+        raise IncompatibleError(
+            f"Method {method.name!r} cannot replace the rotation of this {text.model_type}: {reason}."
+        )
+    if getattr(method, "bias", "exact") != "exact":
+        raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
+    site, target = sites[0], method.target_length(trained_length)
+    base = text.rope_parameters["rope_theta"]
+    rope = merged(text, None, {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()})
+    fields = {"rope_parameters": rope, "max_position_embeddings": target}
+    fields |= window_fields(text, request, trained_length)
+    original = {name: copy.deepcopy(getattr(text, name)) for name in fields}
+    alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
+    with restoring():
+        carry_over(model, round_trip(model.config, fields), fields, edits)
+    rotary = model.get_submodule(site.path)
+    edits.set(rotary, "_apply", PinnedApply(rotary))
+    wire(model, text, site, AlibiAttend(method, alibi, request.attention or "auto"), edits)
+    if method.dynamic:
+        edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
+    if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
+        raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
+    window = window_note(text)
+    return Extension(
+        trained_length=trained_length,
+        target_length=target,
+        stored_as=f"rope_type {UNROTATED_TYPE!r}, which only ctxext loads",
+        stock=False,
+        fingerprint=bias_fingerprint(method, alibi),
+        notes=(NOTE, *([window] if window else [])),
+        sliding_window=request.sliding_window,
+        attention=request.attention or "auto",
+        original=original,
+    )
