@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext._edits import Edits
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
+from ctxext.architectures._absent import why_absent
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method
 from ctxext.methods.base import is_number
@@ -232,9 +233,8 @@ def architecture_of(base: PreTrainedModel) -> Architecture:
         if (found := architecture()).matches(base):
             return found
     raise IncompatibleError(
-        f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: no rotary "
-        f"embedding of the form that transformers' own rope types use, and no ALiBi. "
-        f"Known families: {', '.join(ARCHITECTURES)}."
+        f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: "
+        f"{why_absent(base)}. Known families: {', '.join(ARCHITECTURES)}."
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import ctxext
@@ -91,14 +92,28 @@ def load(
             f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
         )
     with restoring():
-        model = AutoModelForCausalLM.from_pretrained(place, config=config, **loading)
+        model = _model_class(config).from_pretrained(place, config=config, **loading)
     return _attach(model)
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    """What loads a config: the automatic class, or the saved one where that knows no causal model of this type."""
+    mapping = AutoModelForCausalLM._model_mapping
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    saved = getattr(transformers, (config.architectures or [""])[0], None)
+    if type(config) in mapping or remote or not (isinstance(saved, type) and issubclass(saved, PreTrainedModel)):
+        return AutoModelForCausalLM
+    return saved
 
 
 def extended_config(config: Any, method: str | Method, *, trust_remote_code: bool = False, **arguments: Any) -> Any:
     """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
     with torch.device("meta"), restoring():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        chosen = _model_class(config)
+        if chosen is AutoModelForCausalLM:
+            model = chosen.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        else:
+            model = chosen(copy.deepcopy(config))
     return patch(model, method, **arguments).config
 
 

@@ -22,10 +22,14 @@ def carry_over(model: PreTrainedModel, config: Any, fields: Iterable[str], edits
         edits.set(model.get_submodule(path), name, value)
     for name in fields:
         edits.set(text, name, getattr(new_text, name))
-    for _, rotary in rotaries(model):
+    for path, rotary in rotaries(model):
+        rotary_config = new_text
         if rotary.config is not text:
-            continue
-        for name, buffer in rotary_twin(rotary, new_text).named_buffers(recurse=False):
+            rotary_config = new.get_submodule(path).config
+            if rotary_config.to_dict() == old.get_submodule(path).config.to_dict():
+                continue
+            edits.set(rotary, "config", rotary_config)  # a changed copy of the text config, made when it was built
+        for name, buffer in rotary_twin(rotary, rotary_config).named_buffers(recurse=False):
             edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
         for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
             edits.delete(rotary, name)  # stock code caches it from the config it saw first

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ctxext.architectures._hf import ROPE_TYPE, method_rope_parameters
 from ctxext.architectures._sites import Site, merged, parameters_of
-from ctxext.architectures._twins import rotary_twin, round_trip
+from ctxext.architectures._twins import rotary_twin, round_trip, twin_config
 from ctxext.architectures._verify import disagreement, module_output
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
@@ -56,8 +57,9 @@ def make_plan(
             fields["original_max_position_embeddings"] = spec.trained_length
         try:
             config = round_trip(model.config, fields)
-        except (KeyError, ValueError, TypeError) as error:
-            reasons.append(f"{stored_as}: its config does not accept it ({error})")
+        except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
+            said = str(error.__cause__ or error).strip()
+            reasons.append(f"{stored_as}: its config does not accept it ({said})")
             continue
         rope_types = {layer_type: form["rope_type"] for layer_type, form in forms.items()}
         problem = _rebuilt_wrong(model, config, method, sites, specs)
@@ -113,10 +115,10 @@ def _rebuilt_wrong(
     sites: list[Site],
     specs: dict[str | None, RopeSpec],
 ) -> str | None:
-    text = config.get_text_config(decoder=True)
     for site in sites:
         live = model.get_submodule(site.path)
         spec = specs[site.layer_type]
+        text = twin_config(model, site.path, config)
         try:
             twin = rotary_twin(live, text)
         except (KeyError, ValueError, TypeError) as error:

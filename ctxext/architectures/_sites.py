@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.architectures._sliding import is_windowed
-from ctxext.architectures._twins import rotary_twin, round_trip
+from ctxext.architectures._twins import rotary_twin, round_trip, twin_config
 from ctxext.architectures._verify import disagreement, module_output
 from ctxext.errors import IncompatibleError
 from ctxext.methods._math import plain_inv_freq
@@ -58,7 +58,7 @@ def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
     """
     sites = []
     for path, module in rotaries(model):
-        if module.config is not text:
+        if module.config is not text and not _is_copy(module.config, text):
             continue
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
         sites += [Site(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
@@ -70,6 +70,11 @@ def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
             f"model with a config of their own; an extension would not lengthen its reach."
         )
     raise IncompatibleError(f"{type(model).__name__} has no rotary positions.")
+
+
+def _is_copy(config: Any, text: Any) -> bool:
+    """Whether a config is a changed copy of the text config, which some models hand to their modules."""
+    return type(config) is type(text) and getattr(config, "layer_types", None) == getattr(text, "layer_types", None)
 
 
 def parameters_of(text: Any, layer_type: str | None) -> dict[str, Any]:
@@ -94,12 +99,18 @@ def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: in
             f"The {site.layer_type or 'only'} rotary positions of this {text.model_type} are {kind!r}: their "
             f"frequencies are not base^(-2i/d), which every method here starts from."
         )
-    config = round_trip(model.config, {"rope_parameters": plain}).get_text_config(decoder=True)
-    twin = rotary_twin(model.get_submodule(site.path), config)
+    config = round_trip(model.config, {"rope_parameters": plain})
+    live = model.get_submodule(site.path)
+    twin = rotary_twin(live, twin_config(model, site.path, config))
     half = getattr(twin, f"{site.prefix}inv_freq").shape[-1]
     spec = RopeSpec(rotary_dim=2 * half, base=float(base), trained_length=trained_length)
     plain_frequencies = Frequencies(plain_inv_freq(spec))
     problem = disagreement(module_output(twin, site.layer_type), lambda length: plain_frequencies, [trained_length])
+    if problem and live.config is not text:
+        raise IncompatibleError(
+            f"This {text.model_type} has rotary modules with a rope_theta of their own, which no field of its config "
+            f"could rescale together: {problem}"
+        )
     if problem:
         raise IncompatibleError(
             f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
@@ -110,6 +121,8 @@ def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: in
 
 def merged(text: Any, layer_type: str | None, new: dict[str, Any]) -> dict[str, Any]:
     """The config's rope dict with one entry rescaled; keys that are not about scaling are kept."""
-    kept = {k: v for k, v in parameters_of(text, layer_type).items() if k not in SCALING_KEYS}
-    entry = kept | new
+    old = parameters_of(text, layer_type)
+    entry = {k: v for k, v in old.items() if k not in SCALING_KEYS} | new
+    if "llama_4_scaling_beta" in old:  # the temperature of its queries steps at this length, whatever scales positions
+        entry["original_max_position_embeddings"] = old["original_max_position_embeddings"]
     return entry if layer_type is None else dict(text.rope_parameters) | {layer_type: entry}

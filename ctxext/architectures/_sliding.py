@@ -46,8 +46,8 @@ def window_fields(config: Any, request: Request, trained_length: int) -> dict[st
     if request.sliding_window == "keep":
         return {}
     fields: dict[str, Any] = {"sliding_window": None}
-    if getattr(config, "layer_types", None):
-        fields["layer_types"] = ["full_attention"] * len(config.layer_types)
+    if getattr(config, "layer_types", None):  # then these decide, and stock code may insist on a number of tokens
+        fields = {"layer_types": [_unwindowed(kind) for kind in config.layer_types]}
     if hasattr(config, "use_sliding_window"):
         fields["use_sliding_window"] = False
     return fields
@@ -56,7 +56,8 @@ def window_fields(config: Any, request: Request, trained_length: int) -> dict[st
 def window_note(config: Any) -> str | None:
     """One sentence about the windows that stay, None where there are none."""
     window = _window(config)
-    if window is None:
+    layer_types = getattr(config, "layer_types", None) or []
+    if window is None or (layer_types and not any(map(is_windowed, layer_types)) and not _all_windowed(config)):
         return None
     if _all_windowed(config):
         return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
@@ -75,4 +76,8 @@ def _all_windowed(config: Any) -> bool:
     if not layer_types:
         return True
     attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
-    return bool(attention) and all(is_windowed(kind) for kind in attention)
+    return bool(attention) and all(is_windowed(kind) or kind == "attention" for kind in attention)
+
+
+def _unwindowed(layer_type: str) -> str:
+    return "full_attention" if is_windowed(layer_type) else layer_type

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["changed_scalars", "meta_twin", "rotary_twin", "round_trip"]
+__all__ = ["changed_scalars", "meta_twin", "rotary_twin", "round_trip", "twin_config"]
 
 Scalar = int | float | str | bool | None
 
@@ -37,6 +37,17 @@ def rotary_twin(rotary: nn.Module, text_config: Any) -> nn.Module:
     """Build the rotary module's class from ``text_config``, on the CPU, in float32."""
     with torch.device("cpu"):
         return type(rotary)(config=copy.deepcopy(text_config))
+
+
+def twin_config(model: PreTrainedModel, path: str, config: Any) -> Any:
+    """The config that transformers would give to the rotary module at ``path`` of a model built from ``config``.
+
+    Almost always its text part itself; some models hand their modules changed copies of it.
+    """
+    live = model.get_submodule(path)
+    if live.config is model.config.get_text_config(decoder=True):
+        return config.get_text_config(decoder=True)
+    return meta_twin(model, config).get_submodule(path).config
 
 
 def meta_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
