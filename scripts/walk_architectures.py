@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import faulthandler
 import hashlib
+import importlib
 import inspect
 import json
 import logging
@@ -34,10 +35,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 import torch
 import transformers
 import typer
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -72,6 +76,10 @@ def walk_type(model_type: str, methods: list[str] | None = None) -> dict[str, An
     except ImportError as error:
         package = str(error).strip().partition("\n")[0]
         return line | {"outcome": "refused", "reason": f"does not build here: {package}"}
+    except (ValueError, AttributeError, AssertionError, StrictDataclassError):
+        if "rotary" in inspect.getsource(importlib.import_module(_class_module(model_type))):
+            raise
+        return line | {"outcome": "no rope", "reason": "no rotary positions in its code"}
     if not any(True for _ in rotaries(model)) and not _rotates(model):
         return line | {"outcome": "no rope", "reason": "no rotary positions in its code"}
     stock = _stock if _stock is not None else Stock().__enter__()
@@ -84,6 +92,11 @@ def walk_type(model_type: str, methods: list[str] | None = None) -> dict[str, An
     line["findings"] = [finding.to_dict() for finding in findings]
     seconds = round(time.monotonic() - started, 1)
     return line | {"outcome": outcome, "reason": _reason(line["findings"], outcome), "seconds": seconds}
+
+
+def _class_module(model_type: str) -> str:
+    """Where the code of a type's causal language model lies."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]].__module__
 
 
 def _rotates(model: PreTrainedModel) -> bool:

@@ -121,12 +121,15 @@ def _plain_problem(model: PreTrainedModel, inputs: Tensor, stock: Stock, folder:
 def _necessary_arguments(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What ``patch`` asks to be told about this model: nothing, its trained length, its windows."""
     given: dict[str, Any] = {}
-    for _ in range(2):
+    for _ in range(3):
         try:
             ctxext.unpatch(ctxext.patch(model, "pi", factor=4, **given))
         except PatchStateError:
             given["trained_length"] = TRAINED_LENGTH
         except IncompatibleError as error:
+            if "Pass trained_length" in str(error):
+                given["trained_length"] = TRAINED_LENGTH
+                continue
             if "sliding_window='lift'" in str(error):
                 return [given | {"sliding_window": choice} for choice in ("keep", "lift")]
             break
@@ -191,7 +194,7 @@ def check_method(
     # A directory of its own: weights are memory-mapped, and a file must not change under a process that has it open.
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         where = Path(directory), folder / "inputs.safetensors"
-        problem = _patched_problem(model, before, description.stock, stock, *where)
+        problem = _patched_problem(model, before, arguments, stock, *where)
     ctxext.unpatch(model)
     problem = problem or _prefixed("unpatch: ", before.difference(model))
     if problem:
@@ -200,12 +203,14 @@ def check_method(
 
 
 def _patched_problem(
-    model: PreTrainedModel, before: State, is_stock: bool, stock: Stock, directory: Path, inputs_file: Path
+    model: PreTrainedModel, before: State, arguments: dict[str, Any], stock: Stock, directory: Path, inputs_file: Path
 ) -> str | None:
-    inputs = before.inputs
+    inputs, is_stock = before.inputs, ctxext.describe(model).stock
     logits = _logits(model, inputs)
     if not torch.isfinite(logits).all():
         return "the patched model has no finite logits"
+    if problem := _window_problem(model, before, arguments.get("sliding_window")):
+        return problem
     beyond = (logits - before.logits)[:, TRAINED_LENGTH:].abs().max().item()
     if beyond < 1e-3:
         return f"patching hardly changed the logits beyond the trained length: {beyond:.3g}"
@@ -219,6 +224,18 @@ def _patched_problem(
         return f"stock reload: {problem}"
     loaded = ctxext.load(directory).eval()
     return _prefixed("ctxext.load: ", _unequal(_logits(loaded, inputs), logits))
+
+
+def _window_problem(model: PreTrainedModel, before: State, choice: str | None) -> str | None:
+    """Whether the last token sees the first one exactly when the windows were lifted."""
+    if choice is None:
+        return None
+    other = before.inputs.clone()
+    other[0, 0] = FIRST_TOKEN + (other[0, 0] - FIRST_TOKEN + 1) % (VOCABULARY - FIRST_TOKEN)
+    sees = not torch.equal(_logits(model, other)[:, -1], _logits(model, before.inputs)[:, -1])
+    if sees != (choice == "lift"):
+        return f"sliding_window={choice!r}: the last token {'sees' if sees else 'does not see'} the first one"
+    return None
 
 
 def _logits(model: PreTrainedModel, inputs: Tensor) -> Tensor:

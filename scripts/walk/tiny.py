@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -67,6 +68,11 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
             if isinstance(module, nn.Linear | nn.Embedding) and id(weight) not in tied:
                 tied.add(id(weight))
                 weight.normal_(0.0, SPREAD)
+                if getattr(module, "padding_idx", None) is not None:
+                    weight[module.padding_idx] = 0.0
+        for name, parameter in model.named_parameters():
+            if name.endswith(".temp"):  # zero at first: attention would be flat, and positions without effect
+                parameter.fill_(1.0)
     return model.eval()
 
 
@@ -78,12 +84,21 @@ def _shrunk(config_class: Any, special: dict[str, Any]) -> PreTrainedConfig:
     small = {name: value for name, value in SMALL.items() if name in names and _resizable(default, name)}
     small |= _ratios(default, names)
     small |= _token_ids(default, names) | {"initializer_range": SPREAD} | _layers(default, small)
+    small |= _trained_length(default)
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
         if isinstance(part, PreTrainedConfig):
             changes = given.pop(name, {})
             small[name] = _shrunk(type(part), changes)
     return config_class(**(small | given))
+
+
+def _trained_length(default: Any) -> dict[str, Any]:
+    """The rope dict of a type that is extended by default, with the small trained length."""
+    rope = copy.deepcopy(vars(default).get("rope_parameters"))
+    if not isinstance(rope, dict) or "original_max_position_embeddings" not in rope:
+        return {}
+    return {"rope_parameters": rope | {"original_max_position_embeddings": TRAINED_LENGTH}}
 
 
 def _ratios(default: Any, names: set[str]) -> dict[str, Any]:
