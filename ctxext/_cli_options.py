@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-
-if TYPE_CHECKING:
-    from ctxext.spec import RopeSpec
+from ctxext.spec import RopeSpec
 
 
 class Window(StrEnum):
@@ -50,7 +48,6 @@ def rope_of(
         InvalidParameterError: if it is described twice or by halves.
     """
     from ctxext._inspect import rope_of_checkpoint
-    from ctxext.spec import RopeSpec
 
     if checkpoint is not None:
         if rotary_dim is not None or base is not None:

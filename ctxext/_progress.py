@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
@@ -21,7 +20,7 @@ class Later:
         self._begins = time.monotonic() + after
         self._shown = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Later:
         return self
 
     def __exit__(
