@@ -13,7 +13,8 @@ def why_absent(model: nn.Module) -> str:
     """The likeliest reason, read off the code of the model's class."""
     code = vars(sys.modules[type(model).__module__])
     buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
-    if any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in code):
+    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
+    if any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs):
         return (
             "it rotates by a sinusoid table that its own code computes once, and no field of its config (no "
             "rope_parameters) could make a reload compute another one"

@@ -49,10 +49,11 @@ def make_plan(
             rope = new if layer_type is None else rope | {layer_type: new[layer_type]}
         spec = next(iter(specs.values()))
         fields = {"rope_parameters": rope, **windows}
-        if all(form["rope_type"] != "dynamic" for form in forms.values()):
-            fields["max_position_embeddings"] = method.target_length(spec.trained_length)
-        else:  # stock code measures the stretch from this field
-            fields["max_position_embeddings"] = spec.trained_length
+        # Stock code measures the stretch of its dynamic type from this field, so it must keep the trained length.
+        is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms.values())
+        if hasattr(text, "max_position_embeddings"):
+            reach = spec.trained_length if is_stock_dynamic else method.target_length(spec.trained_length)
+            fields["max_position_embeddings"] = reach
         if hasattr(text, "original_max_position_embeddings"):
             fields["original_max_position_embeddings"] = spec.trained_length
         try:
@@ -121,7 +122,7 @@ def _rebuilt_wrong(
         text = twin_config(model, site.path, config)
         try:
             twin = rotary_twin(live, text)
-        except (KeyError, ValueError, TypeError) as error:
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
             return f"{type(live).__name__} does not build: {type(error).__name__}: {error}"
         lengths = checked_lengths(method, spec)
         if _rope_type(text, site) == ROPE_TYPE and method.dynamic:

@@ -34,6 +34,7 @@ _SLIDING_MLA = {  # its sliding layers have sizes of their own
 }
 
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},  # the default config has no attention at all
     "blt": {"encoder_hash_byte_group_vocab": 1000, "encoder_hash_byte_group_size": [3, 4]},
     # Its checkpoints rotate in sliding layers and have no positions in the others; the default config has neither.
     "cohere_compass_text": {
