@@ -58,7 +58,7 @@ def make_plan(
             fields["original_max_position_embeddings"] = spec.trained_length
         try:
             config = round_trip(model.config, fields)
-        except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
+        except (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError) as error:
             said = str(error.__cause__ or error).strip()
             reasons.append(f"{stored_as}: its config does not accept it ({said})")
             continue

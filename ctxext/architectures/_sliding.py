@@ -46,7 +46,8 @@ def window_fields(config: Any, request: Request, trained_length: int) -> dict[st
     if request.sliding_window == "keep":
         return {}
     fields: dict[str, Any] = {"sliding_window": None}
-    if any(map(is_windowed, getattr(config, "layer_types", None) or [])):  # then these decide, and stock code may insist on a number of tokens
+    if any(map(is_windowed, getattr(config, "layer_types", None) or [])):
+        # Then these decide, and stock code may insist on a number of tokens for the window.
         fields = {"layer_types": [_unwindowed(kind) for kind in config.layer_types]}
     if hasattr(config, "use_sliding_window"):
         fields["use_sliding_window"] = False
