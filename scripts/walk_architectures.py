@@ -73,6 +73,8 @@ def walk_type(model_type: str, methods: list[str] | None = None) -> dict[str, An
         return line | {"outcome": "refused", "reason": NOT_ALONE[model_type]}
     try:
         model = tiny_model(tiny_config(model_type))
+    except ModuleNotFoundError:
+        raise  # an optional package says so itself; this is something else
     except ImportError as error:
         package = str(error).strip().partition("\n")[0]
         return line | {"outcome": "refused", "reason": f"does not build here: {package}"}

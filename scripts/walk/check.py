@@ -123,7 +123,7 @@ def _necessary_arguments(model: PreTrainedModel) -> list[dict[str, Any]]:
     given: dict[str, Any] = {}
     for _ in range(3):
         try:
-            ctxext.unpatch(ctxext.patch(model, "pi", factor=4, **given))
+            ctxext.unpatch(ctxext.patch(model, "pi", factor=4.0, **given))
         except PatchStateError:
             given["trained_length"] = TRAINED_LENGTH
         except IncompatibleError as error:
