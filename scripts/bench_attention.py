@@ -9,11 +9,9 @@ a busy machine slows all of them alike. Peak memory is what one call adds, measu
 
 from __future__ import annotations
 
-import datetime
 import gc
 import math
 import multiprocessing
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +23,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -33,7 +32,6 @@ from ctxext.attention import BACKENDS, AttentionBackend, Layout, Need
 from ctxext.attention.flex import Flex
 from ctxext.methods._slopes import alibi_slopes
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QKV = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[QKV], Tensor]
 PLAIN = "plain causal SDPA"
@@ -163,8 +161,7 @@ def once(setting: Setting, run: Run, qkv: QKV) -> None:
         out = run(qkv)
         if setting.backward:
             torch.autograd.grad(out, qkv, torch.ones_like(out))
-    if setting.device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(setting.device)
 
 
 def peak(setting: Setting, variant: str) -> float | None:
@@ -176,25 +173,7 @@ def peak(setting: Setting, variant: str) -> float | None:
     once(small, plain, tensors(small))  # libraries and thread pools are there before memory is counted
     qkv = tensors(setting)
     gc.collect()
-    if setting.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        once(setting, run, qkv)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the peak back to what is resident now
-    resident = _resident("VmRSS")
-    once(setting, run, qkv)
-    return _resident("VmHWM") - resident
-
-
-def _resident(field: str) -> float:
-    """Return a field of /proc/self/status in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) / 2**10
-    raise KeyError(field)
+    return added_memory(setting.device, lambda: once(setting, run, qkv))
 
 
 def measure(setting: Setting, *, rounds: int, memory: bool) -> list[Measured]:
@@ -249,26 +228,6 @@ def left_out(rows: Iterable[Measured]) -> list[str]:
     return [f"{variant}: {why} ({', '.join(sorted(set(at)))})" for (variant, why), at in where.items()]
 
 
-def machine(device: str) -> str:
-    """Return the machine, the library and the date in a line."""
-    what = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
-    return f"{what}; torch {torch.__version__}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def markdown(title: str, rows: list[Measured]) -> str:
-    """Return the table as Markdown."""
-    lines = [title, "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in rows if not row.why_not]
-    return "\n".join([*lines, "", *(f"- Left out: {line}" for line in left_out(rows))]) + "\n"
-
-
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "2048,4096,8192",
@@ -309,7 +268,9 @@ def main(
     for line in left_out(rows):
         console.print(f"left out: {line}", markup=False)
     if markdown_file is not None:
-        markdown_file.write_text(markdown(title, rows))
+        shown = [cells(row) for row in rows if not row.why_not]
+        notes = [f"Left out: {line}" for line in left_out(rows)]
+        markdown_file.write_text(markdown_table(title, COLUMNS, shown, notes))
 
 
 if __name__ == "__main__":
