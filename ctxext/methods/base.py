@@ -118,6 +118,10 @@ class RopeMethod(Method):
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         """Stock transformers form, complete with ``rope_type`` and ``rope_theta``; None if there is none."""
 
+    def for_latent_attention(self) -> RopeMethod:
+        """The form for models that rotate a part of each head only and scale whole scores instead (DeepSeek)."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class BiasMethod(Method):

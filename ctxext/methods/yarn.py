@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -112,6 +112,12 @@ class YaRN(RopeMethod):
             "mscale_all_dim": self.mscale_all_dim,
         }
         return parameters | {key: value for key, value in optional.items() if value is not None}
+
+    def for_latent_attention(self) -> YaRN:
+        plain = self.attention_factor is None and self.mscale is None
+        if not plain or self.ramp != "index" or self.blend != "frequency":  # other forms are stored without mscale
+            return self
+        return replace(self, mscale=1.0, mscale_all_dim=1.0)
 
     def _temperature(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0
