@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from ctxext._api import describe_saved
 from ctxext._checkpoint_source import Contents, checked_contents, read_config, read_json, refuse_source
 from ctxext._load import extended_config
@@ -151,7 +149,7 @@ def _copy_tokenizer_config(path: Path, place: Path, target_length: int | None) -
 
 
 def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> None:
-    read = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    read = read_config(directory, trust_remote_code=trust_remote_code)
     for name in ("rope_parameters", "max_position_embeddings"):
         found, meant = (getattr(part.get_text_config(decoder=True), name, None) for part in (read, extended))
         if found != meant:

@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ctxext._adapters import is_adapter
-from ctxext._load import checked_path
+from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.errors import CheckpointError, IncompatibleError
 
-__all__ = ["Contents", "checked_contents", "read_config", "read_json", "refuse_source"]
+__all__ = [
+    "Contents",
+    "checked_contents",
+    "checked_path",
+    "read_any_config",
+    "read_config",
+    "read_json",
+    "refuse_source",
+]
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
@@ -37,20 +45,10 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool = Fals
     """Read the config of a causal language model, from a directory or by its name on the hub.
 
     Raises:
-        CheckpointError: unreadable, unknown to transformers, or in need of remote code that was not allowed.
+        CheckpointError: as for ``read_any_config``.
         IncompatibleError: the config is not one of a causal language model.
     """
-    path = Path(place) / "config.json"
-    raw = read_json(path) if path.is_file() else {}
-    if "auto_map" in raw and not trust_remote_code:
-        raise CheckpointError(
-            f"The config in {place} names Python code of its own (auto_map={raw['auto_map']}), which ctxext does not "
-            f"run unless you say so: --trust-remote-code (trust_remote_code=True), after reading it."
-        )
-    try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"transformers cannot read the config of {place}: {error}") from error
+    config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     own_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not own_code:
         raise IncompatibleError(
@@ -58,6 +56,69 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool = Fals
             f"decoders only."
         )
     return config
+
+
+def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
+    """Read the config of any model, also one that ctxext saved so that stock code refuses it.
+
+    Raises:
+        CheckpointError: unreadable, unknown to transformers, or in need of remote code that was not allowed.
+        IncompatibleError: a rope dict without its base.
+    """
+    path = Path(place) / location.get("subfolder", "") / "config.json"
+    raw = read_json(path) if path.is_file() else {}
+    if "auto_map" in raw and not trust_remote_code:
+        raise CheckpointError(
+            f"The config in {place} names Python code of its own (auto_map={raw['auto_map']}), which ctxext does not "
+            f"run unless you say so: --trust-remote-code (trust_remote_code=True), after reading it."
+        )
+    try:
+        if not raw and not location.get("gguf_file"):
+            raw, _ = PreTrainedConfig.get_config_dict(place, **location)
+        if raw.get(GUARDED_FIELD) == GUARD:
+            raw = raw | {GUARDED_FIELD: raw["ctxext"]["original"][GUARDED_FIELD]}
+            config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        else:
+            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise CheckpointError(f"transformers cannot read the config of {place}: {error}") from error
+    _refuse_without_base(config)
+    return config
+
+
+def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
+    """Refuse a local path that holds no checkpoint; a name on the hub passes.
+
+    Raises:
+        CheckpointError: with what is missing.
+    """
+    place = os.fspath(path)
+    local = Path(place)
+    if not local.exists():
+        looks_local = place.startswith((".", "/", "~")) or place.count("/") > 1 or "\\" in place
+        if looks_local:
+            raise CheckpointError(f"There is no checkpoint at {place}: no such directory.")
+        return place
+    if not local.is_dir():
+        raise CheckpointError(f"{place} is a file; give the directory that holds config.json and the weights.")
+    local /= loading.get("subfolder", "")
+    if not is_adapter(place) and not loading.get("gguf_file") and not (local / "config.json").is_file():
+        found = ", ".join(sorted(item.name for item in local.iterdir())[:6]) if local.is_dir() else ""
+        raise CheckpointError(
+            f"{local} has no config.json (found: {found or 'nothing'}). Give a directory saved by save_pretrained."
+        )
+    return place
+
+
+def _refuse_without_base(config: Any) -> None:
+    """Refuse what transformers would fail on with a TypeError: a rope dict that says nothing about its base."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if "rope_type" in parameters and parameters.get("rope_theta") is None:
+            raise IncompatibleError(
+                f"The config of this {config.model_type} has no rope_theta in rope_parameters={parameters}. Write it "
+                f"into config.json: the base that the model was trained with (10000.0 in the RoPE paper)."
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext._adapters import is_adapter
 from ctxext._api import base_model
-from ctxext._checkpoint_source import read_config
-from ctxext._load import checked_path, extended_config
+from ctxext._checkpoint_source import checked_path, read_config
+from ctxext._load import extended_config
 from ctxext.architectures._sliding import is_windowed
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
@@ -166,7 +166,9 @@ def read_extended(config: Any, served: Any = None) -> Extended:
             f"or name the extension to serve it with (--method yarn --factor 4)."
         )
     text = config.get_text_config(decoder=True)
-    whole = getattr(text, "rope_parameters", None) or {}
+    saved = getattr(config, "ctxext", None)
+    rotary = saved is None or "rope_parameters" in saved["original"]  # an ALiBi Falcon has a rope dict all the same
+    whole = (getattr(text, "rope_parameters", None) or {}) if rotary else {}
     kinds = list(whole) if all(isinstance(value, dict) for value in whole.values()) else []
     reaching = [kind for kind in kinds if not is_windowed(kind)]
     if not whole or (kinds and not reaching):

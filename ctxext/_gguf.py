@@ -24,7 +24,7 @@ def scaling_in_gguf(path: Path) -> tuple[str, ...]:
 
     try:
         reader = GGUFReader(path)
-    except (ValueError, OSError) as error:
+    except (ValueError, IndexError, OSError) as error:  # a short file ends in an IndexError
         raise CheckpointError(f"{path} cannot be read as GGUF: {error}") from error
     found = [f"{key}={entry.contents()}" for key, entry in reader.fields.items() if ".rope.scaling." in key]
     return (*found, *(tensor.name for tensor in reader.tensors if tensor.name.startswith(SCALING_TENSORS)))

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext._adapters import EXTENSION_FILE, is_adapter
 from ctxext._api import architecture_of, describe, describe_saved, patch, unpatch
-from ctxext._checkpoint_source import read_config, read_json
+from ctxext._checkpoint_source import checked_path, read_config, read_json
 from ctxext._export import TARGETS, Export, export_config
-from ctxext._load import checked_path
 from ctxext.architectures import Request
+from ctxext.architectures._alibi import AlibiArchitecture
 from ctxext.architectures._hf import restoring
 from ctxext.architectures._sites import find_sites, parameters_of, plain_spec
 from ctxext.architectures._sliding import window_fields, window_note
@@ -214,6 +214,9 @@ def _positions(
     text = model.config.get_text_config(decoder=True)
     found, spec = [], None
     try:
+        architecture = architecture_of(model)
+        if isinstance(architecture, AlibiArchitecture):
+            return (), f"none: this {model.config.model_type} has ALiBi", None
         for site in find_sites(model, text):
             here = plain_spec(model, text, site, trained_length)
             spec = spec or here

@@ -99,7 +99,7 @@ def inspect(
         with Console(stderr=True).status("reading GGUF metadata ..."):
             scaling = scaling_in_gguf(place)
     location = {"gguf_file": place.name} if gguf else {}
-    with Later("trying methods", BarColumn(), MofNCompleteColumn(), after=2) as progress:
+    with Later("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
         found = inspect_checkpoint(
             place.parent if gguf else checkpoint,
             trained_length=trained_length,
@@ -240,8 +240,10 @@ def frequencies(
     typer.echo(f"Wrote {output}")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def demo(context: typer.Context) -> None:
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+)
+def demo(options: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
     """Extend a real 135M checkpoint and measure it on real text: a table, a plot and a hidden passkey.
 
     [bold]Example[/]: ctxext demo
@@ -250,7 +252,7 @@ def demo(context: typer.Context) -> None:
 
     own = typer.Typer(add_completion=False)
     own.command()(run)
-    own(args=context.args, prog_name="ctxext demo", standalone_mode=False)
+    own(args=options or [], prog_name="ctxext demo", standalone_mode=False)
 
 
 def _print_json(value: Any) -> None:

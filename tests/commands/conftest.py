@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -18,7 +17,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ctxext.cli import app
 
