@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
@@ -51,7 +52,14 @@ def retrofit(
     original = {name: copy.deepcopy(getattr(text, name)) for name in fields}
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     with restoring():
-        carry_over(model, round_trip(model.config, fields), fields, edits)
+        try:
+            config = round_trip(model.config, fields)
+        except (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError) as error:
+            raise IncompatibleError(
+                f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept "
+                f"rope_type {UNROTATED_TYPE!r} ({error})"
+            ) from error
+        carry_over(model, config, fields, edits)
     rotary = model.get_submodule(site.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
     wire(model, text, site, AlibiAttend(method, alibi, request.attention or "auto"), edits)
