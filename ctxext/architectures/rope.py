@@ -13,6 +13,7 @@ from ctxext._edits import Edits
 from ctxext.architectures._carry import carry_over
 from ctxext.architectures._follow import follow_length
 from ctxext.architectures._hf import ROPE_TYPE, restoring
+from ctxext.architectures._latent import for_scores
 from ctxext.architectures._pin import PinnedApply
 from ctxext.architectures._plan import Plan, checked_lengths, make_plan, mathematics
 from ctxext.architectures._retrofit import retrofit
@@ -47,6 +48,7 @@ class Rope(Architecture):
         specs = {site.layer_type: plain_spec(model, text, site, trained_length) for site in sites}
         windows = window_fields(text, request, trained_length)
         with restoring():
+            method = for_scores(model, method, sites, specs, windows)
             plan = make_plan(model, method, sites, specs, windows)
             original = {name: copy.deepcopy(getattr(text, name)) for name in plan.fields}
             _edit(model, plan, method, sites, request, edits)
