@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ctxext.architectures._hf import ROPE_TYPE, method_rope_parameters
-from ctxext.architectures._sites import Site, merged, parameters_of
+from ctxext.architectures._sites import ProportionalSpec, Site, merged, parameters_of, rotating
 from ctxext.architectures._twins import rotary_twin, round_trip, twin_config
 from ctxext.architectures._verify import disagreement, module_output
 from ctxext.errors import IncompatibleError
@@ -67,6 +67,11 @@ def make_plan(
         if problem is None:
             return Plan(fields, config, specs, rope_types, stored_as)
         reasons.append(f"{stored_as}: a reload would not give the same model ({problem})")
+    if not reasons:
+        raise IncompatibleError(
+            f"Method {method.name!r} cannot be stored in the config of this {text.model_type}: its frequencies are "
+            f"'proportional', which take a factor (pi) or another base (ntk, abf) and nothing else."
+        )
     raise IncompatibleError(
         f"Method {method.name!r} cannot be stored in the config of this {text.model_type}. Tried " + "; ".join(reasons)
     )
@@ -78,6 +83,12 @@ def _forms(
     """Saved forms of the method, best first: its own stock form, stock longrope factors, ctxext's rope type."""
     stock = {kind: method.rope_parameters(spec) for kind, spec in specs.items()}
     found = {kind: form for kind, form in stock.items() if form is not None}
+    if any(isinstance(spec, ProportionalSpec) for spec in specs.values()):
+        names = {form["rope_type"] for form in found.values()}
+        if len(found) == len(specs) and names <= {"linear", "default"}:
+            forms = {kind: form | {"rope_type": _proportional(specs[kind], form)} for kind, form in found.items()}
+            yield "stock rope_type 'proportional' with a factor or another rope_theta", forms
+        return
     if len(found) == len(specs):
         name = next(iter(found.values()))["rope_type"]
         changed = " with another rope_theta" if name == "default" else ""
@@ -98,6 +109,10 @@ def _forms(
     )
 
 
+def _proportional(spec: RopeSpec, form: dict[str, Any]) -> str:
+    return "proportional" if isinstance(spec, ProportionalSpec) else str(form["rope_type"])
+
+
 def checked_lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
     """Lengths at which the method is checked; the last is where the model is meant to reach."""
     target = max(method.target_length(spec.trained_length), spec.trained_length + 1)
@@ -106,7 +121,7 @@ def checked_lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
 
 def mathematics(method: RopeMethod, spec: RopeSpec) -> Callable[[int], Frequencies]:
     """The method's own frequencies on this model, as a function of the length."""
-    return lambda length: method.frequencies(spec, length)
+    return lambda length: rotating(spec, method.frequencies(spec, length))
 
 
 def _rebuilt_wrong(

@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods._math import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["Site", "find_sites", "merged", "parameters_of", "plain_spec", "rotaries"]
+__all__ = ["ProportionalSpec", "Site", "find_sites", "merged", "parameters_of", "plain_spec", "rotaries", "rotating"]
 
 # Keys of a rope dict that say how it is scaled; all others (mrope_section, ...) belong to the model and are kept.
 SCALING_KEYS = frozenset(
@@ -40,6 +40,22 @@ class Site:
     def prefix(self) -> str:
         """What the names of the module's buffers start with."""
         return "" if self.layer_type is None else f"{self.layer_type}_"
+
+
+@dataclass(frozen=True)
+class ProportionalSpec(RopeSpec):
+    """Exponents run over the whole head, but only the first ``rotated`` pairs rotate at all (Gemma 4)."""
+
+    rotated: int = 0
+
+
+def rotating(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
+    """The frequencies that a model of this spec uses: pairs that never rotate stay at zero."""
+    if not isinstance(spec, ProportionalSpec):
+        return frequencies
+    inv_freq = frequencies.inv_freq.clone()
+    inv_freq[spec.rotated :] = 0.0
+    return Frequencies(inv_freq, frequencies.attention_scale)
 
 
 def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -92,19 +108,17 @@ def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: in
             f"The config of this {text.model_type} has no rope_theta in rope_parameters={parameters}. "
             f"Put it there: config.rope_parameters['rope_theta'] = 10000.0 is the default of the RoPE paper."
         )
-    plain = merged(text, site.layer_type, {"rope_type": "default", "rope_theta": base})
-    kind = parameters.get("rope_type", "default")
-    if kind in ("proportional", "axial"):
-        raise IncompatibleError(
-            f"The {site.layer_type or 'only'} rotary positions of this {text.model_type} are {kind!r}: their "
-            f"frequencies are not base^(-2i/d), which every method here starts from."
-        )
+    is_proportional = parameters.get("rope_type") == "proportional"
+    unscaled = {"rope_type": "proportional" if is_proportional else "default", "rope_theta": base}
+    plain = merged(text, site.layer_type, unscaled)
     config = round_trip(model.config, {"rope_parameters": plain})
     live = model.get_submodule(site.path)
     twin = rotary_twin(live, twin_config(model, site.path, config))
-    half = getattr(twin, f"{site.prefix}inv_freq").shape[-1]
-    spec = RopeSpec(rotary_dim=2 * half, base=float(base), trained_length=trained_length)
-    plain_frequencies = Frequencies(plain_inv_freq(spec))
+    inv_freq = getattr(twin, f"{site.prefix}inv_freq")
+    spec = RopeSpec(rotary_dim=2 * inv_freq.shape[-1], base=float(base), trained_length=trained_length)
+    if is_proportional:
+        spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))
+    plain_frequencies = rotating(spec, Frequencies(plain_inv_freq(spec)))
     problem = disagreement(module_output(twin, site.layer_type), lambda length: plain_frequencies, [trained_length])
     if problem and live.config is not text:
         raise IncompatibleError(
