@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,7 @@ def demo(
         console.print(passkey_table(result))
     console.print("\n[bold]What you see[/]")
     for sentence in sentences(result):
-        console.print(Padding(f"- {sentence}", (0, 0, 0, 2)), highlight=False)
+        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False), highlight=False)
     paths = write(result, output)
     console.print(f"\n{result.seconds:.0f} s. Written: {', '.join(map(str, paths))}", highlight=False)
 
@@ -69,7 +70,21 @@ def _with_progress(console: Console, checkpoint: Checkpoint, passages: list[Pass
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=plan.cost(len(passages)))
 
-        def advance(name: str, cost: float) -> None:
-            bar.update(task, description=", ".join(label_of(part) for part in name.split(", ")), advance=cost)
+        stage: tuple[str, float] | None = None
 
-        return run_demo(checkpoint, passages, plan, progress=advance)
+        def finish() -> None:
+            if stage is not None:
+                console.print(f"  {stage[0]:<24}{time.perf_counter() - stage[1]:6.0f} s", style="dim", highlight=False)
+
+        def advance(name: str, cost: float) -> None:
+            nonlocal stage
+            label = ", ".join(label_of(part) for part in name.split(", "))
+            if stage is None or stage[0] != label:
+                finish()
+                stage = (label, time.perf_counter())
+            bar.update(task, description=label, advance=cost)
+
+        result = run_demo(checkpoint, passages, plan, progress=advance)
+        finish()
+    console.print()
+    return result

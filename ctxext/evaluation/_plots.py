@@ -164,7 +164,8 @@ def _draw_differences(axes: Any, methods: Sequence[Series], colours: dict[str, s
 
 
 def _corner(axes: Any) -> dict[str, Any]:
-    return {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": "#777777"}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    return {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": "#777777", "bbox": box}
 
 
 def _positions(trained_length: int, stop: int) -> list[int]:
