@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-import ctxext
+from ctxext._adapters import keep_extension, unwrapped
 from ctxext._edits import Edits
+from ctxext._saved import saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
+from ctxext.architectures.rope import already_extended
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method
-from ctxext.methods.base import is_number
+from ctxext.methods.base import is_number, require
 from ctxext.spec import Description
 
 __all__ = ["describe", "method", "patch", "unpatch"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-FORMAT = 1
 
 
 @dataclass
@@ -99,15 +98,17 @@ def patch(
     base = base_model(model)
     _refuse_patched(base)
     architecture = architecture_of(base)
+    if trained_length is not None:
+        _require_tokens("trained_length", trained_length)
+    _refuse_extended(base, trained_length)
     known_length = trained_length or architecture.trained_length(base.config)
     chosen = resolve(method, factor, target_length, known_length, parameters)
-    if trained_length is not None and (not isinstance(trained_length, int) or trained_length < 1):
-        raise InvalidParameterError(f"trained_length must be a positive number of tokens, found {trained_length!r}.")
     request = Request(trained_length=trained_length, sliding_window=sliding_window, attention=attention)
     with Edits() as edits:
         extension = architecture.apply(base, chosen, request, edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
+        keep_extension(model, edits)
     return model
 
 
@@ -179,8 +180,9 @@ def resolve(
 
 
 def _factor_for(target_length: int, trained_length: int | None, factor: float | None) -> float:
-    if not is_number(target_length) or target_length != int(target_length) or target_length < 1:
-        raise InvalidParameterError(f"target_length must be a positive number of tokens, found {target_length!r}.")
+    _require_tokens("target_length", target_length)
+    if factor is not None:
+        require(is_number(factor), "factor", factor, "a finite number, at least 1")
     if trained_length is None:
         raise InvalidParameterError("target_length needs to know the trained length here; pass trained_length=...")
     implied = target_length / trained_length
@@ -197,11 +199,9 @@ def _factor_for(target_length: int, trained_length: int | None, factor: float | 
     return implied if factor is None else factor
 
 
-def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
-    """What ``config.ctxext`` holds: plain JSON, enough to rebuild, to describe and to trace the extension."""
-    versions = {"ctxext": ctxext.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    saved = asdict(extension) | {"notes": list(extension.notes)}
-    return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
+def _require_tokens(name: str, value: object) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(is_count, name, value, "a positive whole number of tokens")
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -210,16 +210,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         IncompatibleError: if there is no transformers model inside.
     """
-    inner: Any = model
-    while not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        elif hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif isinstance(getattr(inner, "module", None), nn.Module):
-            inner = inner.module
-        else:
-            raise IncompatibleError(f"ctxext extends transformers models; found {type(model).__name__}.")
+    inner = unwrapped(model)[-1]
+    if not isinstance(inner, PreTrainedModel):
+        raise IncompatibleError(f"ctxext extends transformers models; found {type(model).__name__}.")
     return inner
 
 
@@ -250,4 +243,13 @@ def _refuse_patched(base: PreTrainedModel) -> None:
         raise PatchStateError(
             f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
             f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
+        )
+
+
+def _refuse_extended(base: PreTrainedModel, trained_length: int | None) -> None:
+    extended = already_extended(base.config)
+    if extended and trained_length is None:
+        raise PatchStateError(
+            f"This checkpoint is already extended ({extended}). Say which length its weights were trained for before "
+            f"that extension: trained_length=...; the new method then replaces the old one."
         )

@@ -46,7 +46,9 @@ class Edits:
         owner.__dict__[name] = value
 
     def delete(self, owner: object, name: str) -> None:
-        """Delete ``owner.name`` if it is there, and remember the old value."""
+        """Delete the plain attribute ``owner.name`` if it is there, and remember the old value."""
+        if isinstance(owner, nn.Module) and name in (*owner._buffers, *owner._modules):
+            raise TypeError(f"{type(owner).__name__}.{name} is registered with its module; set it instead.")
         old = self._current(owner, name)
         if old is not _Absent.ABSENT:
             self._entries.append((owner, name, old))
@@ -74,6 +76,8 @@ class Edits:
             if name in owner._buffers:
                 buffer = owner._buffers[name]
                 return None if buffer is None else buffer.clone()  # an edit may overwrite the storage
+            if name in owner._modules:
+                return owner._modules[name]
             return owner.__dict__.get(name, _Absent.ABSENT)
         return getattr(owner, name, _Absent.ABSENT)
 
@@ -86,7 +90,7 @@ def _assign(owner: object, name: str, value: object) -> None:
             with torch.no_grad():
                 buffer.copy_(value)
         else:
-            owner.register_buffer(name, value, persistent=False)
+            owner.register_buffer(name, value, persistent=name not in owner._non_persistent_buffers_set)
         return
     setattr(owner, name, value)
 

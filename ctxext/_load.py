@@ -10,20 +10,23 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-import ctxext
-from ctxext._adapters import is_adapter, read_extension, save_adapter
-from ctxext._api import architecture_of, base_model, describe, patch
-from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
+from ctxext._adapters import is_adapter, keep_extension, read_extension, save_adapters, unwrapped
+from ctxext._api import architecture_of, base_model, describe, patch, patched_state
+from ctxext._checkpoint_source import checked_contents, checked_path, read_any_config
+from ctxext._saved import checked_extension, choices, saved_extension, saved_method
 from ctxext.architectures._hf import restoring
-from ctxext.errors import CheckpointError, PatchStateError, VerificationError
+from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.methods import METHODS, Method
 
 __all__ = ["extended_config", "load", "save"]
 
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
+# Arguments of PeftModel.from_pretrained.
+ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
 
 
 def load(
@@ -65,35 +68,62 @@ def load(
     """
     place = checked_path(path, loading)
     own = _method_parameters(method, loading)
+    asked = {
+        "factor": factor,
+        "target_length": target_length,
+        "trained_length": trained_length,
+        "sliding_window": sliding_window,
+    }
+    if method is None:
+        _refuse_without_method(asked)
     if is_adapter(place):
         if method is not None:
             raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
-        return _load_adapter(Path(place), base, loading)
-    if not loading.get("gguf_file"):
-        loading.setdefault("use_safetensors", True)
-    location = {key: loading[key] for key in LOCATION if key in loading}
+        return _load_adapter(Path(place), base, attention, loading)
+    if base is not None:
+        raise InvalidParameterError(f"base={os.fspath(base)!r} is for adapters, and {place} is a whole model.")
+    config = _read_config(place, loading)
+    if method is None:
+        if saved_extension(config, place) is None:
+            raise CheckpointError(
+                f"{place} carries no extension to restore. Say which one to apply, as in "
+                f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
+            )
+        return _attach(_read_model(place, config, loading), place, attention)
     trusted = bool(loading.get("trust_remote_code", False))
-    config = _read_config(place, trusted, location)
-    if method is not None:
-        config = extended_config(
-            config,
-            method,
-            factor=factor,
-            target_length=target_length,
-            trained_length=trained_length,
-            sliding_window=sliding_window,
-            attention=attention,
-            trust_remote_code=trusted,
-            **own,
+    config = extended_config(config, method, trust_remote_code=trusted, attention=attention, **asked, **own)
+    return _attach(_read_model(place, config, loading), place)
+
+
+def _refuse_without_method(asked: dict[str, Any]) -> None:
+    given = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+    if given:
+        raise InvalidParameterError(
+            f"{', '.join(given)} belongs to a method; without one, load restores what was saved. Name the method too."
         )
-    elif not getattr(config, "ctxext", None):
-        raise CheckpointError(
-            f"{place} carries no extension to restore. Say which one to apply, as in "
-            f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
-        )
-    with restoring():
-        model = _model_class(config).from_pretrained(place, config=config, **loading)
-    return _attach(model)
+
+
+def _read_config(place: str, loading: dict[str, Any]) -> Any:
+    location = {key: loading[key] for key in LOCATION if key in loading}
+    return read_any_config(place, trust_remote_code=bool(loading.get("trust_remote_code", False)), **location)
+
+
+def _read_model(place: str, config: PreTrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
+    """Load the weights into the model that ``config`` says.
+
+    Raises:
+        CheckpointError: no safetensors weights there, or unreadable ones.
+    """
+    if not loading.get("gguf_file"):
+        loading = {"use_safetensors": True} | loading
+        if loading["use_safetensors"] and Path(place).is_dir():
+            checked_contents(Path(place) / loading.get("subfolder", ""))
+    try:
+        with restoring():
+            model: PreTrainedModel = _model_class(config).from_pretrained(place, config=config, **loading)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error
+    return model
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
@@ -134,43 +164,11 @@ def save(model: Any, directory: str | os.PathLike[str]) -> None:
     inner = base_model(model)
     if not getattr(inner.config, "ctxext", None):
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
-    if hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel):
-        save_adapter(model, inner.config.ctxext, Path(directory))
-    else:
+    adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
+    if adapted is None:
         inner.save_pretrained(directory)
-
-
-def _read_config(place: str, trusted: bool, location: dict[str, Any]) -> Any:
-    """Read a config, also one that ctxext saved so that stock code refuses it."""
-    if not location.get("gguf_file"):
-        raw, _ = PreTrainedConfig.get_config_dict(place, **location)
-        if raw.get(GUARDED_FIELD) == GUARD:
-            raw[GUARDED_FIELD] = raw["ctxext"]["original"][GUARDED_FIELD]
-            return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-    return AutoConfig.from_pretrained(place, trust_remote_code=trusted, **location)
-
-
-def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
-    """Refuse a local path that holds no checkpoint; a name on the hub passes.
-
-    Raises:
-        CheckpointError: with what is missing.
-    """
-    place = os.fspath(path)
-    local = Path(place)
-    if not local.exists():
-        looks_local = place.startswith((".", "/", "~")) or place.count("/") > 1 or "\\" in place
-        if looks_local:
-            raise CheckpointError(f"There is no checkpoint at {place}: no such directory.")
-        return place
-    if not local.is_dir():
-        raise CheckpointError(f"{place} is a file; give the directory that holds config.json and the weights.")
-    if not is_adapter(place) and not loading.get("gguf_file") and not (local / "config.json").is_file():
-        found = ", ".join(sorted(item.name for item in local.iterdir())[:6]) or "nothing"
-        raise CheckpointError(
-            f"{place} has no config.json (found: {found}). Give a directory saved by save_pretrained."
-        )
-    return place
+    else:
+        save_adapters(adapted, Path(directory))
 
 
 def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> dict[str, Any]:
@@ -181,61 +179,74 @@ def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> 
     return {name: loading.pop(name) for name in list(loading) if name in names}
 
 
-def _attach(model: PreTrainedModel) -> PreTrainedModel:
+def _attach(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
     """Patch a model that was built extended, so that it is proven, complete and reversible."""
-    saved = model.config.ctxext
+    text = model.config.get_text_config(decoder=True)
+    saved, rope = model.config.ctxext, getattr(text, "rope_parameters", None)
     chosen = saved_method(saved)
     architecture_of(model).revert(model, saved["original"])
     del model.config.ctxext
-    choices = {key: saved[key] for key in ("trained_length", "sliding_window", "attention")}
-    patch(model, chosen, **choices)
+    patch(model, chosen, **choices(saved, attention))
     if describe(model).fingerprint != saved["fingerprint"]:
         raise VerificationError(
-            f"The restored {chosen.name!r} has fingerprint {describe(model).fingerprint}, the checkpoint was saved "
-            f"with {saved['fingerprint']}. Install ctxext {saved['versions']['ctxext']}."
+            f"The restored {chosen.name!r} has fingerprint {describe(model).fingerprint}, {place} was saved with "
+            f"{saved['fingerprint']}. Either its config.json was changed by hand, or ctxext "
+            f"{saved['versions']['ctxext']} that saved it computed otherwise."
+        )
+    if getattr(text, "rope_parameters", None) != rope:
+        raise VerificationError(
+            f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
+            f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
         )
     return model
 
 
-def saved_method(saved: dict[str, Any]) -> Method:
-    """Rebuild the method of a saved extension.
-
-    Raises:
-        CheckpointError: if this version of ctxext does not know it.
-    """
-    stored = saved["method"]
-    if stored["method"] not in METHODS:
-        raise CheckpointError(
-            f"The extension method {stored['method']!r} is unknown to ctxext {ctxext.__version__}; the checkpoint was "
-            f"saved by ctxext {saved['versions']['ctxext']}. Install that version."
-        )
-    return METHODS[stored["method"]].from_dict(stored)
-
-
-def _load_adapter(directory: Path, base: str | os.PathLike[str] | None, loading: dict[str, Any]) -> Any:
+def _load_adapter(
+    directory: Path, base: str | os.PathLike[str] | None, attention: str | None, loading: dict[str, Any]
+) -> Any:
     from peft import PeftModel
 
-    saved, config = read_extension(directory)
-    place = os.fspath(base) if base is not None else config.base_model_name_or_path
+    saved, adapter = read_extension(directory)
+    saved = checked_extension(saved, str(directory))
+    place = os.fspath(base) if base is not None else adapter.base_model_name_or_path
     if not place:
         raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
-    location = {key: loading[key] for key in LOCATION if key in loading}
-    base_config = _read_config(place, bool(loading.get("trust_remote_code", False)), location)
-    carried = getattr(base_config, "ctxext", None)
-    if carried and carried["fingerprint"] != saved["fingerprint"]:
+    for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
+    if base is None and adapter.revision is not None:
+        loading.setdefault("revision", adapter.revision)
+    model = _load_base(directory, place, saved, attention, loading)
+    wrapped = PeftModel.from_pretrained(model, directory, config=adapter, **for_adapter)
+    patched = patched_state(model)
+    if patched is not None:
+        keep_extension(wrapped, patched.edits)
+    return wrapped
+
+
+def _load_base(
+    directory: Path, place: str, saved: dict[str, Any], attention: str | None, loading: dict[str, Any]
+) -> PreTrainedModel:
+    """The base model of an adapter, extended as the adapter says."""
+    try:
+        checked_path(place, loading)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The adapter in {directory} needs its base checkpoint: {error} Where it lies elsewhere now, pass base=..."
+        ) from error
+    config = _read_config(place, loading)
+    carried = saved_extension(config, place)
+    if carried is None:
+        model: PreTrainedModel = load(place, saved_method(saved), **choices(saved, attention), **loading)
+    elif carried["fingerprint"] == saved["fingerprint"]:
+        model = load(place, attention=attention, **loading)
+    else:
         raise CheckpointError(
             f"The adapter in {directory} was trained on {saved['method']['method']!r} (fingerprint "
             f"{saved['fingerprint']}), but its base {place} is saved extended by {carried['method']['method']!r} "
             f"(fingerprint {carried['fingerprint']}). Give the right base with base=..."
         )
-    if carried:
-        model = load(place, **loading)
-    else:
-        choices = {key: saved[key] for key in ("trained_length", "sliding_window", "attention")}
-        model = load(place, saved_method(saved), **choices, **loading)
     if describe(model).fingerprint != saved["fingerprint"]:
         raise VerificationError(
             f"The base {place} extended as the adapter says has fingerprint {describe(model).fingerprint}, the adapter "
             f"was trained with {saved['fingerprint']}: it is not the same base model. Give the right one with base=..."
         )
-    return PeftModel.from_pretrained(model, directory, config=config)
+    return model

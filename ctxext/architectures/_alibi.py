@@ -14,7 +14,7 @@ from ctxext.architectures._attend import AlibiAttend
 from ctxext.architectures._positions import ATTENTION, PositionedForward
 from ctxext.architectures._regime import RecomputingInputs
 from ctxext.architectures.base import Architecture, Extension, Request
-from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, VerificationError
+from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods._slopes import trained_slopes
 from ctxext.spec import AlibiSpec
@@ -68,11 +68,6 @@ class AlibiArchitecture(Architecture):
         if request.sliding_window is not None:
             raise InvalidParameterError(
                 f"sliding_window is for models that have one; this {config.model_type} has not."
-            )
-        if getattr(config, "ctxext", None) and request.trained_length is None:
-            raise PatchStateError(
-                f"This checkpoint is already extended by ctxext {config.ctxext['method']['method']!r}. Say which "
-                f"length its weights were trained for: trained_length=...; the new method then replaces the old one."
             )
         self.refuse(model, method)
         trained_length = request.trained_length or self.trained_length(config)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ctxext.architectures._positions import LayoutMask
 from ctxext.architectures._regime import refuse_mixed_regimes
-from ctxext.attention import AttentionBackend, Layout, Need, select
+from ctxext.attention import AttentionBackend, Layout, Need, check_name, select
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 
@@ -34,6 +34,9 @@ class AlibiAttend:
     backend: str = "auto"
     _slopes: dict[Any, Tensor] = field(default_factory=dict, repr=False)
     _chosen: dict[Need, AttentionBackend] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        check_name(self.backend)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float

@@ -19,7 +19,8 @@ class Request:
     """What the user asked for, apart from the method itself.
 
     Args:
-        trained_length: tokens the checkpoint was trained for; None reads ``max_position_embeddings``.
+        trained_length: tokens the checkpoint was trained for; None reads ``max_position_embeddings``, and is given
+            for a checkpoint that is not extended only.
         sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
         attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
     """
@@ -71,7 +72,6 @@ class Architecture(ABC):
 
         Raises:
             IncompatibleError: if the method cannot be right on this model; nothing was edited then.
-            PatchStateError: if the checkpoint is already extended and the request does not say relative to what.
             VerificationError: if the patched model does not compute what the method says.
         """
 

@@ -22,7 +22,7 @@ from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures._twins import round_trip
 from ctxext.architectures._verify import disagreement, module_output
 from ctxext.architectures.base import Architecture, Extension, Request
-from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, VerificationError
+from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.spec import RopeSpec
 
@@ -72,12 +72,6 @@ class Rope(Architecture):
             carry_over(model, round_trip(model.config, original), original, Edits())
 
     def _trained_length(self, model: PreTrainedModel, text: Any, request: Request) -> int:
-        extended = already_extended(model.config)
-        if extended and request.trained_length is None:
-            raise PatchStateError(
-                f"This checkpoint is already extended ({extended}). Say which length its weights were trained for "
-                f"before that extension: trained_length=...; the new method then replaces the old one."
-            )
         length = request.trained_length or self.trained_length(model.config)
         if length is None:
             raise IncompatibleError(

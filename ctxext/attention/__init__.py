@@ -9,7 +9,7 @@ from ctxext.attention.base import AttentionBackend, Need
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, UnknownNameError
 
-__all__ = ["BACKENDS", "PREFERENCE", "AttentionBackend", "Layout", "Need", "select"]
+__all__ = ["BACKENDS", "PREFERENCE", "AttentionBackend", "Layout", "Need", "check_name", "select"]
 
 BACKENDS: dict[str, type[AttentionBackend]] = discover(
     sys.modules[__name__],
@@ -18,6 +18,12 @@ BACKENDS: dict[str, type[AttentionBackend]] = discover(
 
 PREFERENCE = ("flash", "sdpa", "flex", "reference")
 """Order in which ``auto`` asks: the native kernel, the general path, the compiled one, the quadratic oracle."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no backend has, with ``UnknownNameError``."""
+    if name != "auto" and name not in BACKENDS:
+        raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
 
 
 def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
@@ -35,8 +41,7 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
         BackendUnavailableError: if the named backend (or, for ``auto``, any) cannot serve the call. A named backend
             never falls back.
     """
-    if name != "auto" and name not in BACKENDS:
-        raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
+    check_name(name)
     order = [*PREFERENCE, *(other for other in BACKENDS if other not in PREFERENCE)]
     reasons: dict[str, str] = {}
     for other in order if name == "auto" else [name]:

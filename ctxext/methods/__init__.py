@@ -1,12 +1,41 @@
-"""Every method, one file each. This folder is the registry: ``METHODS`` maps a name to its class."""
+"""Every method, one file each. This folder is the registry: calling it lists it, its attributes are the classes.
+
+``ctxext.methods()`` maps each name to its class, and ``from ctxext.methods import YaRN`` imports one.
+"""
 
 from __future__ import annotations
 
 import sys
+from types import ModuleType
+from typing import Any, cast
 
 from ctxext._discover import discover
 from ctxext.methods.base import BiasMethod, Method, RopeMethod
 
-__all__ = ["METHODS", "BiasMethod", "Method", "RopeMethod"]
-
 METHODS: dict[str, type[Method]] = discover(sys.modules[__name__], Method)
+_CLASSES = {cls.__name__: cls for cls in METHODS.values()}
+
+__all__ = ["METHODS", "BiasMethod", "Method", "RopeMethod"]
+__all__ += sorted(_CLASSES)
+
+
+class MethodsPackage(ModuleType):
+    """What this package is: a module that answers a call."""
+
+    def __call__(self) -> dict[str, type[Method]]:
+        """Every method by the name that ``ctxext.patch`` takes: ``{"yarn": YaRN, ...}``."""
+        return dict(METHODS)
+
+
+package: MethodsPackage = cast(MethodsPackage, sys.modules[__name__])  # for type checkers: they know no such modules
+package.__class__ = MethodsPackage
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLASSES:
+        return _CLASSES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its methods: {', '.join(sorted(_CLASSES))}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_CLASSES})

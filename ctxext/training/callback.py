@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ctxext._adapters import is_adapter, mark_adapter
+from ctxext._adapters import keep_extension
 from ctxext._api import base_model
+from ctxext._edits import Edits
 from ctxext.errors import PatchStateError
 
 __all__ = ["ExtensionCallback"]
@@ -20,6 +20,8 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Writes the extension into every checkpoint, and refuses to resume into a differently extended model.
 
     The Trainer restores weights only: resumed into an unpatched model it goes on without a word, on other positions.
+    An adapter has no config of its base model: from the start of training on, whatever saves it (checkpoints,
+    ``trainer.save_model``) puts the extension beside it.
 
     Args:
         model: the model being trained, patched or not, or a PEFT wrapper around it.
@@ -39,6 +41,7 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Compare the checkpoint that is being resumed with the model."""
         if model is not None:
             self.extension = _extension(model)
+            keep_extension(model, Edits())  # for good: a model is saved after training, too
         if state.global_step == 0:
             return
         stored = state.stateful_callbacks.get(type(self).__name__)
@@ -53,12 +56,6 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 f"The checkpoint was trained with {_name(before)}, this model is {_name(self.extension)}. "
                 f"Patch it the same way before resuming, or start a new run."
             )
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """An adapter checkpoint has no config of its base model: put the extension beside it."""
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and self.extension is not None and is_adapter(checkpoint):
-            mark_adapter(checkpoint, self.extension)
 
 
 def _extension(model: nn.Module) -> dict[str, Any] | None:
