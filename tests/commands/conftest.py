@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ def save(model: Any, directory: Path) -> Path:
     settings = {"model_max_length": TRAINED, "tokenizer_class": "PreTrainedTokenizerFast", "accent": "é"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return directory
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Logits that are compared bit for bit come from one thread each; for models this small it is also faster."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

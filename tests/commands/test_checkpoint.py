@@ -30,6 +30,7 @@ STOCK = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
 
+torch.set_num_threads(1)
 found = {}
 for directory in json.loads(sys.argv[1]):
     try:
