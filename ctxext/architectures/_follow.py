@@ -11,14 +11,26 @@ from ctxext.architectures._plan import Plan
 from ctxext.architectures._positions import PositionedForward
 from ctxext.architectures._regime import RecomputingInputs
 from ctxext.architectures._sites import Site
+from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 
 __all__ = ["follow_length"]
 
 
 def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site], plan: Plan, edits: Edits) -> None:
-    """Edit the rotary modules of a model that carries ``plan``'s config, and its generation."""
+    """Edit the rotary modules of a model that carries ``plan``'s config, and its generation.
+
+    Raises:
+        IncompatibleError: if some of them rotate other positions than those of the sequence.
+    """
     paths = dict.fromkeys(site.path for site in sites)
+    for path in paths:
+        owner = model.get_submodule(path.rpartition(".")[0])
+        if not hasattr(owner, "config"):  # neither a decoder nor its attention: it is not called with the sequence
+            raise IncompatibleError(
+                f"Method {method.name!r} follows the length of the sequence, but {type(owner).__name__} rotates "
+                f"positions of its own, which do not tell that length. Pick a method that is not dynamic."
+            )
     for path in paths:
         rotary = model.get_submodule(path)
         here = [site for site in sites if site.path == path]
