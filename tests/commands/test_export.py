@@ -283,6 +283,11 @@ def test_bad_input(llama: Path, tmp_path: Path) -> None:
         export(tmp_path / "missing", to="vllm")
 
 
+def test_verb_is_public() -> None:
+    assert ctxext.export is export
+    assert ctxext.__all__ == sorted(ctxext.__all__)
+
+
 def test_result_is_frozen(llama: Path, tmp_path: Path) -> None:
     patch_checkpoint(llama, tmp_path / "long", "pi", factor=4.0)
     made = export(tmp_path / "long", to="vllm")
