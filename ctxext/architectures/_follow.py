@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
@@ -24,8 +25,8 @@ def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site],
         IncompatibleError: if some of them rotate other positions than those of the sequence.
     """
     paths = dict.fromkeys(site.path for site in sites)
-    for path in paths:
-        owner = model.get_submodule(path.rpartition(".")[0])
+    owners = {path: _owner(model, path) for path in paths}
+    for owner in owners.values():
         if not hasattr(owner, "config"):  # neither a decoder nor its attention: it is not called with the sequence
             raise IncompatibleError(
                 f"Method {method.name!r} follows the length of the sequence, but {type(owner).__name__} rotates "
@@ -45,8 +46,18 @@ def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site],
         kinds = rotary.rope_type
         changed = kinds | dict.fromkeys(table, ROPE_TYPE) if isinstance(kinds, dict) else ROPE_TYPE
         edits.set(rotary, "rope_type", changed)
-    for path in dict.fromkeys(path.rpartition(".")[0] for path in paths):
-        decoder = model.get_submodule(path)
+    for decoder in dict.fromkeys(owners.values()):
         edits.set(decoder, "forward", PositionedForward(decoder))
     trained_length = next(iter(plan.specs.values())).trained_length
     edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
+
+
+def _owner(model: PreTrainedModel, path: str) -> nn.Module:
+    """The module that calls the rotary module at ``path``; a list that holds it is never called itself."""
+    owner: nn.Module = model
+    while path:
+        path = path.rpartition(".")[0]
+        owner = model.get_submodule(path)
+        if not isinstance(owner, nn.ModuleList | nn.ModuleDict):
+            break
+    return owner

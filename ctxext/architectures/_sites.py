@@ -72,18 +72,24 @@ def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
     Raises:
         IncompatibleError: if there are none.
     """
-    sites = []
+    sites, elsewhere = [], []
     for path, module in rotaries(model):
         if module.config is not text and not _is_copy(module.config, text):
+            elsewhere.append(path)
             continue
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
         sites += [Site(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
     if sites:
         return sites
+    if elsewhere:
+        raise IncompatibleError(
+            f"This {text.model_type} is made of parts with a config each ({', '.join(elsewhere)} rotate by their own), "
+            f"so no one extension of its config lengthens its reach."
+        )
     if any(True for _ in rotaries(model)):
         raise IncompatibleError(
-            f"The rotary positions of this {text.model_type} belong to sliding-window layers only, or to parts of the "
-            f"model with a config of their own; an extension would not lengthen its reach."
+            f"The rotary positions of this {text.model_type} belong to its sliding-window layers only, and its other "
+            f"layers have no positions to extend: they already see everything."
         )
     raise IncompatibleError(f"{type(model).__name__} has no rotary positions.")
 

@@ -1,0 +1,143 @@
+"""A sample of ``scripts/walk_architectures.py``, through its own code: one model type for each structure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from _models import tiny
+
+import ctxext
+from ctxext.errors import IncompatibleError
+from scripts import walk_architectures
+from scripts.walk.check import Stock, check_model, rope_methods
+from scripts.walk.tiny import model_types
+
+# One method that stays static, one stored as another base, one with a temperature, one that needs its own cache.
+METHODS = ["pi", "ntk", "yarn", "dynamic_ntk"]
+RIGHT = {
+    "gpt_neox": "partial rotation",
+    "cohere": "interleaved pairs",
+    "deepseek_v2": "latent attention, complex numbers",
+    "qwen3_5_text": "three position axes, linear attention between",
+    "granite_swa": "rotary modules that hold changed copies of the config",
+    "smollm3": "layers without positions",
+    "gpt_oss": "extended by default",
+    "bamba": "a config with an infinite number",
+}
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Stock]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the stock process: the order of a sum depends on it
+    with Stock() as process:
+        yield process
+    torch.set_num_threads(threads)
+
+
+def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str, str]]:
+    findings = check_model(tiny(model_type), rope_methods(METHODS), stock, folder)
+    return {finding.method: (finding.outcome, finding.detail) for finding in findings}
+
+
+@pytest.mark.parametrize("model_type", RIGHT)
+def test_every_structure_is_right(model_type: str, stock: Stock, tmp_path: Path) -> None:
+    found = outcomes(model_type, stock, tmp_path)
+    assert list(found) == METHODS
+    assert {name: detail for name, (outcome, detail) in found.items() if outcome != "right"} == {}
+
+
+def test_every_layer_windowed_is_right_kept_and_lifted(stock: Stock, tmp_path: Path) -> None:
+    found = outcomes("ministral", stock, tmp_path)
+    assert list(found) == [f"{name} ({choice})" for name in METHODS for choice in ("keep", "lift")]
+    assert {outcome for outcome, _ in found.values()} == {"right"}
+
+
+def test_phi3_stores_static_methods_as_its_own_factors(stock: Stock, tmp_path: Path) -> None:
+    found = outcomes("phi3", stock, tmp_path)
+    assert {found[name] for name in ("pi", "yarn")} == {
+        ("right", "stock rope_type 'longrope' holding the frequencies themselves")
+    }
+    assert found["ntk"][0] == "right"
+    assert found["dynamic_ntk"][0] == "refused"
+    assert "must be one of ['longrope']" in found["dynamic_ntk"][1]
+
+
+def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path: Path) -> None:
+    found = outcomes("gemma4_text", stock, tmp_path)
+    assert {name: outcome for name, (outcome, _) in found.items()} == {
+        "pi": "right",
+        "ntk": "right",
+        "yarn": "refused",
+        "dynamic_ntk": "refused",
+    }
+    assert "'proportional'" in found["yarn"][1]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gptj", "rotates by a sinusoid table"),
+        ("roformer", "rotates by a sinusoid table"),
+        ("blt", "made of parts with a config each"),
+        ("cohere_compass_text", "belong to its sliding-window layers only"),
+        ("gpt2", "no rotary embedding"),
+    ],
+)
+def test_a_refusal_names_its_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(IncompatibleError, match=reason):
+        ctxext.patch(tiny(model_type), "yarn", factor=4.0)
+
+
+def test_rotation_that_the_config_leaves_off_is_named() -> None:
+    with pytest.raises(IncompatibleError, match="this checkpoint's config leaves them off"):
+        ctxext.patch(tiny("granitemoehybrid", position_embedding_type=None), "yarn", factor=4.0)
+
+
+def test_phimoe_takes_what_reaches_its_forward_pass_and_nothing_else() -> None:
+    """Its forward pass ignores the buffers and computes frequencies from the config, anew each time."""
+    model = tiny("phimoe")
+    with pytest.raises(IncompatibleError, match="short_mscale"):
+        ctxext.patch(model, "yarn", factor=4.0)
+    ctxext.patch(model, "abf", factor=4.0)
+    assert model.config.rope_parameters["rope_theta"] > 10000
+
+
+def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = model_types()
+    assert len(types) > 150
+    assert {"llama", "gemma3_text", "deepseek_v3"} <= set(types)
+    line = walk_architectures.walk_safely("gpt2")
+    assert line["outcome"] == "no rope"
+
+    def crash(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(walk_architectures, "check_model", crash)
+    line = walk_architectures.walk_safely("llama", ["pi"])
+    assert line["outcome"] == "wrong"
+    assert "KeyError" in line["reason"]
+    assert "0 right, 0 refused by reason, 1 wrong" in walk_architectures.summarise([line])
+
+
+def test_a_silent_difference_is_found(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself fails where a model computes what its saved config does not say."""
+    model = tiny()
+    original = type(model).save_pretrained
+
+    def forgetful(self: transformers.PreTrainedModel, folder: Path, **arguments: object) -> None:
+        original(self, folder, **arguments)
+        path = Path(folder) / "config.json"
+        saved = json.loads(path.read_text())
+        saved["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        path.write_text(json.dumps(saved))
+
+    monkeypatch.setattr(type(model), "save_pretrained", forgetful)
+    (finding,) = check_model(model, rope_methods(["pi"]), stock, tmp_path)
+    assert finding.outcome == "wrong"
+    assert "stock reload: logits differ" in finding.detail

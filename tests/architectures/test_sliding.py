@@ -1,0 +1,73 @@
+"""Sliding windows: never silently left to cap the reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _models import State, logits, tiny, tokens
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+
+
+def last_sees_first(model: Any) -> bool:
+    inputs = tokens()
+    other = inputs.clone()
+    other[0, 0] = 40 + (int(other[0, 0]) - 39) % 88
+    return not torch.equal(logits(model, inputs)[:, -1], logits(model, other)[:, -1])
+
+
+def test_an_unanswered_window_is_refused_with_both_answers() -> None:
+    model = tiny("mistral", sliding_window=16)
+    before = State.of(model, tokens())
+    with pytest.raises(IncompatibleError, match=r"sees only the last 16 tokens.*'lift'.*'keep'"):
+        ctxext.patch(model, "yarn", factor=4.0)
+    assert before.difference(model) is None
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "ministral"])
+def test_lifted_windows_let_the_last_token_see_the_first(model_type: str) -> None:
+    model = tiny(model_type, sliding_window=16)
+    before = State.of(model, tokens())
+    assert not last_sees_first(model)
+    ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
+    assert last_sees_first(model)
+    assert not any("sliding" in note or "windows" in note for note in ctxext.describe(model).notes)
+    ctxext.unpatch(model)
+    assert before.difference(model) is None
+
+
+def test_lifted_equals_a_model_built_without_windows() -> None:
+    lifted = ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4.0, sliding_window="lift")
+    without = ctxext.patch(tiny("mistral", sliding_window=None), "yarn", factor=4.0)
+    assert torch.equal(logits(lifted, tokens()), logits(without, tokens()))
+
+
+def test_kept_windows_are_named_in_the_description() -> None:
+    model = ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4.0, sliding_window="keep")
+    assert not last_sees_first(model)
+    assert "still sees only the last 16 tokens" in " ".join(ctxext.describe(model).notes)
+    assert model.config.sliding_window == 16
+
+
+def test_some_windows_by_design_need_no_answer_and_are_not_lifted() -> None:
+    model = tiny("gemma3_text")
+    with pytest.raises(IncompatibleError, match="already see everything"):
+        ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
+    ctxext.patch(model, "yarn", factor=4.0)
+    assert "sliding windows of 16 tokens by design" in " ".join(ctxext.describe(model).notes)
+
+
+def test_an_unknown_answer_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="'keep' or 'lift'"):
+        ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4.0, sliding_window="maybe")
+
+
+def test_a_window_that_its_config_cannot_give_up_is_a_named_refusal() -> None:
+    model = tiny("moshi")
+    before = State.of(model, tokens())
+    with pytest.raises(IncompatibleError, match="'sliding_window' expected int"):
+        ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
+    assert before.difference(model) is None
