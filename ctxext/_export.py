@@ -22,7 +22,7 @@ from ctxext.methods import Method
 __all__ = ["TARGETS", "Export", "Extended", "export", "export_config"]
 
 TARGETS = ("vllm", "llama.cpp")
-STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,11 @@ class Extended:
     def stock(self) -> bool:
         """Whether the rope type is one of stock transformers."""
         return self.rope_type in STOCK_TYPES
+
+    @property
+    def loses_factor(self) -> bool:
+        """Whether its factor is one that vLLM and llama.cpp never look at."""
+        return self.rope_type == "proportional" and self.rope.get("factor", 1.0) != 1.0
 
     @property
     def method(self) -> str:

@@ -65,6 +65,11 @@ def _refuse(extended: Extended) -> None:
             f"llama.cpp has no dynamic scaling: its converter drops rope_type 'dynamic' and the GGUF would run "
             f"unextended. {_OTHERWISE}"
         )
+    if extended.loses_factor:
+        raise IncompatibleError(
+            f"llama.cpp would run this {model_type} unextended: its converter drops the factor of rope_type {kind!r}. "
+            f"Choose another base: ntk or abf."
+        )
     if kind == "llama3" and model_type not in BAKES_LLAMA3:
         raise IncompatibleError(
             f"The converter of llama.cpp bakes rope_type 'llama3' into the GGUF for {_listed(BAKES_LLAMA3)} only; for "
@@ -87,7 +92,7 @@ def _listed(names: frozenset[str]) -> str:
 def _scaling_flags(extended: Extended) -> tuple[str, ...]:
     """Flags that set the scaling; they replace what a GGUF holds, so repeating it does no harm."""
     rope, kind = extended.rope, extended.rope_type
-    if kind == "default":
+    if kind in ("default", "proportional"):
         return ("--rope-freq-base", _number(rope["rope_theta"]))
     if kind == "linear":
         return ("--rope-scaling", "linear", "--rope-scale", _number(rope["factor"]))

@@ -27,6 +27,11 @@ def to_vllm(extended: Extended) -> Export:
             f"vLLM refuses as unknown, and it has no setting that computes the same. Extend the checkpoint by a method "
             f"with a stock form instead (ctxext methods lists them), or serve it with transformers."
         )
+    if extended.loses_factor:
+        raise IncompatibleError(
+            f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
+            f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
+        )
     overrides, notes, exact = _overrides(extended)
     if not overrides:
         notes.insert(0, "config.json says it all; the flag only sets the length to serve.")

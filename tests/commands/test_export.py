@@ -234,6 +234,23 @@ def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None
     assert overrides["text_config"]["max_position_embeddings"] == TARGET
 
 
+def test_gemma4_factor_is_refused_and_another_base_is_not() -> None:
+    """Both runtimes build proportional frequencies from the base alone and would serve a factor as if it were 1."""
+    from transformers import Gemma4TextConfig
+
+    shape = SHAPE | {"head_dim": 16, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma4TextConfig(**shape, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    assert config.rope_parameters["full_attention"]["rope_type"] == "proportional"
+    for target in ("vllm", "llama.cpp"):
+        with pytest.raises(IncompatibleError, match="would run this gemma4_text unextended"):
+            export_config(extended_config(config, "pi", factor=4.0), to=target)
+    other = extended_config(config, "abf", factor=4.0)
+    assert pairs(export_config(other, to="vllm", served=config))["--max-model-len"] == str(TARGET)
+    base = other.rope_parameters["full_attention"]["rope_theta"]
+    flags = pairs(export_config(other, to="llama.cpp", served=config))
+    assert float(flags["--rope-freq-base"]) == pytest.approx(base)
+
+
 def test_lifted_window_reaches_vllm_and_needs_conversion_for_llama_cpp(checkpoints: dict[str, Path]) -> None:
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4.0, "sliding_window": "lift"}
     overrides = json.loads(pairs(export(checkpoints["mistral"], to="vllm", **arguments))["--hf-overrides"])
