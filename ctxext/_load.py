@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ctxext._adapters import is_adapter, keep_extension, read_extension, save_adapters, unwrapped
 from ctxext._api import architecture_of, base_model, describe, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, read_any_config
-from ctxext._saved import checked_extension, choices, saved_extension, saved_method
+from ctxext._saved import checked_extension, choices, plain_config, saved_extension, saved_method
+from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.architectures._hf import restoring
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.methods import METHODS, Method
@@ -83,16 +84,27 @@ def load(
     if base is not None:
         raise InvalidParameterError(f"base={os.fspath(base)!r} is for adapters, and {place} is a whole model.")
     config = _read_config(place, loading)
+    saved = saved_extension(config, place)
     if method is None:
-        if saved_extension(config, place) is None:
+        if saved is None:
             raise CheckpointError(
                 f"{place} carries no extension to restore. Say which one to apply, as in "
                 f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
             )
         return _attach(_read_model(place, config, loading), place, attention)
+    if saved is not None and trained_length is not None:  # without it, patch says that it is needed
+        config = plain_config(config, saved)
     trusted = bool(loading.get("trust_remote_code", False))
-    config = extended_config(config, method, trust_remote_code=trusted, attention=attention, **asked, **own)
-    return _attach(_read_model(place, config, loading), place)
+    extended = extended_config(config, method, trust_remote_code=trusted, attention=attention, **asked, **own)
+    return _attach(_read_model(place, _buildable(extended, config), loading), place)
+
+
+def _buildable(extended: Any, config: Any) -> Any:
+    """Take out of an extended config what only a live model, or stock code that must refuse it, is to see."""
+    extended._attn_implementation_internal = config._attn_implementation_internal
+    if getattr(extended, GUARDED_FIELD, None) == GUARD:
+        setattr(extended, GUARDED_FIELD, extended.ctxext["original"][GUARDED_FIELD])
+    return extended
 
 
 def _refuse_without_method(asked: dict[str, Any]) -> None:

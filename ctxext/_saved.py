@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from ctxext.architectures import Extension
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, Method
 
-__all__ = ["checked_extension", "choices", "saved_extension", "saved_form", "saved_method"]
+__all__ = ["checked_extension", "choices", "plain_config", "saved_extension", "saved_form", "saved_method"]
 
 FORMAT = 1
 
@@ -73,3 +74,16 @@ def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, An
     """What else ``patch`` was told; the attention backend may be another on another machine."""
     given = {key: saved[key] for key in ("trained_length", "sliding_window", "attention")}
     return given if attention is None else given | {"attention": attention}
+
+
+def plain_config(config: Any, saved: dict[str, Any]) -> Any:
+    """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
+    plain = copy.deepcopy(config)
+    text = plain.get_text_config(decoder=True)
+    for name, value in saved["original"].items():
+        if value is None and name in vars(text):
+            delattr(text, name)
+        elif value is not None:
+            setattr(text, name, copy.deepcopy(value))
+    del plain.ctxext
+    return plain
