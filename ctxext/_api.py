@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,6 +15,7 @@ from ctxext._saved import saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
 from ctxext.architectures.rope import already_extended
+from ctxext.attention import Need, select
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method
 from ctxext.methods.base import is_number, require
@@ -139,7 +141,8 @@ def describe(model: nn.Module) -> Description:
     model_type = base.config.model_type
     if patched is not None:
         edits = tuple(patched.edits.lines())
-        return describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
+        line = attention_line(base, patched.extension.attention)
+        return replace(describe_saved(saved_form(patched.method, patched.extension), model_type, edits), attention=line)
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)
@@ -149,10 +152,33 @@ def describe(model: nn.Module) -> Description:
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
     """The description of an extension in its saved form, ``config.ctxext``."""
-    known = {field.name for field in fields(Description)} - {"method", "notes"}
+    known = {field.name for field in fields(Description)} - {"method", "notes", "attention"}
     values = {key: value for key, value in saved.items() if key in known}
     notes = tuple(saved["notes"])
     return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
+
+
+def attention_line(base: PreTrainedModel, name: str | None) -> str:
+    """Which backend serves a whole text on this model as it is now, and why those before it in order do not."""
+    if name is None:
+        return ""
+    config = base.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    need = Need(
+        device=base.device.type,
+        capability=torch.cuda.get_device_capability(base.device) if base.device.type == "cuda" else None,
+        dtype=base.dtype,
+        head_dim=head_dim,
+        heads=heads,
+        kv_heads=heads,
+        query_length=128,
+        key_length=128,
+        biased=True,
+    )
+    backend, passed_over = select(name, need)
+    reasons = "; ".join(f"{other}: {why}" for other, why in passed_over.items())
+    return f"{name}" + (f" -> {backend.name}" if name == "auto" else "") + (f" (not {reasons})" if reasons else "")
 
 
 def resolve(

@@ -76,6 +76,7 @@ class Description:
         stored_as: how the config expresses the extension.
         stock: whether a process without ctxext loads the same model.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies.
+        attention: which attention backend serves the model and why others do not; empty where it keeps its own.
         notes: sentences that a user must know.
         edits: attributes of this model that ctxext changed; empty for a model loaded already extended.
     """
@@ -87,6 +88,7 @@ class Description:
     stored_as: str = ""
     stock: bool = True
     fingerprint: str = ""
+    attention: str = ""
     notes: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
 
@@ -101,6 +103,7 @@ class Description:
             f"  loads with   {'stock transformers' if self.stock else 'ctxext.load only'}",
             f"  fingerprint  {self.fingerprint}",
         ]
+        lines += [f"  attention    {self.attention}"] if self.attention else []
         lines += [f"  note         {note}" for note in self.notes]
         lines += [f"  edited       {', '.join(self.edits)}"] if self.edits else []
         return "\n".join(lines)

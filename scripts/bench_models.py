@@ -4,8 +4,8 @@
     python scripts/bench_models.py --what decode --lengths 2048,8192,32768
     python scripts/bench_models.py --model bloom --lengths 32768 --only alibi --memory
 
-Weights are random: time and memory do not depend on them. One model is patched and unpatched in place, the variants are
-timed in turn, round after round, and each median is divided by the stock one's. Peak memory is what a fresh process adds
+Weights are random: time and memory do not depend on them. One model is patched and unpatched in place, its variants are
+timed in turn, round after round, and each median is divided by the stock one. Peak memory is what a fresh process adds
 for one call, weights not counted.
 """
 

@@ -99,14 +99,10 @@ class AlibiArchitecture(Architecture):
             stored_as="the checkpoint's own ALiBi" if plain else "config.ctxext; stock code refuses the checkpoint",
             stock=plain,
             fingerprint=bias_fingerprint(method, alibi),
-            notes=self.notes(method),
+            notes=attend.notes(),
             attention=request.attention or "auto",
             original=original,
         )
-
-    def notes(self, method: BiasMethod) -> tuple[str, ...]:
-        """What a user must know."""
-        return ()
 
     def revert(self, model: PreTrainedModel, original: dict[str, Any]) -> None:
         for name, value in original.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ctxext.architectures._positions import LayoutMask
 from ctxext.architectures._regime import refuse_mixed_regimes
-from ctxext.attention import AttentionBackend, Layout, Need, check_name, select
+from ctxext.attention import AttentionBackend, Layout, Need, check_name, named, select
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 
@@ -25,8 +25,7 @@ class AlibiAttend:
     Args:
         method: gives the slopes; may depend on the length of each row.
         alibi: heads and trained length.
-        base_slopes: slopes that the checkpoint was trained with, float64 [heads]; None for the ALiBi paper's.
-        backend: a backend's name, or "auto".
+        backend: a backend's name as ``ctxext.attention.named`` takes it, or "auto".
     """
 
     method: BiasMethod
@@ -37,6 +36,11 @@ class AlibiAttend:
 
     def __post_init__(self) -> None:
         check_name(self.backend)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user must know about a backend that was asked for by name."""
+        said = None if self.backend == "auto" else named(self.backend).approximation
+        return () if said is None else (said,)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float

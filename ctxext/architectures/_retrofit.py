@@ -62,7 +62,8 @@ def retrofit(
         carry_over(model, config, fields, edits)
     rotary = model.get_submodule(site.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
-    wire(model, text, site, AlibiAttend(method, alibi, request.attention or "auto"), edits)
+    attend = AlibiAttend(method, alibi, request.attention or "auto")
+    wire(model, text, site, attend, edits)
     if method.dynamic:
         edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
@@ -74,7 +75,7 @@ def retrofit(
         stored_as=f"rope_type {UNROTATED_TYPE!r}, which only ctxext loads",
         stock=False,
         fingerprint=bias_fingerprint(method, alibi),
-        notes=(NOTE, *([window] if window else [])),
+        notes=(NOTE, *attend.notes(), *([window] if window else [])),
         sliding_window=request.sliding_window,
         attention=request.attention or "auto",
         original=original,

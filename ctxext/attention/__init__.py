@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import fields, is_dataclass
 
 from ctxext._discover import discover
 from ctxext.attention.base import AttentionBackend, Need
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, UnknownNameError
 
-__all__ = ["BACKENDS", "PREFERENCE", "AttentionBackend", "Layout", "Need", "check_name", "select"]
+__all__ = ["BACKENDS", "PREFERENCE", "AttentionBackend", "Layout", "Need", "check_name", "named", "select"]
 
 BACKENDS: dict[str, type[AttentionBackend]] = discover(
     sys.modules[__name__],
@@ -20,17 +22,37 @@ PREFERENCE = ("flash", "sdpa", "flex", "reference")
 """Order in which ``auto`` asks: the native kernel, the general path, the compiled one, the quadratic oracle."""
 
 
+def named(name: str) -> AttentionBackend:
+    """Build a backend from its name, which may carry one number: ``"flex(cutoff=60)"``.
+
+    Raises:
+        UnknownNameError: for a backend or a parameter that does not exist.
+        InvalidParameterError: for a value outside its range.
+    """
+    parts = re.fullmatch(r"(\w+)(?:\((\w+)=([0-9.eE+-]+)\))?", name)
+    if parts is None or parts[1] not in BACKENDS:
+        raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
+    backend = BACKENDS[parts[1]]
+    if parts[2] is None:
+        return backend()
+    known: list[str] = [field.name for field in fields(backend)] if is_dataclass(backend) else []
+    if parts[2] not in known:
+        raise UnknownNameError.of(f"parameter of attention backend {parts[1]!r}", parts[2], known or ["none"])
+    return backend(**{parts[2]: float(parts[3])})
+
+
 def check_name(name: str) -> None:
     """Refuse a name that no backend has, with ``UnknownNameError``."""
-    if name != "auto" and name not in BACKENDS:
-        raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
+    if name != "auto":
+        named(name)
 
 
 def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     """Choose a backend for a call.
 
     Args:
-        name: a backend's name, or ``"auto"`` for the first of ``PREFERENCE`` that can serve the call.
+        name: a backend's name as ``named`` takes it, or ``"auto"`` for the first of ``PREFERENCE`` that can serve the
+            call.
         need: what the call needs.
 
     Returns:
@@ -45,7 +67,7 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     order = [*PREFERENCE, *(other for other in BACKENDS if other not in PREFERENCE)]
     reasons: dict[str, str] = {}
     for other in order if name == "auto" else [name]:
-        backend = BACKENDS[other]()
+        backend = named(other)
         reason = backend.why_not(need)
         if reason is None:
             return backend, reasons

@@ -122,6 +122,11 @@ class AttentionBackend(ABC):
     def why_not(self, need: Need) -> str | None:
         """Return None if this backend serves ``need``, else the reason, in words that a user can act on."""
 
+    @property
+    def approximation(self) -> str | None:
+        """What this backend leaves out and how much that can change the result; None for an exact one."""
+        return None
+
     @abstractmethod
     def attend(
         self,

@@ -68,6 +68,16 @@ class Flex(AttentionBackend):
         if self.cutoff is not None and not self.cutoff >= 1:
             raise InvalidParameterError(f"cutoff must be at least 1, found {self.cutoff}.")
 
+    @property
+    def approximation(self) -> str | None:
+        if self.cutoff is None:
+            return None
+        return (
+            f"Keys farther than {self.cutoff:g} / slope are dropped. With n keys and scores of at most S without bias, "
+            f"a head's weights change by at most n * exp(2 S - {self.cutoff:g}) of their sum: "
+            f"{32768 * math.exp(20 - self.cutoff):.1g} at n = 32768 and S = 10."
+        )
+
     def why_not(self, need: Need) -> str | None:
         if need.device not in ("cpu", "cuda"):
             return f"it compiles for CPU and CUDA, found {need.device!r}."

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from ctxext.attention import BACKENDS, PREFERENCE, Need, select
+from ctxext.attention import BACKENDS, PREFERENCE, Need, named, select
 from ctxext.attention.flash import INSTALLED
-from ctxext.errors import BackendUnavailableError, UnknownNameError
+from ctxext.attention.flex import Flex
+from ctxext.attention.sdpa import Sdpa
+from ctxext.errors import BackendUnavailableError, InvalidParameterError, UnknownNameError
 
 HOPPER = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, biased=True)
 
@@ -55,3 +59,27 @@ def test_nothing_can() -> None:
 def test_unknown_name() -> None:
     with pytest.raises(UnknownNameError, match=r"Unknown attention backend 'sdap'. Did you mean 'sdpa'?"):
         select("sdap", Need())
+
+
+def test_a_name_may_carry_one_number() -> None:
+    flex = named("flex(cutoff=60)")
+    assert isinstance(flex, Flex)
+    assert flex.cutoff == 60
+    assert "60 / slope" in (flex.approximation or "")
+    assert named("flex").approximation is None
+    assert isinstance(named("sdpa"), Sdpa)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("flax", UnknownNameError, "Did you mean 'flex'"),
+        ("flex(cutof=60)", UnknownNameError, "Did you mean 'cutoff'"),
+        ("flex(cutoff=0.5)", InvalidParameterError, "cutoff must be at least 1, found 0.5"),
+        ("reference(x=1)", UnknownNameError, "parameter of attention backend 'reference'"),
+        ("flex(cutoff=60", UnknownNameError, "attention backend"),
+    ],
+)
+def test_a_name_that_cannot_be_built_says_why(name: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        named(name)
