@@ -17,7 +17,7 @@ from ctxext.architectures._latent import for_scores
 from ctxext.architectures._pin import PinnedApply
 from ctxext.architectures._plan import Plan, checked_lengths, make_plan, mathematics
 from ctxext.architectures._retrofit import retrofit
-from ctxext.architectures._sites import Site, find_sites, plain_spec, rotaries
+from ctxext.architectures._sites import ProportionalSpec, Site, find_sites, plain_spec, rotaries
 from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures._twins import round_trip
 from ctxext.architectures._verify import disagreement, module_output
@@ -48,13 +48,13 @@ class Rope(Architecture):
         specs = {site.layer_type: plain_spec(model, text, site, trained_length) for site in sites}
         windows = window_fields(text, request, trained_length)
         with restoring():
-            method = for_scores(model, method, sites, specs, windows)
+            given, method = method, for_scores(model, method, sites, specs, windows)
             plan = make_plan(model, method, sites, specs, windows)
             original = {name: copy.deepcopy(getattr(text, name)) for name in plan.fields}
             _edit(model, plan, method, sites, request, edits)
             _prove(model, plan, method, sites)
-        notes = _notes(text, method, sites)
         spec = next(iter(plan.specs.values()))
+        notes = _notes(text, method, sites, spec, method != given)
         return Extension(
             trained_length=trained_length,
             target_length=method.target_length(trained_length),
@@ -134,8 +134,18 @@ def _prove(model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[S
             )
 
 
-def _notes(text: Any, method: RopeMethod, sites: list[Site]) -> tuple[str, ...]:
+def _notes(text: Any, method: RopeMethod, sites: list[Site], spec: RopeSpec, is_latent_form: bool) -> tuple[str, ...]:
     notes = []
+    if is_latent_form:
+        notes.append(
+            "The temperature multiplies whole attention scores (mscale_all_dim), as in DeepSeek's checkpoints: on cos "
+            "and sin it would reach only the part of each head that rotates."
+        )
+    if isinstance(spec, ProportionalSpec):
+        notes.append(
+            f"Only the {spec.rotated} fastest of {spec.rotary_dim // 2} pairs of dimensions rotate here, so another "
+            f"base stretches the slowest of them by less than the factor."
+        )
     if method.dynamic:
         often = (
             "at every token beyond the trained window" if getattr(method, "growth", "") == "exact" else "when it must"

@@ -69,6 +69,7 @@ def test_proportional_frequencies_keep_their_still_pairs() -> None:
     old = rotary.full_attention_inv_freq.clone()
     ctxext.patch(model, "pi", factor=4.0)
     assert 0 < int(old.count_nonzero()) < len(old)
+    assert f"Only the {old.count_nonzero()} fastest of {len(old)} pairs" in " ".join(ctxext.describe(model).notes)
     torch.testing.assert_close(rotary.full_attention_inv_freq, old / 4)
     assert model.config.rope_parameters["full_attention"]["rope_type"] == "proportional"
     assert model.config.rope_parameters["full_attention"]["factor"] == 4.0

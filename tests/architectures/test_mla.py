@@ -32,6 +32,7 @@ def test_yarn_sharpens_whole_scores_as_deepseek_publishes_it(model_type: str) ->
     assert model.config.rope_parameters["mscale"] == model.config.rope_parameters["mscale_all_dim"] == 1.0
     assert scalings(model) == pytest.approx([scaling * TEMPERATURE**2 for scaling in plain], rel=1e-12)
     assert len(plain) >= 2
+    assert "multiplies whole attention scores" in " ".join(ctxext.describe(model).notes)
     assert model.model.rotary_emb.attention_scaling == pytest.approx(1.0, rel=1e-12)
     ctxext.unpatch(model)
     assert scalings(model) == plain
