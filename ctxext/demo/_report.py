@@ -81,7 +81,8 @@ def sentences(result: DemoResult) -> list[str]:
         names = ", ".join(label_of(series.name) for series in result.extended if series.dynamic)
         lines.append(
             f"{names[0].upper()}{names[1:]} adapts to the length of the text: this one pass charges it the "
-            f"frequencies of {tokens_label(result.length)} at every position, while up to {tokens_label(result.trained_length)} it "
+            f"frequencies of {tokens_label(result.length)} at every position, while up to "
+            f"{tokens_label(result.trained_length)} it "
             f"really leaves the model as it is."
         )
     return lines
