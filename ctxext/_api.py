@@ -16,7 +16,13 @@ from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
 from ctxext.architectures.rope import already_extended
 from ctxext.attention import Need, select
-from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.errors import (
+    BackendUnavailableError,
+    IncompatibleError,
+    InvalidParameterError,
+    PatchStateError,
+    UnknownNameError,
+)
 from ctxext.methods import METHODS, Method
 from ctxext.methods.base import is_number, require
 from ctxext.spec import Description
@@ -176,7 +182,10 @@ def attention_line(base: PreTrainedModel, name: str | None) -> str:
         key_length=128,
         biased=True,
     )
-    backend, passed_over = select(name, need)
+    try:
+        backend, passed_over = select(name, need)
+    except BackendUnavailableError as error:  # a forward pass raises it; a description says it
+        return f"{name} ({error})"
     reasons = "; ".join(f"{other}: {why}" for other, why in passed_over.items())
     return f"{name}" + (f" -> {backend.name}" if name == "auto" else "") + (f" (not {reasons})" if reasons else "")
 

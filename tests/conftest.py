@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
+from _models import tiny
 
 from ctxext import _api, _load
 from ctxext.methods import METHODS
@@ -17,3 +21,11 @@ for _verb in (_api.patch, _api.unpatch, _api.method, _api.resolve, _api._factor_
 
 # Tiny models: more threads only wait for each other, and stock reloads in other processes sum in the same order.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain Llama checkpoint; read it only."""
+    directory = tmp_path_factory.mktemp("plain")
+    tiny().save_pretrained(directory)
+    return directory

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import ctxext
 from ctxext.architectures._sites import find_sites, plain_spec
 from ctxext.errors import (
+    BackendUnavailableError,
     CheckpointError,
     CtxextError,
     PatchStateError,
@@ -23,14 +24,6 @@ from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from scripts.walk.check import Stock
 
 every_method = pytest.mark.parametrize("name", METHODS)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain Llama checkpoint."""
-    directory = tmp_path_factory.mktemp("plain")
-    tiny().save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +173,12 @@ def test_another_attention_backend_on_another_machine(tmp_path: Path) -> None:
     assert loaded.config.ctxext["attention"] == "sdpa"
     expected = ctxext.patch(tiny(), "alibi", factor=4, attention="sdpa")
     assert torch.equal(logits(loaded, tokens()), logits(expected, tokens()))
-    assert ctxext.load(tmp_path).config.ctxext["attention"] == "flash"
+    assert str(ctxext.describe(loaded).attention).startswith("sdpa")
+    as_saved = ctxext.load(tmp_path)
+    assert as_saved.config.ctxext["attention"] == "flash"
+    assert "flash (Attention backend 'flash' cannot serve this call: " in ctxext.describe(as_saved).attention
+    with pytest.raises(BackendUnavailableError, match="These can: sdpa"):
+        logits(as_saved, tokens())
 
 
 def test_describe_a_checkpoint_that_transformers_loaded(tmp_path: Path) -> None:

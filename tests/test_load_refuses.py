@@ -22,14 +22,6 @@ from ctxext.errors import (
 )
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain Llama checkpoint."""
-    directory = tmp_path_factory.mktemp("plain")
-    tiny().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
 def edited(plain: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], object]], Path]:
     """A YaRN checkpoint whose config.json somebody changed."""
