@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ctxext._edits import Edits
 from ctxext.architectures._attend import AlibiAttend
 from ctxext.architectures._positions import ATTENTION, PositionedForward
-from ctxext.architectures._regime import RecomputingInputs
+from ctxext.architectures._regime import recompute_in_generate
 from ctxext.architectures.base import Architecture, Extension, Request
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
@@ -78,7 +78,7 @@ class AlibiArchitecture(Architecture):
         if problem:
             raise VerificationError(f"The slopes of this {config.model_type} are not what ctxext expects: {problem}")
         target = method.target_length(trained_length)
-        plain = bool((method.slopes(alibi, max(target, trained_length)) == trained_slopes(alibi)).all())
+        plain = not method.dynamic and bool((method.slopes(alibi, target) == trained_slopes(alibi)).all())
         fields = self.lengths(target)
         original = {name: getattr(config, name, None) for name in (*fields, *([] if plain else [GUARDED_FIELD]))}
         attend = AlibiAttend(method, alibi, request.attention or "auto")
@@ -88,11 +88,11 @@ class AlibiArchitecture(Architecture):
             edits.set_unchecked(config, GUARDED_FIELD, GUARD)
         edits.set(config, "_attn_implementation_internal", ATTENTION)
         for module in dict.fromkeys((model, self.decoder(model))):  # stock heads do not hand position_ids on
-            edits.set(module, "forward", PositionedForward(module))
+            edits.set(module, "forward", PositionedForward.around(module))
         for attention in self.attentions(model):
             edits.set(attention, "forward", self.forward_of(attention, attend, method))
         if method.dynamic:
-            edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
+            recompute_in_generate(model, method, trained_length, edits)
         return Extension(
             trained_length=trained_length,
             target_length=target,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ctxext.architectures._positions import LayoutMask
 from ctxext.architectures._regime import refuse_mixed_regimes
-from ctxext.attention import AttentionBackend, Layout, Need, check_name, named, select
+from ctxext.attention import AttentionBackend, Layout, Need, named, require_usable, select
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 
@@ -35,7 +35,7 @@ class AlibiAttend:
     _chosen: dict[Need, AttentionBackend] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        check_name(self.backend)
+        require_usable(self.backend)
 
     def notes(self) -> tuple[str, ...]:
         """What a user must know about a backend that was asked for by name."""
@@ -49,40 +49,41 @@ class AlibiAttend:
         layout = mask.layout
         if not self.method.dynamic:
             return self._run(q, k, v, layout, self.slopes(self.alibi.trained_length, q.device), scale, window, dropout)
-        lengths = layout.memo("lengths", lambda: self._lengths(mask))
-        if len(set(lengths)) == 1:
-            return self._run(q, k, v, layout, self.slopes(lengths[0], q.device), scale, window, dropout)
-        rows = []
-        for row, length in enumerate(lengths):
+        rows = layout.memo("regimes", lambda: self._regimes(mask))
+        regimes = {regime for documents in rows for regime in documents.values()}
+        if len(regimes) == 1:
+            return self._run(q, k, v, layout, self.slopes(regimes.pop(), q.device), scale, window, dropout)
+        parts = []
+        for row, documents in enumerate(rows):
             one = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
             here = slice(row, row + 1)
-            slopes = self.slopes(length, q.device)
-            rows.append(self._run(q[here], k[here], v[here], one, slopes, scale, window, dropout))
-        return torch.cat(rows)
+            out = torch.zeros_like(q[here])
+            for regime in sorted(set(documents.values())):
+                slopes = self.slopes(regime, q.device)
+                found = self._run(q[here], k[here], v[here], one, slopes, scale, window, dropout)
+                out = torch.where(_standing_in(one, documents, regime), found, out)
+            parts.append(out)
+        return torch.cat(parts)
 
-    def _lengths(self, mask: LayoutMask) -> list[int]:
-        """Tokens that each row holds so far, padding and unfilled cache slots not counted."""
-        layout = mask.layout
+    def _regimes(self, mask: LayoutMask) -> list[dict[int, int]]:
+        """For each row, the regime of each document; padding and unfilled cache slots are in none."""
+        layout, trained = mask.layout, self.alibi.trained_length
         if mask.length is not None:
-            return [mask.length] * layout.batch
-        keys, queries = layout.key_positions, layout.query_positions
-        if layout.key_documents is not None and layout.query_documents is not None:
-            keys = torch.where(layout.key_documents >= 0, keys, -1)
-            queries = torch.where(layout.query_documents >= 0, queries, torch.iinfo(queries.dtype).max)
-        lengths = [int(last) + 1 for last in keys.amax(dim=1).tolist()]
-        firsts = [int(first) for first in queries.amin(dim=1).tolist()]
-        cached = [0 if first >= length else first for first, length in zip(firsts, lengths, strict=True)]
-        refuse_mixed_regimes(self.method, self.alibi.trained_length, cached, lengths)
-        return lengths
+            return [{0: self.method.regime(trained, mask.length)}]
+        ends = _extremes(layout.key_positions, layout.key_documents, "amax")
+        starts = _extremes(layout.query_positions, layout.query_documents, "amin")
+        rows = []
+        for last, first in zip(ends, starts, strict=True):
+            refuse_mixed_regimes(self.method, trained, [first.get(d, 0) for d in last], [p + 1 for p in last.values()])
+            rows.append({d: self.method.regime(trained, p + 1) for d, p in last.items()} or {0: trained})
+        return rows
 
     def slopes(self, length: int, device: torch.device) -> Tensor:
         """The method's slopes for ``length`` tokens, float64 [heads], kept per device."""
-        length = max(length, self.alibi.trained_length) if self.method.dynamic else 0
         if (length, device) not in self._slopes:
             if len(self._slopes) > 64:
                 self._slopes.clear()
-            slopes = self.method.slopes(self.alibi, length or self.alibi.trained_length)
-            self._slopes[length, device] = slopes.to(device)
+            self._slopes[length, device] = self.method.slopes(self.alibi, length).to(device)
         return self._slopes[length, device]
 
     def _run(
@@ -98,6 +99,26 @@ class AlibiAttend:
     ) -> Tensor:
         backend = choose(self._chosen, self.backend, q, k, layout, biased=True, window=window, dropout=dropout)
         return backend(q, k, v, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+
+
+def _standing_in(layout: Layout, documents: dict[int, int], regime: int) -> Tensor:
+    """Which queries of a row stand in a document of this regime: bool ``[1, 1, query, 1]``."""
+    if layout.query_documents is None:
+        return torch.ones(1, 1, layout.query_length, 1, dtype=torch.bool, device=layout.query_positions.device)
+    chosen = torch.tensor([d for d, own in documents.items() if own == regime], device=layout.query_positions.device)
+    return torch.isin(layout.query_documents, chosen)[:, None, :, None]
+
+
+def _extremes(positions: Tensor, documents: Tensor | None, which: str) -> list[dict[int, int]]:
+    """For each row, the last ("amax") or first ("amin") position of each document."""
+    if documents is None:
+        return [{0: place} for place in getattr(positions, which)(1).tolist()]
+    rows = []
+    for places, names in zip(positions, documents, strict=True):
+        ids, index = torch.unique(names, return_inverse=True)
+        found = torch.empty_like(ids).scatter_reduce(0, index, places.to(ids.dtype), which, include_self=False)
+        rows.append({name: place for name, place in zip(ids.tolist(), found.tolist(), strict=True) if name >= 0})
+    return rows
 
 
 def choose(

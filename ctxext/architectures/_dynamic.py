@@ -12,12 +12,33 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.architectures._hf import ROPE_TYPE, restoring
-from ctxext.architectures._positions import declared_length
+from ctxext.architectures._positions import PositionedForward, declared_length
 from ctxext.architectures._regime import refuse_mixed_regimes
 from ctxext.methods import RopeMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["DynamicForward", "DynamicSite"]
+__all__ = ["CountedForward", "DynamicForward", "DynamicSite"]
+
+
+@dataclass
+class CountedForward(PositionedForward):
+    """Stands in for a decoder's ``forward``: where a mask says that rows are padded, positions count tokens.
+
+    Stock decoders count slots then, which is right for methods whose positions do not depend on the length.
+    """
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.given(args, kwargs)
+        mask, cache = given.get("attention_mask"), given.get("past_key_values")
+        new = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        if new is None or given.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
+            return super().run(*args, **kwargs)
+        start = 0 if cache is None else int(cache.get_seq_length())
+        stop = start + new.shape[1]
+        if mask.shape[1] >= stop and not bool(mask[:, :stop].all()):
+            positions = (mask[:, :stop].long().cumsum(1) - 1).clamp(min=0)
+            kwargs = kwargs | {"position_ids": positions[:, start:].to(new.device)}
+        return super().run(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -98,7 +119,7 @@ class DynamicForward:
     def _lengths(self, position_ids: Tensor, site: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
         """For each row, its documents as (start, stop) and how many tokens each holds with this call.
 
-        Refuses rows whose cached part had other positions.
+        Refuses documents whose cached part had other positions.
         """
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         width = planes.shape[2]
@@ -109,7 +130,8 @@ class DynamicForward:
         for row in planes.amax(dim=0).tolist():
             cuts = [0, *(at for at in range(1, width) if row[at] < row[at - 1]), width]
             documents = [((start, stop), max(row[start:stop]) + 1) for start, stop in pairwise(cuts)]
-            refuse_mixed_regimes(site.method, site.rope.trained_length, [min(row[: cuts[1]])], [documents[0][1]])
+            before, now = [min(row[start:stop]) for (start, stop), _ in documents], [length for _, length in documents]
+            refuse_mixed_regimes(site.method, site.rope.trained_length, before, now)
             found.append(documents)
         return found
 

@@ -6,11 +6,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
-from ctxext.architectures._dynamic import DynamicForward, DynamicSite
+from ctxext.architectures._dynamic import CountedForward, DynamicForward, DynamicSite
 from ctxext.architectures._hf import ROPE_TYPE
 from ctxext.architectures._plan import Plan
-from ctxext.architectures._positions import PositionedForward
-from ctxext.architectures._regime import RecomputingInputs
+from ctxext.architectures._regime import recompute_in_generate
 from ctxext.architectures._sites import Site
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
@@ -47,9 +46,9 @@ def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site],
         changed = kinds | dict.fromkeys(table, ROPE_TYPE) if isinstance(kinds, dict) else ROPE_TYPE
         edits.set(rotary, "rope_type", changed)
     for decoder in dict.fromkeys(owners.values()):
-        edits.set(decoder, "forward", PositionedForward(decoder))
+        edits.set(decoder, "forward", CountedForward.around(decoder))
     trained_length = next(iter(plan.specs.values())).trained_length
-    edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
+    recompute_in_generate(model, method, trained_length, edits)
 
 
 def _owner(model: PreTrainedModel, path: str) -> nn.Module:

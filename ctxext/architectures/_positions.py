@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextvars import ContextVar
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ctxext.attention import Layout
-from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 
 __all__ = ["ATTENTION", "LayoutMask", "PositionedForward", "declared_length", "layout_of"]
 
@@ -33,7 +33,13 @@ class _Call:
     length: int | None
 
 
-_current: ContextVar[_Call | None] = ContextVar("ctxext_call", default=None)
+class _Current(threading.local):
+    """The call that this thread is inside of. Not a context variable: torch.compile cannot trace those."""
+
+    call: _Call | None = None
+
+
+_current = _Current()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +68,20 @@ class LayoutMask:
 
 @dataclass
 class PositionedForward:
-    """Stands in for a decoder's ``forward``: notes the positions it is called with, then calls the class's own."""
+    """Stands in for a decoder's ``forward``: notes the positions it is called with, then calls what stood there.
+
+    Args:
+        decoder: the module.
+        inner: its ``forward`` where something else stood in for the class's own before (accelerate's hooks do).
+    """
 
     decoder: nn.Module
+    inner: Any = None
+
+    @classmethod
+    def around(cls, decoder: nn.Module) -> PositionedForward:
+        """What to put in the place of ``decoder.forward``."""
+        return cls(decoder, decoder.__dict__.get("forward"))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -81,34 +98,54 @@ class PositionedForward:
                 dynamic methods under sequence parallelism.
             **kwargs: the decoder's own.
         """
-        forward = type(self.decoder).forward
-        given = _signature(forward).bind_partial(self.decoder, *args, **kwargs).arguments
-        given = given | given.pop("kwargs", {})
-        mask = given.get("attention_mask")
-        ours = getattr(self.decoder.config, "_attn_implementation", None) == ATTENTION
-        if ours and isinstance(mask, Tensor) and mask.ndim > 2:
-            raise IncompatibleError(
-                f"attention_mask must be [batch, keys] with 1 for tokens, found {tuple(mask.shape)}: this model "
-                f"computes attention from positions. Give a two-dimensional one, or position_ids that restart."
-            )
-        outer = _current.get() or _Call(None, None)
-        position_ids = given.get("position_ids")
-        token = _current.set(
-            _Call(
-                outer.position_ids if position_ids is None else position_ids,
-                outer.length if ctxext_length is None else ctxext_length,
-            )
-        )
+        given = self.given(args, kwargs)
+        if getattr(self.decoder.config, "_attn_implementation", None) == ATTENTION:
+            kwargs = kwargs | _checked(self.decoder.config, given)
+        outer = _current.call
+        call = _Call(None, None) if outer is None else outer
+        if given.get("position_ids") is not None:
+            call = replace(call, position_ids=given["position_ids"])
+        if ctxext_length is not None:
+            call = replace(call, length=ctxext_length)
+        _current.call = call
         try:
-            return forward(self.decoder, *args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
-            _current.reset(token)
+            _current.call = outer
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stood here before."""
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.decoder).forward(self.decoder, *args, **kwargs)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The call's arguments by name."""
+        if not args:
+            return kwargs
+        bound = _signature(type(self.decoder).forward).bind_partial(self.decoder, *args, **kwargs).arguments
+        by_name: dict[str, Any] = bound | bound.pop("kwargs", {})
+        return by_name
+
+
+def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what attention by positions cannot do; return the mask that replaces the given one, if any."""
+    if given.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise IncompatibleError("A fused kernel has no attention weights; ctxext.unpatch the model to see them.")
+    mask = given.get("attention_mask")
+    if isinstance(mask, dict):  # generate() prepared one per layer type; under our name all are the padding itself
+        return {"attention_mask": next((part for part in mask.values() if part is not None), None)}
+    if isinstance(mask, Tensor) and mask.ndim > 2:
+        raise IncompatibleError(
+            f"attention_mask must be [batch, keys] with 1 for tokens, found {tuple(mask.shape)}: this model "
+            f"computes attention from positions. Give a two-dimensional one, or position_ids that restart."
+        )
+    return {}
 
 
 def declared_length() -> int | None:
     """The global length that the caller of the decoder named with ``ctxext_length``."""
-    call = _current.get()
-    return None if call is None else call.length
+    return None if _current.call is None else _current.call.length
 
 
 @functools.cache
@@ -142,7 +179,7 @@ def _layout_mask(
     **_: Any,
 ) -> LayoutMask | Tensor | None:
     """Mask function of the name ``ctxext``, in the signature that transformers calls."""
-    call = _current.get()
+    call = _current.call
     if call is None:  # generate() prepares masks ahead of the decoder: leave the padding as it is for then
         return attention_mask
     device = attention_mask.device if attention_mask is not None and device is None else device
@@ -163,24 +200,59 @@ def _layout(
     compiling = torch.compiler.is_compiling()
     if not compiling and isinstance(q_offset, Tensor):
         q_offset = int(q_offset)
-    if attention_mask is not None:
-        keep = _keep(attention_mask, key, kv_offset)
-        if not compiling and attention_mask.shape[-1] >= kv_offset + key and bool(keep.all()):
-            attention_mask = None
-    uncached = isinstance(q_offset, int) and q_offset == 0 and query == key
-    if uncached and position_ids is not None and not compiling:
+    covered = attention_mask is not None and attention_mask.shape[-1] >= kv_offset + key
+    if attention_mask is not None and covered and not compiling and bool(attention_mask[:, : kv_offset + key].all()):
+        attention_mask = None
+    if isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and position_ids is not None:
         positions = position_ids.expand(batch, query).to(device)
-        return _explicit(positions, None if attention_mask is None else keep)
-    if attention_mask is None and isinstance(q_offset, int) and kv_offset + key == q_offset + query:
-        return Layout.causal(batch, query, key, device=device)
-    slots = torch.arange(kv_offset, kv_offset + key, device=device)
-    filled = slots < q_offset + query
-    real = filled.expand(batch, key) if attention_mask is None else keep & filled
-    positions = slots.expand(batch, key) if attention_mask is None else (real.long().cumsum(1) - 1).clamp(min=0)
+        return _explicit(positions, None if attention_mask is None else _keep(attention_mask, query, 0), key)
+    slots = torch.arange(kv_offset, kv_offset + key, device=device).expand(batch, key)
     places = torch.arange(query, device=device) + q_offset - kv_offset
+    if attention_mask is None and isinstance(q_offset, int) and kv_offset + key == q_offset + query:
+        if not compiling:
+            _require_agreement(position_ids, slots[:, places], slots[:, places], None)
+        return Layout.causal(batch, query, key, device=device)
+    filled = slots < q_offset + query
+    if attention_mask is None:
+        real, positions = filled, slots
+    else:
+        real = _keep(attention_mask, key, kv_offset) & filled
+        before = attention_mask[:, :kv_offset].long().sum(1, keepdim=True)
+        positions = (before + real.long().cumsum(1) - 1).clamp(min=0)
+    if not compiling:
+        if position_ids is None and attention_mask is not None:
+            _require_no_hole(attention_mask[:, : kv_offset + key].bool())
+        _require_agreement(position_ids, positions[:, places], slots[:, places], real[:, places])
     documents = real.long() - 1
     analyse = not compiling and query > 1
     return Layout.of(positions[:, places], positions, documents[:, places], documents, analyse=analyse)
+
+
+def _require_no_hole(keep: Tensor) -> None:
+    starts = (keep.int().diff(dim=1) == 1).sum(1) + keep[:, 0].int()
+    if bool((starts > 1).any()):
+        raise InvalidParameterError(
+            f"attention_mask has a hole in row {int((starts > 1).nonzero()[0, 0])}: whether positions skip it or not "
+            f"changes the result. Pad on one side only, or say what you mean with position_ids."
+        )
+
+
+def _require_agreement(given: Tensor | None, counted: Tensor, slots: Tensor, real: Tensor | None) -> None:
+    """Raise unless the positions of a cached call go on where the cache ends, padding counted or not.
+
+    A cache does not say which document a key belongs to, so documents cannot restart in front of one.
+    """
+    if given is None:
+        return
+    given = given.to(counted.device).expand(counted.shape)
+    fits = torch.stack([(given == counted), (given == slots)])
+    if real is not None:
+        fits = fits | ~real
+    if not bool(fits.all(-1).any(0).all()):
+        raise IncompatibleError(
+            f"position_ids {given[0, :4].tolist()}... do not go on where the cache ends, at {counted[0, 0].item()}. A "
+            f"cache holds one document per row: give a new one a cache of its own, or pack documents without a cache."
+        )
 
 
 def _keep(attention_mask: Tensor, key: int, kv_offset: int) -> Tensor:
@@ -189,16 +261,35 @@ def _keep(attention_mask: Tensor, key: int, kv_offset: int) -> Tensor:
     return torch.nn.functional.pad(keep, (0, key - keep.shape[1]))
 
 
-def _explicit(positions: Tensor, keep: Tensor | None) -> Layout:
-    """A full pass with positions of its own: packed documents restart them, padding has none."""
-    if keep is None:
-        if bool((positions == torch.arange(positions.shape[1], device=positions.device)).all()):
-            return Layout.causal(*positions.shape, device=positions.device)
-        return Layout.resets(positions)
-    documents = torch.nn.functional.pad((positions.diff(dim=1) <= 0).long().cumsum(1), (1, 0))
+def _explicit(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
+    """A first pass with positions of its own: packed documents restart them, padding has none.
+
+    A static cache has more slots than there are tokens yet; they stay empty.
+    """
+    batch, query = positions.shape
+    compiling = torch.compiler.is_compiling()
+    plain = keep is None and key == query and not compiling
+    if plain and bool((positions == torch.arange(query, device=positions.device)).all()):
+        return Layout.causal(batch, query, device=positions.device)
+    keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
+    at = torch.arange(query, device=positions.device)
+    last = torch.where(keep, at, -1).cummax(1).values  # the newest token up to here
+    before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    previous = positions.gather(1, before.clamp(min=0))
+    starts = keep & (before >= 0) & (positions <= previous)
+    odd = starts & (positions != 0)
+    if not compiling and bool(odd.any()):
+        row, token = odd.nonzero()[0].tolist()
+        raise InvalidParameterError(
+            f"position_ids go from {int(previous[row, token])} to {int(positions[row, token])} in row {row}. They must "
+            f"increase, or restart at 0 where a new document begins."
+        )
+    documents = starts.long().cumsum(1)
     places = torch.where(keep, positions, 0)
     documents = torch.where(keep, documents, -1)
-    return Layout.of(places, places, documents, documents)
+    empty = (0, key - query)
+    key_places = torch.nn.functional.pad(places, empty)
+    return Layout.of(places, key_places, documents, torch.nn.functional.pad(documents, empty, value=-1))
 
 
 def _attention(

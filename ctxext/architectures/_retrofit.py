@@ -13,7 +13,7 @@ from ctxext.architectures._attend import AlibiAttend
 from ctxext.architectures._carry import carry_over
 from ctxext.architectures._hf import UNROTATED_TYPE, restoring
 from ctxext.architectures._pin import PinnedApply
-from ctxext.architectures._regime import RecomputingInputs
+from ctxext.architectures._regime import recompute_in_generate
 from ctxext.architectures._sites import Site, merged
 from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures._twins import round_trip
@@ -65,7 +65,7 @@ def retrofit(
     attend = AlibiAttend(method, alibi, request.attention or "auto")
     wire(model, text, site, attend, edits)
     if method.dynamic:
-        edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
+        recompute_in_generate(model, method, trained_length, edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text)

@@ -59,6 +59,6 @@ def wire(model: PreTrainedModel, text: Any, site: Site, attend: Any, edits: Edit
     """Give every attention layer ``attend`` and let the decoder hand it a layout."""
     decoder = decoder_of(model, site)
     edits.set(text, "_attn_implementation_internal", ATTENTION)
-    edits.set(decoder, "forward", PositionedForward(decoder))
+    edits.set(decoder, "forward", PositionedForward.around(decoder))
     for layer in attention_layers(decoder):
         edits.set(layer, "_ctxext_attend", attend)

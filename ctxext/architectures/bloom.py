@@ -14,7 +14,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel,
 from ctxext.architectures._alibi import AlibiArchitecture
 from ctxext.architectures._attend import AlibiAttend
 from ctxext.architectures._positions import LayoutMask, layout_of
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.spec import AlibiSpec
@@ -60,6 +60,10 @@ class Bloom(AlibiArchitecture):
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> BloomForward:
         stock = isinstance(method, ALiBi) and method.bias == "stock"
+        if stock and attend.backend != "auto":
+            raise InvalidParameterError(
+                f"bias='stock' is BLOOM's own arithmetic and no backend's; leave attention={attend.backend!r} out."
+            )
         return BloomForward(attention, attend, attend.alibi.trained_length if stock else None)
 
 

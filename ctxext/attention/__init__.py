@@ -11,7 +11,17 @@ from ctxext.attention.base import AttentionBackend, Need
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, UnknownNameError
 
-__all__ = ["BACKENDS", "PREFERENCE", "AttentionBackend", "Layout", "Need", "check_name", "named", "select"]
+__all__ = [
+    "BACKENDS",
+    "PREFERENCE",
+    "AttentionBackend",
+    "Layout",
+    "Need",
+    "check_name",
+    "named",
+    "require_usable",
+    "select",
+]
 
 BACKENDS: dict[str, type[AttentionBackend]] = discover(
     sys.modules[__name__],
@@ -45,6 +55,22 @@ def check_name(name: str) -> None:
     """Refuse a name that no backend has, with ``UnknownNameError``."""
     if name != "auto":
         named(name)
+
+
+def require_usable(name: str) -> None:
+    """Raise unless ``name`` is "auto" or a backend that can serve some call in this process.
+
+    Raises:
+        UnknownNameError: for a name that does not exist.
+        BackendUnavailableError: for a backend that is not installed.
+    """
+    check_name(name)
+    reason = None if name == "auto" else named(name).why_never()
+    if reason is not None:
+        able = [other for other in PREFERENCE if BACKENDS[other]().why_never() is None]
+        raise BackendUnavailableError(
+            f"Attention backend {name!r} cannot be used here: {reason} These can: {', '.join(['auto', *able])}."
+        )
 
 
 def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:

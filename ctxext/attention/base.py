@@ -118,6 +118,10 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
 
+    def why_never(self) -> str | None:
+        """Return why no call at all can be served in this process, such as a missing package; else None."""
+        return None
+
     @abstractmethod
     def why_not(self, need: Need) -> str | None:
         """Return None if this backend serves ``need``, else the reason, in words that a user can act on."""

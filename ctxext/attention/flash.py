@@ -50,11 +50,15 @@ class _FlashFamily(AttentionBackend):
     major: ClassVar[tuple[int, ...]]
     reads_cache: ClassVar[bool]
 
+    def why_never(self) -> str | None:
+        return None if INSTALLED[self.name] else f"not installed: {self.install}."
+
     def why_not(self, need: Need) -> str | None:
         if need.device != "cuda":
             return f"flash-attn runs on CUDA only, found {need.device!r}."
-        if not INSTALLED[self.name]:
-            return f"not installed: {self.install}."
+        never = self.why_never()
+        if never is not None:
+            return never
         if need.capability is not None and need.capability[0] not in self.major:
             return f"its kernels are for compute capability {self.major}.x, found {need.capability}."
         if need.dtype not in (torch.float16, torch.bfloat16):

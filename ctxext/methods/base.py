@@ -74,7 +74,7 @@ class Method(ABC):
 
     def regime(self, trained_length: int, length: int) -> int:
         """Length whose positions ``length`` tokens get; what is cached of them stays right while this is the same."""
-        return trained_length
+        return max(length, trained_length) if self.dynamic else trained_length
 
     def target_length(self, trained_length: int) -> int:
         """Tokens that the extended model is meant for."""
