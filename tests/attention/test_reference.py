@@ -1,0 +1,66 @@
+"""The oracle itself, against the formula written out in plain Python: one query, one key and one number at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ctxext.attention import Layout
+from ctxext.attention.reference import Reference
+
+HEADS, KV_HEADS, KEYS, WIDTH = 4, 2, 7, 3
+KEEP = torch.tensor([[False, False, True, True, True, True, True], [True, True, True, True, False, False, False]])
+
+LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "causal": lambda: Layout.causal(2, KEYS),
+    "decode": lambda: Layout.causal(2, 1, KEYS),
+    "padded": lambda: Layout.padded(KEEP),
+    "packed": lambda: Layout.packed([3, 1, 3]),
+    "static cache": lambda: Layout.cached(2, 2, KEYS, filled=5),
+    "jumping": lambda: Layout.of(torch.tensor([[0, 4, 5, 9, 10, 2, 3]]), torch.tensor([[0, 4, 5, 9, 10, 2, 3]])),
+}
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: list[float] | None, window: int) -> Tensor:
+    """Softmax over the keys that a query sees, of scaled products less slope times distance; nothing seen is zero."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    q_at, k_at = layout.query_positions.tolist(), layout.key_positions.tolist()
+    q_of = [[0] * q.shape[2]] * q.shape[0] if layout.query_documents is None else layout.query_documents.tolist()
+    k_of = [[0] * k.shape[2]] * q.shape[0] if layout.key_documents is None else layout.key_documents.tolist()
+    for row in range(q.shape[0]):
+        for head in range(HEADS):
+            shared = head // (HEADS // KV_HEADS)
+            keys, values = k[row, shared].tolist(), v[row, shared].tolist()
+            for i, query in enumerate(q[row, head].tolist()):
+                weights = {}
+                for j, key in enumerate(keys):
+                    distance = q_at[row][i] - k_at[row][j]
+                    if k_of[row][j] < 0 or k_of[row][j] != q_of[row][i] or not 0 <= distance < window:
+                        continue
+                    score = sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(WIDTH)
+                    weights[j] = math.exp(score - (slopes[head] * distance if slopes else 0.0))
+                for column in range(WIDTH):
+                    total = sum(weight * values[j][column] for j, weight in weights.items())
+                    out[row, head, i, column] = total / sum(weights.values()) if weights else 0.0
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 2], ids=["no window", "window"])
+@pytest.mark.parametrize("slopes", [None, [0.5, 0.25, 0.125, 0.0625]], ids=["plain", "biased"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_is_the_formula(name: str, slopes: list[float] | None, window: int | None) -> None:
+    layout = LAYOUTS[name]()
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(HEADS, layout.query_length), (KV_HEADS, layout.key_length), (KV_HEADS, layout.key_length)]
+    q, k, v = (
+        torch.randn(layout.batch, heads, length, WIDTH, generator=generator, dtype=torch.float64)
+        for heads, length in shapes
+    )
+    bias = None if slopes is None else torch.tensor(slopes, dtype=torch.float64)
+    found = Reference()(q, k, v, layout, scale=1 / math.sqrt(WIDTH), slopes=bias, window=window)
+    expected = written_out(q, k, v, layout, slopes, 10**9 if window is None else window)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,59 @@
+"""What the repository promises about itself: small files, no machine of ours in them, a test file for every part."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ctxext.attention import BACKENDS
+from ctxext.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "ctxext").rglob("*.py"))
+TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".json", ".cfg", ""}
+LONGEST = 320
+
+
+def tracked() -> list[Path]:
+    """Every file that a clone has; a copy without git has what lies there."""
+    if not (ROOT / ".git").exists():
+        return SOURCES
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(SOURCES) >= 50
+    assert set(SOURCES) & set(tracked())
+
+
+def test_files_are_short() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
+
+
+def test_no_path_of_a_machine() -> None:
+    """Neither a home or work directory, nor a folder beside the repository."""
+    # Spelt in two parts, so that this file does not hold what it looks for.
+    forbidden = re.compile("|".join(["/" + r"(work|home|root|Users)/\w", r"\.\./" + "shared"]))
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in tracked()
+        if path.suffix in TEXTS
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if forbidden.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "registry"), [("methods", METHODS), ("attention", BACKENDS)], ids=["methods", "attention"]
+)
+def test_every_part_has_a_test_file_of_its_own(folder: str, registry: dict[str, type]) -> None:
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / folder).glob("test_*.py")}
+    parts = {cls.__module__.rpartition(".")[2] for cls in registry.values()}
+    assert len(parts) >= 4
+    assert parts <= files, f"without a test file: {sorted(parts - files)}"
