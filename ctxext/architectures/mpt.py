@@ -79,6 +79,6 @@ class MptForward:
         q, k, v = (part.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, module.layer_idx)
-        dropout = module.attn_dropout_p if module.training else 0.0
+        dropout = float(module.attn_dropout_p) if module.training else 0.0
         out: Tensor = self.attend(q, k, v, mask, scale=module.softmax_scale, window=None, dropout=dropout)
         return module.out_proj(out.transpose(1, 2).flatten(2)), None
