@@ -116,7 +116,9 @@ def _reason(findings: list[dict[str, Any]], outcome: str) -> str:
     reasons: dict[str, list[str]] = {}
     for finding in findings:
         if finding["outcome"] != "right" and (outcome != "wrong" or finding["outcome"] == "wrong"):
-            reasons.setdefault(finding["detail"], []).append(finding["method"])
+            name = finding["method"].partition(" (")[0]
+            detail = finding["detail"].replace(f"Method {name!r}", "It").partition(" Known families:")[0]
+            reasons.setdefault(detail, []).append(finding["method"])
     if len(reasons) == 1 and outcome == "refused":
         return next(iter(reasons))
     return " / ".join(f"{', '.join(names)}: {detail}" for detail, names in reasons.items())

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # scripts/ is not part of th
 from scripts.walk.check import State
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-__all__ = ["MODELS", "TRAINED_LENGTH", "State", "logits", "tiny", "tokens"]
+__all__ = ["MODELS", "RECENT", "TRAINED_LENGTH", "State", "logits", "tiny", "tokens"]
+
+# The newest transformers that ctxext is developed on; a few tests meet defects of older ones, each named there.
+RECENT = Version(transformers.__version__) >= Version("5.23")
 
 # One of each structure that the contract names: what its config needs to be told.
 MODELS: dict[str, dict[str, Any]] = {

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
 from ctxext.architectures._sites import rotaries
 from ctxext.architectures._twins import changed_scalars, meta_twin, rotary_twin, round_trip
+from ctxext.errors import IncompatibleError
 
 __all__ = ["carry_over"]
 
 
 def carry_over(model: PreTrainedModel, config: Any, fields: Iterable[str], edits: Edits) -> None:
     """Make the live model what transformers would build from ``config``, which differs from its own in ``fields``."""
-    old, new = meta_twin(model, round_trip(model.config, {})), meta_twin(model, config)
+    old = meta_twin(model, round_trip(model.config, {}))
+    try:
+        new = meta_twin(model, config)
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        raise IncompatibleError(
+            f"transformers {transformers.__version__} cannot build {type(model).__name__} from its extended config: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     text, new_text = model.config.get_text_config(decoder=True), config.get_text_config(decoder=True)
     for path, name, value in changed_scalars(old, new):
         edits.set(model.get_submodule(path), name, value)

@@ -39,6 +39,7 @@ def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]
     return {
         "rope_type": ROPE_TYPE,
         "rope_theta": rope.base,
+        "factor": float(method.factor),  # latent attention of older transformers reads it whatever the type
         "ctxext": {"rotary_dim": rope.rotary_dim, "trained_length": rope.trained_length, **method.to_dict()},
     }
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from _models import State, logits, tiny, tokens
+from _models import RECENT, State, logits, tiny, tokens
 
 import ctxext
 from ctxext.architectures._sites import rotaries
@@ -75,6 +75,7 @@ def test_proportional_frequencies_keep_their_still_pairs() -> None:
     assert model.config.rope_parameters["full_attention"]["factor"] == 4.0
 
 
+@pytest.mark.skipif(not RECENT, reason="Phi-3 of transformers 5.17 loses its prompt where it drops its cache")
 def test_phi3_generates_across_the_length_at_which_stock_code_drops_its_cache() -> None:
     model = ctxext.patch(tiny("phi3", sliding_window=None), "yarn", factor=4.0)
     prompt = tokens(56)

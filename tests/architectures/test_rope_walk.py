@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from _models import tiny
+from _models import RECENT, tiny
 
 import ctxext
 from ctxext.errors import IncompatibleError
@@ -85,7 +85,11 @@ def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path
         ("gptj", "rotates by a sinusoid table"),
         ("roformer", "rotates by a sinusoid table"),
         ("blt", "made of parts with a config each"),
-        ("cohere_compass_text", "belong to its sliding-window layers only"),
+        pytest.param(
+            "cohere_compass_text",
+            "belong to its sliding-window layers only",
+            marks=pytest.mark.skipif(not RECENT, reason="transformers 5.17 cannot build its layers without positions"),
+        ),
         ("gpt2", "no rotary embedding"),
     ],
 )
