@@ -53,8 +53,8 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         before = stored["attributes"]["extension"]
         if _identity(before) != _identity(self.extension):
             raise PatchStateError(
-                f"The model of the checkpoint was {_name(before)}, this model is {_name(self.extension)}. Extend it the "
-                f"same way before resuming, or start a new run."
+                f"The model of the checkpoint was {_name(before)}, this model is {_name(self.extension)}. Extend it "
+                f"the same way before resuming, or start a new run."
             )
 
 
