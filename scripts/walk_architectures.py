@@ -198,6 +198,9 @@ def _walk(chosen: list[str], names: list[str] | None, jobs: int, console: Consol
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             console.print("Stopped; what is finished is kept.")
+        except concurrent.futures.BrokenExecutor:
+            console.print("A process was killed (memory?); what is finished is kept, so run the same command again.")
+            raise typer.Exit(2) from None
 
 
 def summarise(lines: list[dict[str, Any]]) -> str:
