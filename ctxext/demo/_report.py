@@ -102,19 +102,16 @@ def _unpatched_sentence(result: DemoResult) -> str:
 
 def _methods_sentence(result: DemoResult) -> str:
     flat, costly = [], []
+    inside = result.of("unpatched").buckets[0].perplexity
     for series in result.extended:
-        inside = result.of("unpatched").buckets[0].perplexity
-        worst = max(bucket.perplexity for bucket in series.buckets[1:]) / inside
-        if worst < FLAT:
+        if max(bucket.perplexity for bucket in series.buckets[1:]) < FLAT * inside:
             flat.append(label_of(series.name))
         if series.in_window_ratio > FLAT:
             costly.append(f"{label_of(series.name)} {series.in_window_ratio:.2f} times")
-    text = (
-        f"Without any training, {_all_of(flat)} stay{'s' if len(flat) == 1 else ''} flat to the end"
-        if flat
-        else ("Without training, no method stays flat to the end")
-    )
-    return f"{text}; inside the window the price is {_all_of(costly)} the perplexity." if costly else f"{text}."
+    text = "Without training, no method stays flat to the end"
+    if flat:
+        text = f"Without any training, {_all_of(flat)} stay{'s' if len(flat) == 1 else ''} flat to the end"
+    return f"{text}; inside the window, perplexity is {_all_of(costly)} the unpatched one." if costly else f"{text}."
 
 
 def _truncation_sentence(result: DemoResult) -> str:
@@ -124,8 +121,8 @@ def _truncation_sentence(result: DemoResult) -> str:
         verdict = "so the longer context already pays for itself in perplexity"
     elif difference.mean - 2 * difference.standard_error > 0:
         verdict = (
-            "so for plain prediction, dropping the old text is still better than extending without training. A short "
-            "fine-tune is what turns this around"
+            "so for plain prediction, dropping the old text is still better than extending without training; training "
+            "at the new length is meant to change that"
         )
     else:
         verdict = "so for plain prediction it makes no difference that this text can show"
@@ -179,7 +176,7 @@ def _all_of(names: list[str]) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(header):
         table.add_column(name.replace(" vs", "\nvs"), justify="right" if index else "left", overflow="fold")
     for row in rows:

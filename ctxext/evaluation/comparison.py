@@ -13,7 +13,7 @@ from ctxext.evaluation.perplexity import Bucket, PairedDifference, bucketed, pai
 
 __all__ = ["Series", "edges_for", "summarise"]
 
-IN_WINDOW, BEYOND, CURVE = 1, 4, 32
+IN_WINDOW, BEYOND, CURVE = 1, 4, 16
 
 
 @dataclass(frozen=True)

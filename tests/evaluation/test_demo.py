@@ -134,7 +134,7 @@ def test_what_it_says_follows_what_it_measured(
     assert "no difference" in told(flat, flat)
     assert "PI stays flat" in told(flat, flat)
     assert "no method stays flat" in told(flat, broken)
-    assert "PI 7.39 times" in told(flat, flat + 2)
+    assert "perplexity is PI 7.39 times the unpatched one" in told(flat, flat + 2)
     assert markdown(found).count("| PI |") == 1
 
 
@@ -178,13 +178,13 @@ def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_installed_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("b.md", "a.md"):
+    for name in ("b.md", "a.md", "king-john.md"):
         (tmp_path / "plays").mkdir(exist_ok=True)
         (tmp_path / "plays" / name).write_text(name, encoding="utf-8")
     monkeypatch.setattr(inputs, "_package_folders", lambda package: [tmp_path])
-    assert inputs.read_texts([], 2) == [("a", "a.md"), ("b", "b.md")]
-    with pytest.raises(InvalidParameterError, match="from 1 to 2, found 3"):
-        inputs.read_texts([], 3)
+    assert inputs.read_texts([], 2) == [("king-john", "king-john.md"), ("a", "a.md")]
+    with pytest.raises(InvalidParameterError, match="from 1 to 3, found 4"):
+        inputs.read_texts([], 4)
 
 
 def test_loading_is_quiet_unless_it_fails(checkpoint: Path, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
