@@ -89,8 +89,9 @@ def patch(
         trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``.
             Required for a checkpoint that is already extended: the new method replaces the old one.
         sliding_window: for models whose every attention layer has one: "lift" or "keep".
-        attention: for methods that compute attention themselves (ALiBi, dynamic ones): "auto" (the default) takes the
-            first backend that can serve each call, a name such as "flash" never falls back.
+        attention: where ctxext computes attention (ALiBi models, and ALiBi on rotary ones): "auto" (the default) takes
+            the first backend that can serve each call, a name such as "flash" never falls back. Rotary methods leave
+            attention to the model and refuse it.
         **parameters: the method's own parameters, with a name only.
 
     Returns:

@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "bloom": {"alibi": {"method": "alibi", "factor": 16}, "pi": {"method": "pi", "factor": 16}},
     "llama": {
         "yarn": {"method": "yarn", "factor": 16},
-        "dynamic_yarn, doubling": {"method": "dynamic_yarn", "factor": 16, "growth": "doubling"},
+        "dynamic_yarn doubling": {"method": "dynamic_yarn", "factor": 16, "growth": "doubling"},
         "alibi": {"method": "alibi", "factor": 16},
     },
 }

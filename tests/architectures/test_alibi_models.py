@@ -147,7 +147,13 @@ def test_decoding_with_a_cache_equals_reading_anew(family: str, method: dict[str
     greedy = ids
     for _ in range(20):
         greedy = torch.cat([greedy, logits(model, greedy)[:, -1:].argmax(-1)], 1)
-    arguments: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    arguments: dict[str, Any] = {
+        "use_cache": True,
+        "max_new_tokens": 20,
+        "min_new_tokens": 20,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     ways: list[dict[str, Any]] = [{}]
     if family != "mpt":  # its generate() knows neither static caches nor chunks
         ways += [{"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 16}]
