@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor, nn
 
 import ctxext
-from ctxext._api import base_model
 from ctxext.demo._inputs import Checkpoint, Passage
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
+from ctxext.evaluation._ticking import pass_cost, ticking
 from ctxext.evaluation.comparison import Series, edges_for, summarise
 from ctxext.evaluation.passkey import PasskeyTrial
 from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
@@ -203,11 +203,6 @@ def run_demo(
     )
 
 
-def pass_cost(tokens: int) -> float:
-    """Rough cost of one forward pass, for the progress bar only: linear layers plus quadratic attention."""
-    return tokens * (1 + tokens / 4096)
-
-
 def _references(
     model: nn.Module, passages: Sequence[Passage], plan: Plan, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -251,17 +246,7 @@ def _ask(model: nn.Module, name: str, prompts: Sequence[passkey.Passkey], plan: 
     return PasskeyRow(name, trials, time.perf_counter() - start)
 
 
-@contextlib.contextmanager
-def _ticking(model: nn.Module, name: str, cost: float, progress: Progress) -> Iterator[None]:
-    """Report progress after every layer: one pass over a long text takes too long for a bar that stands still."""
-    base = base_model(model)
-    depth = base.config.get_text_config(decoder=True).num_hidden_layers
-    stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
-    ticks = list(stacks[0]) if stacks else [base.base_model]
+def _ticking(model: nn.Module, name: str, cost: float, progress: Progress) -> AbstractContextManager[None]:
+    """Announce a stage, then report progress after every layer."""
     progress(name, 0.0)
-    hooks = [tick.register_forward_hook(lambda *_: progress(name, cost / len(ticks))) for tick in ticks]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return ticking(model, cost, lambda share: progress(name, share))
