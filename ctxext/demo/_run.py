@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,15 +16,13 @@ import ctxext
 from ctxext.demo._inputs import Checkpoint, Passage
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
-from ctxext.evaluation._ticking import pass_cost, ticking
 from ctxext.evaluation.comparison import Series, edges_for, summarise
 from ctxext.evaluation.passkey import PasskeyTrial
 from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.progress import Progress, pass_cost, ticking
 from ctxext.methods import Method
 
 __all__ = ["DemoResult", "PasskeyRow", "Plan", "run_demo"]
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -210,7 +207,7 @@ def _references(
     start = time.perf_counter()
     unpatched = _whole(model, passages, "unpatched", progress)
     middle = time.perf_counter()
-    with _ticking(model, "truncated", pass_cost(plan.trained_length), progress):
+    with ticking(model, "truncated", pass_cost(plan.trained_length), progress):
         tails = [
             truncated_loss(
                 model,
@@ -228,7 +225,7 @@ def _references(
 
 
 def _whole(model: nn.Module, passages: Sequence[Passage], name: str, progress: Progress) -> Tensor:
-    with _ticking(model, name, pass_cost(passages[0].input_ids.shape[1] - 1), progress):
+    with ticking(model, name, pass_cost(passages[0].input_ids.shape[1] - 1), progress):
         return torch.cat([loss_by_position(model, passage.input_ids) for passage in passages])
 
 
@@ -241,12 +238,6 @@ def _prompts(checkpoint: Checkpoint, plan: Plan) -> list[passkey.Passkey]:
 
 def _ask(model: nn.Module, name: str, prompts: Sequence[passkey.Passkey], plan: Plan, progress: Progress) -> PasskeyRow:
     start = time.perf_counter()
-    with _ticking(model, f"passkey, {name}", pass_cost(plan.passkey_length), progress):
+    with ticking(model, f"passkey, {name}", pass_cost(plan.passkey_length), progress):
         trials = tuple(passkey.measure(model, prompt, seed=plan.seed) for prompt in prompts)
     return PasskeyRow(name, trials, time.perf_counter() - start)
-
-
-def _ticking(model: nn.Module, name: str, cost: float, progress: Progress) -> AbstractContextManager[None]:
-    """Announce a stage, then report progress after every layer."""
-    progress(name, 0.0)
-    return ticking(model, cost, lambda share: progress(name, share))

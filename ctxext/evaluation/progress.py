@@ -1,4 +1,4 @@
-"""Progress inside a forward pass: over a long text, one pass takes too long for a bar that stands still."""
+"""Progress of long forward passes, layer by layer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch import nn
 
 from ctxext._api import base_model
 
-__all__ = ["pass_cost", "ticking", "turning_point"]
+__all__ = ["Progress", "pass_cost", "ticking", "turning_point"]
 
-# Where attention costs as much as the rest, for the 135M checkpoint of the demo.
+# Called with what is being done and the cost done since the last call, in the units of `pass_cost`.
+Progress = Callable[[str, float], None]
+# Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
 SMALL_MODEL = 4096
 
 
 def pass_cost(tokens: int, turning_point: int = SMALL_MODEL) -> float:
-    """Rough cost of one forward pass, for progress and estimates only: linear layers plus quadratic attention.
+    """Rough cost of one forward pass, for a progress bar only: linear layers plus quadratic attention.
 
     Args:
         tokens: in the pass.
@@ -40,13 +42,21 @@ def turning_point(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def ticking(model: nn.Module, cost: float, advance: Callable[[float], None]) -> Iterator[None]:
-    """Call ``advance`` after every layer of every forward pass with the layer's share of ``cost``, that of one pass."""
+def ticking(model: nn.Module, name: str, cost: float, progress: Progress) -> Iterator[None]:
+    """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
+
+    Args:
+        model: whose layers are watched by hooks, which are gone at the end.
+        name: of what is being done.
+        cost: of each pass of the model.
+        progress: called once with cost 0 at the start, then after every layer.
+    """
     base = base_model(model)
     depth = base.config.get_text_config(decoder=True).num_hidden_layers
     stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     ticks = list(stacks[0]) if stacks else [base.base_model]
-    hooks = [tick.register_forward_hook(lambda *_: advance(cost / len(ticks))) for tick in ticks]
+    progress(name, 0.0)
+    hooks = [tick.register_forward_hook(lambda *_: progress(name, cost / len(ticks))) for tick in ticks]
     try:
         yield
     finally:
