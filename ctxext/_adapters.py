@@ -15,7 +15,16 @@ from transformers import PreTrainedModel
 from ctxext._edits import Edits
 from ctxext.errors import CheckpointError
 
-__all__ = ["EXTENSION_FILE", "is_adapter", "keep_extension", "read_extension", "save_adapters", "unwrapped"]
+__all__ = [
+    "ADAPTER_FILE",
+    "ADAPTER_WEIGHTS",
+    "EXTENSION_FILE",
+    "is_adapter",
+    "keep_extension",
+    "read_extension",
+    "save_adapters",
+    "unwrapped",
+]
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from ctxext.evaluation import provenance
+from ctxext.evaluation.checkpoint import DTYPES
+
+__all__ = ["DTYPES", "added_memory", "machine", "markdown_table", "synchronize"]
 
 
 def synchronize(device: str) -> None:
@@ -44,15 +46,7 @@ def _resident(field: str) -> float:
 
 def machine(device: str) -> str:
     """Return the machine, the library and the date in a line."""
-    what = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
-    return f"{what}; torch {torch.__version__}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return f"{provenance.machine(device)}; torch {torch.__version__}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
 
 
 def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:

@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ctxext.demo._inputs import SKIPPED_TOKENS, Checkpoint, Passage, load_checkpoint, read_texts, tokenise
 from ctxext.demo._report import check_output, loss_table, passkey_table, sentences, write
 from ctxext.demo._run import DemoResult, Plan, make_plan, run_demo
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._plots import label_of, tokens_label
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.evaluation.corpus import SKIPPED_TOKENS, TokenisedDocument, installed_texts, read_documents, tokenise
 
-__all__ = ["Checkpoint", "DemoResult", "Passage", "Plan", "demo", "make_plan", "run_demo"]
+__all__ = ["DemoResult", "Plan", "demo", "make_plan", "run_demo"]
 
 METHODS = ("pi", "ntk", "dynamic_ntk", "yarn")
 
@@ -36,18 +38,16 @@ def demo(
     """Show on a real checkpoint and real text what happens beyond the trained length, with each method and without."""
     console = Console()
     check_output(output)
-    texts = read_texts(text or [], documents)
+    texts = list(read_documents(text or _plays(documents)))
     with console.status("Loading the checkpoint ..."):
         checkpoint = load_checkpoint(model)
     chosen = list(method or METHODS)
     plan = make_plan(checkpoint.model, chosen, factor=factor, length=length, with_passkey=passkey)
     skip = 0 if text else SKIPPED_TOKENS
-    passages = [
-        tokenise(checkpoint.tokenizer, name, content, tokens=plan.length + 1, skip=skip) for name, content in texts
-    ]
+    passages = [tokenise(one, checkpoint.tokenizer).take(plan.length + 1, skip=skip) for one in texts]
     console.print(
         f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, reads "
-        f"{tokens_label(plan.length)} tokens of {', '.join(name for name, _ in texts)}\n"
+        f"{tokens_label(plan.length)} tokens of {', '.join(one.name for one in texts)}\n"
     )
     result = _with_progress(console, checkpoint, passages, plan)
     console.print(
@@ -65,7 +65,16 @@ def demo(
     console.print(f"\n{result.seconds:.0f} s. Written: {', '.join(map(str, paths))}", highlight=False)
 
 
-def _with_progress(console: Console, checkpoint: Checkpoint, passages: list[Passage], plan: Plan) -> DemoResult:
+def _plays(documents: int) -> list[Path]:
+    found = installed_texts()
+    if not 1 <= documents <= len(found):
+        raise InvalidParameterError(f"documents must be from 1 to {len(found)}, found {documents}.")
+    return found[:documents]
+
+
+def _with_progress(
+    console: Console, checkpoint: Checkpoint, passages: list[TokenisedDocument], plan: Plan
+) -> DemoResult:
     columns = (SpinnerColumn(), TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=plan.cost(len(passages)))

