@@ -8,9 +8,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from typer.core import TyperGroup
 
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 from ctxext.spec import RopeSpec
+
+
+class Clean(TyperGroup):
+    """Prints an error that ctxext raises on purpose as one message, without a traceback, and exits with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except CtxextError as error:
+            # Built here, not at import: tests and programs exchange sys.stderr.
+            Console(stderr=True, highlight=False).print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(1) from error
 
 
 class Window(StrEnum):

@@ -1,4 +1,4 @@
-"""A progress bar that shows itself only for work that takes a while."""
+"""Progress bars: one that shows itself only for work that takes a while, and one for work in stages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-__all__ = ["Later"]
+__all__ = ["Later", "Stages"]
 
 
 class Later:
@@ -35,3 +43,44 @@ class Later:
         if not self._shown and time.monotonic() >= self._begins:
             self._shown = True
             self._bar.start()
+
+
+class Stages:
+    """Call it with (stage, work done since the last call); a bar shows the stage, the time and the time left.
+
+    Args:
+        console: where the bar appears, to go at the end.
+        total: work in all stages.
+        report: whether each finished stage leaves a line with its seconds.
+    """
+
+    def __init__(self, console: Console, total: float, *, report: bool = False) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True)
+        self._task = self._bar.add_task("", total=total)
+        self._report = report
+        self._stage: tuple[str, float] | None = None
+
+    def __enter__(self) -> Stages:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish()
+        self._bar.stop()
+
+    def __call__(self, stage: str, done: float) -> None:
+        """Tell what is being done, and how much of it was done since the last call."""
+        if self._stage is None or self._stage[0] != stage:
+            self._finish()
+            self._stage = (stage, time.perf_counter())
+        self._bar.update(self._task, description=stage, advance=done)
+
+    def _finish(self) -> None:
+        if self._report and self._stage is not None:
+            name, began = self._stage
+            line = f"  {name:<24}{time.perf_counter() - began:6.0f} s"
+            self._bar.console.print(line, style="dim", highlight=False)

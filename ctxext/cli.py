@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
-from typer.core import TyperGroup
 
 from ctxext._cli_options import (
     Checkpoint,
+    Clean,
     Factor,
     Json,
     MethodName,
@@ -26,25 +26,13 @@ from ctxext._cli_options import (
     rope_of,
 )
 from ctxext._progress import Later
-from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
+from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.evaluation.commands import eval_app
 
 if TYPE_CHECKING:
     from ctxext.methods import Method
 
 __all__ = ["app"]
-
-
-class Clean(TyperGroup):
-    """Prints an error that ctxext raises on purpose as one message, without a traceback, and exits with 1."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except CtxextError as error:
-            # Built here, not at import: tests and programs exchange sys.stderr.
-            Console(stderr=True, highlight=False).print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(1) from error
 
 
 app = typer.Typer(
@@ -56,6 +44,7 @@ app = typer.Typer(
 )
 plot_app = typer.Typer(cls=Clean, help="Draw what methods do.", no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(plot_app, name="plot")
+app.add_typer(eval_app, name="eval")
 
 
 @app.callback(invoke_without_command=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ctxext._progress import Stages
 from ctxext.demo._report import check_output, loss_table, passkey_table, sentences, write
 from ctxext.demo._run import DemoResult, Plan, make_plan, run_demo
 from ctxext.errors import InvalidParameterError
@@ -75,25 +74,11 @@ def _plays(documents: int) -> list[Path]:
 def _with_progress(
     console: Console, checkpoint: Checkpoint, passages: list[TokenisedDocument], plan: Plan
 ) -> DemoResult:
-    columns = (SpinnerColumn(), TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=plan.cost(len(passages)))
-
-        stage: tuple[str, float] | None = None
-
-        def finish() -> None:
-            if stage is not None:
-                console.print(f"  {stage[0]:<24}{time.perf_counter() - stage[1]:6.0f} s", style="dim", highlight=False)
+    with Stages(console, plan.cost(len(passages)), report=True) as stages:
 
         def advance(name: str, cost: float) -> None:
-            nonlocal stage
-            label = ", ".join(label_of(part) for part in name.split(", "))
-            if stage is None or stage[0] != label:
-                finish()
-                stage = (label, time.perf_counter())
-            bar.update(task, description=label, advance=cost)
+            stages(", ".join(label_of(part) for part in name.split(", ")), cost)
 
         result = run_demo(checkpoint, passages, plan, progress=advance)
-        finish()
     console.print()
     return result

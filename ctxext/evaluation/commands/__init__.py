@@ -1,0 +1,30 @@
+"""``ctxext eval``: one command a file, found in this folder; a file's function of its own name is the command.
+
+Everything here is imported to print the help of ``ctxext``, so heavy imports live inside the commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import typer
+
+from ctxext._cli_options import Clean
+
+__all__ = ["eval_app"]
+
+eval_app = typer.Typer(
+    cls=Clean, help="Measure what a context is worth.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+
+@eval_app.callback()
+def main() -> None:
+    """Measure what a context is worth, with the truncation baseline beside it."""
+
+
+for _found in pkgutil.iter_modules(__path__):
+    if not _found.name.startswith("_"):
+        _module = importlib.import_module(f"{__name__}.{_found.name}")
+        eval_app.command(_found.name.replace("_", "-"))(getattr(_module, _found.name))
