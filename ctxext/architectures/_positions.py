@@ -7,8 +7,6 @@ travels to each layer as the ``attention_mask`` argument, so gradient checkpoint
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ctxext._stand_in import StandIn
 from ctxext.attention import Layout
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 
@@ -67,27 +66,13 @@ class LayoutMask:
 
 
 @dataclass
-class PositionedForward:
-    """Stands in for a decoder's ``forward``: notes the positions it is called with, then calls what stood there.
-
-    Args:
-        decoder: the module.
-        inner: its ``forward`` where something else stood in for the class's own before (accelerate's hooks do).
-    """
-
-    decoder: nn.Module
-    inner: Any = None
+class PositionedForward(StandIn):
+    """Stands in for a decoder's ``forward``: notes the positions it is called with, then calls what stood there."""
 
     @classmethod
     def around(cls, decoder: nn.Module) -> PositionedForward:
         """What to put in the place of ``decoder.forward``."""
         return cls(decoder, decoder.__dict__.get("forward"))
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The class's own, for those who look which arguments a model takes."""
-        full = _signature(type(self.decoder).forward)
-        return full.replace(parameters=list(full.parameters.values())[1:])
 
     def __call__(self, *args: Any, ctxext_length: int | None = None, **kwargs: Any) -> Any:
         """Run the decoder.
@@ -99,8 +84,8 @@ class PositionedForward:
             **kwargs: the decoder's own.
         """
         given = self.given(args, kwargs)
-        if getattr(self.decoder.config, "_attn_implementation", None) == ATTENTION:
-            kwargs = kwargs | _checked(self.decoder.config, given)
+        if getattr(self.module.config, "_attn_implementation", None) == ATTENTION:
+            kwargs = kwargs | _checked(self.module.config, given)
         outer = _current.call
         call = _Call(None, None) if outer is None else outer
         if given.get("position_ids") is not None:
@@ -112,20 +97,6 @@ class PositionedForward:
             return self.run(*args, **kwargs)
         finally:
             _current.call = outer
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stood here before."""
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self.decoder).forward(self.decoder, *args, **kwargs)
-
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call's arguments by name."""
-        if not args:
-            return kwargs
-        bound = _signature(type(self.decoder).forward).bind_partial(self.decoder, *args, **kwargs).arguments
-        by_name: dict[str, Any] = bound | bound.pop("kwargs", {})
-        return by_name
 
 
 def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -146,11 +117,6 @@ def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
 def declared_length() -> int | None:
     """The global length that the caller of the decoder named with ``ctxext_length``."""
     return None if _current.call is None else _current.call.length
-
-
-@functools.cache
-def _signature(forward: Any) -> inspect.Signature:
-    return inspect.signature(forward)
 
 
 def layout_of(attention_mask: Any) -> LayoutMask:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext._api import base_model
+from ctxext._head import require_pieces, shell_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 
 __all__ = ["logits_in_chunks"]
@@ -51,24 +50,14 @@ def logits_in_chunks(
             f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
         )
     causal = _causal_model(model)
-    once = _RunOnce(causal.base_model)
-    shell = copy.copy(causal)
-    shell.__dict__["_modules"] = {**causal._modules, causal.base_model_prefix: once}
-    # accelerate and others put a `forward` on the instance that is bound to the original module.
-    shell.__dict__.pop("forward", None)
+    shell, replay = shell_of(causal)
     for first in range(start, positions, chunk):
-        once.piece = slice(first, min(first + chunk, positions))
-        once.calls = 0
+        replay.piece = slice(first, min(first + chunk, positions))
+        replay.calls = 0
         # The first piece hands all tokens to the real layers; later ones only have to look like their piece.
-        ids = input_ids if first == start else input_ids[:, once.piece]
+        ids = input_ids if first == start else input_ids[:, replay.piece]
         logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
-        expected = (input_ids.shape[0], once.piece.stop - once.piece.start)
-        if once.calls != 1 or tuple(logits.shape[:2]) != expected:
-            raise IncompatibleError(
-                f"{type(causal).__name__} does not compute its logits from its base model's hidden states alone "
-                f"(calls: {once.calls}, logits: {list(logits.shape)}, expected [{expected[0]}, {expected[1]}, vocab]), "
-                f"so they cannot be had in pieces."
-            )
+        require_pieces(causal, replay, logits)
         yield first, logits
 
 
@@ -84,40 +73,7 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
     name = type(causal).__name__
     if causal.training:
         raise IncompatibleError(f"{name} is in training mode, where dropout is noise. Call model.eval() first.")
-    if causal.config.is_encoder_decoder:
-        raise IncompatibleError(f"{name} is an encoder-decoder; only causal language models have a loss by position.")
-    if causal.base_model_prefix not in causal._modules or causal.get_output_embeddings() is None:
-        raise IncompatibleError(
-            f"{name} is not a base model with a language modelling head (found no {causal.base_model_prefix!r} and "
-            f"output embedding). Load it with AutoModelForCausalLM."
-        )
     return causal
-
-
-class _RunOnce(nn.Module):
-    """Stands in for the base model: runs it at the first call, then replays the asked piece of its output."""
-
-    def __init__(self, real: nn.Module) -> None:
-        super().__init__()
-        self.real = real
-        self.piece = slice(0, 0)
-        self.calls = 0
-        self.output: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        modules = self.__dict__["_modules"]
-        return modules[name] if name in modules else getattr(modules["real"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        if self.output is None:
-            self.output = self.real(*args, **kwargs)
-        hidden: Tensor = self.output[0][:, self.piece]
-        if isinstance(self.output, tuple):
-            return (hidden, *self.output[1:])
-        piece = copy.copy(self.output)
-        piece.last_hidden_state = hidden
-        return piece
 
 
 def check_token_ids(input_ids: Tensor, *, least: int) -> None:

@@ -1,0 +1,306 @@
+"""Cross-entropy over hidden states, a chunk at a time, so that tokens x vocabulary never exists.
+
+At 32K tokens and a vocabulary of 128K the stock loss holds logits of 8 GiB in bfloat16, a float32 copy of 16 GiB, and
+gradients of the same sizes. Here one chunk's logits are made, turned into their own gradient in place, pushed back
+through the head, and dropped, all during the forward pass; what stays is the gradient by the hidden states, as large
+as these, and the gradient of the head's own weights where it is trained.
+
+Measured on 2 CPU cores against recomputing every chunk in the backward pass (torch.utils.checkpoint): one product with
+the head's weight less. Under engines that shard the head's weights a chunk *is* recomputed, since these attach their
+work to the one backward pass they know.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FlatParameter, FSDPModule
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ctxext._api import base_model
+from ctxext._edits import Edits
+from ctxext._head import require_head, require_pieces, shell_of
+from ctxext._stand_in import StandIn
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+
+__all__ = ["ChunkedLoss", "chunk_loss"]
+
+IGNORED = -100
+"""The label that counts for nothing, as everywhere in transformers."""
+
+
+def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
+    """Let a model compute its loss in chunks from now on, whoever calls it: any Trainer, or a loop of your own.
+
+    Whenever the model is called with ``labels`` it returns a loss, and gradients, equal to its own up to rounding, and
+    no logits. Called without labels it is as before. Call this before the model is handed to a Trainer or wrapped for
+    distributed training; adapters may be attached before or after.
+
+        handle = chunk_loss(model)
+        Trainer(model, ...).train()
+        handle.remove()                  # or: with chunk_loss(model): ...
+
+    Args:
+        model: a transformers causal language model, or a PEFT or compiled wrapper around one.
+        chunk: tokens whose logits exist at a time, over all rows, at least 1. They take about chunk x vocabulary x 10
+            bytes; below 512 the products with the head become slow.
+
+    Returns:
+        What undoes it: ``remove()``, or the end of a ``with`` block.
+
+    Raises:
+        InvalidParameterError: for a ``chunk`` below 1.
+        IncompatibleError: the model has no language modelling head, or a loss of its own that is not cross-entropy.
+        PatchStateError: something else computes the model's loss already (Liger, or this).
+    """
+    if chunk < 1:
+        raise InvalidParameterError(f"chunk must be at least 1 token, found {chunk}.")
+    causal = base_model(model)
+    require_head(causal)
+    called = inspect.unwrap(type(causal).forward).__code__.co_names
+    if "loss_function" not in called or causal.loss_function is not ForCausalLMLoss:
+        raise IncompatibleError(
+            f"{type(causal).__name__} has a loss of its own; only the cross-entropy of the next token, as transformers "
+            f"computes it for most models, can be computed in chunks."
+        )
+    return ChunkedLoss(causal, chunk)
+
+
+class ChunkedLoss:
+    """What ``chunk_loss`` did to a model, and how to undo it."""
+
+    def __init__(self, causal: PreTrainedModel, chunk: int) -> None:
+        self._owner, self._name = _innermost(causal)
+        self._forward = ChunkedForward(causal, chunk=chunk)
+        self._edits = Edits()
+        self._edits.set(self._owner, self._name, self._forward)
+
+    def remove(self) -> None:
+        """Let the model compute its loss as before. A second call does nothing.
+
+        Raises:
+            PatchStateError: if the model was patched since; unpatch it first.
+        """
+        current = getattr(self._owner, self._name, None)
+        if self._edits.lines() and isinstance(current, StandIn) and current is not self._forward:
+            raise PatchStateError(
+                f"The {type(self._forward.module).__name__} was patched after chunk_loss(model), on top of it. Call "
+                f"ctxext.unpatch(model) first."
+            )
+        self._edits.undo()
+
+    def __enter__(self) -> ChunkedLoss:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _innermost(causal: PreTrainedModel) -> tuple[Any, str]:
+    """Where the class's own forward is called: below everything that was put around it."""
+    owner, name = (causal, "_old_forward") if "_hf_hook" in causal.__dict__ else (causal, "forward")
+    while isinstance(current := vars(owner).get(name), StandIn):
+        if isinstance(current, ChunkedForward):
+            raise PatchStateError(f"This {type(causal).__name__} computes its loss in chunks already.")
+        owner, name = current, "inner"
+    if current is not None and getattr(current, "__func__", None) is not type(causal).forward:
+        raise PatchStateError(
+            f"The forward of this {type(causal).__name__} has been replaced ({current!r:.80}), by Liger or by "
+            f"accelerate's mixed precision perhaps. Call chunk_loss(model) before the latter, and use one of it and "
+            f"the former."
+        )
+    return owner, name
+
+
+@dataclass
+class ChunkedForward(StandIn):
+    """Stands in for a causal model's ``forward`` and returns its loss without its logits.
+
+    Args:
+        module: the model.
+        inner: None; it is the innermost.
+        chunk: tokens per chunk, over all rows.
+    """
+
+    chunk: int = 1024
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; with ``labels`` the result holds the loss and everything else but logits."""
+        given = dict(self.given(args, kwargs))
+        labels, targets = given.pop("labels", None), given.pop("shift_labels", None)
+        if labels is None and targets is None:
+            return self.run(*args, **kwargs)
+        count, as_dict = given.pop("num_items_in_batch", None), given.pop("return_dict", None)
+        if targets is None:
+            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        layers = _Pieces(self.module, given, targets)
+        size = max(1, self.chunk // targets.shape[0])
+        total = layers.recomputed(size) if _sharded(self.module) else layers.at_once(size)
+        if count is None:
+            count = (layers.targets != IGNORED).sum()
+        loss = total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        aux = getattr(layers.output, "aux_loss", None)
+        if aux is not None:  # mixtures of experts balance their load; their classes add it to the loss they compute
+            loss = loss + self.module.router_aux_loss_coef * aux.to(loss.device)
+        kept = {key: value for key, value in layers.output.items() if key != "logits"}
+        output = type(layers.output)(**kept, loss=loss)
+        plain = as_dict is False or not getattr(self.module.config, "return_dict", True)
+        return output.to_tuple() if plain else output
+
+
+class _Pieces:
+    """One forward pass through the layers, whose head is applied to a piece of the positions at a time.
+
+    Args:
+        causal: the model.
+        given: what its forward was called with, less the labels.
+        targets: ``[batch, positions]``, what each position should predict.
+    """
+
+    def __init__(self, causal: Any, given: dict[str, Any], targets: Tensor) -> None:
+        self.causal = causal
+        self.source = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        self.inputs: Tensor = given[self.source]
+        self.shell, self.replay = shell_of(causal)
+        # The layers run here, under the head of one position; that one's logits are not looked at.
+        self.output: Any = self._run(**given)
+        self.hidden: Tensor = self.replay.output[0]
+        self.targets = targets.to(self.hidden.device)
+        if self.hidden.shape[:2] != targets.shape:
+            raise IncompatibleError(
+                f"{type(causal).__name__} made {list(self.hidden.shape[:2])} hidden states for labels of shape "
+                f"{list(targets.shape)}; its loss cannot be computed in chunks."
+            )
+
+    def _run(self, **arguments: Any) -> Any:
+        self.replay.calls = 0
+        output = type(self.causal).forward(self.shell, **arguments, return_dict=True)
+        require_pieces(self.causal, self.replay, output.logits)
+        return output
+
+    def _logits(self, hidden: Tensor) -> Float[Tensor, "batch piece vocab"]:
+        self.replay.hidden = hidden
+        logits: Tensor = self._run(**{self.source: self.inputs[:, : hidden.shape[1]]}, use_cache=False).logits
+        return logits
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def at_once(self, size: int) -> Float[Tensor, ""]:
+        """The summed loss; its gradients are computed here already, and handed out in the backward pass."""
+        total = torch.zeros((), device=self.hidden.device)
+        wanted = torch.is_grad_enabled()
+        by_hidden = torch.zeros_like(self.hidden) if wanted else None
+        leaves: list[Tensor] | None = None
+        by_leaves: list[Tensor] = []
+        for start in _counting(self.targets, size):
+            piece = slice(start, start + size)
+            hidden = self.hidden.detach()[:, piece].requires_grad_(wanted)
+            logits = self._logits(hidden)
+            value, by_logits = _cross_entropy(logits, self.targets[:, piece])
+            total = total + value
+            if by_hidden is None:
+                continue
+            if leaves is None:
+                leaves = [leaf for leaf in _leaves(logits) if leaf is not hidden]
+                # In float32: sums of 16-bit numbers over chunks lose what one large product keeps.
+                by_leaves = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves]
+            found = torch.autograd.grad(logits, [hidden, *leaves], by_logits)
+            del logits, by_logits
+            by_hidden[:, piece] = found[0]
+            for sum_, part in zip(by_leaves, found[1:], strict=True):
+                sum_ += part
+        if by_hidden is None or leaves is None:
+            return total
+        result: Tensor = _WithGradients.apply(  # type: ignore[no-untyped-call]
+            total, [by_hidden, *by_leaves], self.hidden, *leaves
+        )
+        return result
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def recomputed(self, size: int) -> Float[Tensor, ""]:
+        """The summed loss, as autograd sees it; the backward pass makes each piece's logits again."""
+
+        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            logits = self._logits(hidden)
+            return F.cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+
+        pieces = zip(torch.split(self.hidden, size, dim=1), torch.split(self.targets, size, dim=1), strict=True)
+        losses: list[Tensor] = [checkpoint(loss, *piece, use_reentrant=False) for piece in pieces]
+        return torch.stack(losses).sum()
+
+
+def _cross_entropy(
+    logits: Float[Tensor, "batch piece vocab"], targets: Int[Tensor, "batch piece"]
+) -> tuple[Float[Tensor, ""], Float[Tensor, "batch piece vocab"]]:
+    """The sum over the targets that count of -log p(target), and its gradient by the logits, in their dtype."""
+    ignored = (targets == IGNORED)[..., None]
+    index = targets[..., None].masked_fill(ignored, 0)
+    scores = torch.log_softmax(logits.detach(), dim=-1, dtype=torch.float32)
+    value = -scores.gather(-1, index).masked_fill(ignored, 0.0).sum()
+    by_logits = scores.exp_().scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=torch.float32))
+    return value, by_logits.masked_fill_(ignored, 0.0).to(logits.dtype)
+
+
+def _counting(targets: Tensor, size: int) -> list[int]:
+    """Where the pieces start in which some target counts; the first one if there is none."""
+    starts = range(0, targets.shape[1], size)
+    counts = torch.stack([(targets[:, start : start + size] != IGNORED).any() for start in starts]).tolist()
+    return [start for start, some in zip(starts, counts, strict=True) if some] or [0]
+
+
+def _leaves(logits: Tensor) -> list[Tensor]:
+    """The tensors that ``logits`` were computed from and that a backward pass would give gradients to."""
+    found: dict[Any, Tensor] = {}
+    seen: set[Any] = set()
+    nodes = [logits.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[node] = node.variable
+        nodes += [following for following, _ in node.next_functions]
+    for leaf in found.values():
+        if isinstance(leaf, FlatParameter):
+            raise IncompatibleError("The first version of FSDP flattens the head's weights. Set fsdp_version to 2.")
+    return list(found.values())
+
+
+def _sharded(model: nn.Module) -> bool:
+    """Whether an engine holds the weights in parts: FSDP 2, or DeepSpeed ZeRO-3, which puts an id on them."""
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        hasattr(weight, "ds_id") for weight in model.parameters()
+    )
+
+
+class _WithGradients(torch.autograd.Function):
+    """A number whose gradients by some tensors are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise PatchStateError("A loss in chunks has one backward pass: its gradients are not kept for another.")
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, *(g.mul_(by_value).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
