@@ -1,7 +1,9 @@
 """Passkey retrieval: can the model repeat a number that it read a given distance ago?
 
-A prompt is built from tokens, not characters: an opening, noise, the key, more noise, a question. Length and depth
-are explicit, the key has always five digits, and every cell has its own seed, so that a cell can be repeated alone.
+A prompt is built from tokens, not characters: an opening, a haystack with the key between two of its sentences, a
+question. The haystack is repeated noise, which is easy to tell from the key, or any text, which is a needle test.
+Length and depth are explicit, the key has always five digits, and every cell has its own seed, so that a cell can be
+repeated alone.
 
 Source of the task: Mohtashami & Jaggi, arXiv:2305.16300, appendix; wording and construction are our own.
 """
@@ -21,18 +23,14 @@ from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._logits import logits_in_chunks
+from ctxext.evaluation._passkey_result import PasskeyCell, PasskeyResult, PasskeyTrial
+from ctxext.evaluation._reach import check_reach
 from ctxext.evaluation.corpus import special_prefix
+from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
 
-__all__ = ["Passkey", "PasskeyResult", "PasskeyTrial", "build", "measure", "run"]
+__all__ = ["Passkey", "PasskeyCell", "PasskeyResult", "PasskeyTrial", "build", "measure", "run"]
 
 OPENING = "A pass key is hidden somewhere in the long text below. Find it and remember it. You will be asked for it.\n"
-NOISE = (
-    " The rain falls on the hills.",
-    " The river runs to the sea.",
-    " A cart goes down the road.",
-    " The bread is in the oven.",
-    " Here and there a dog barks.",
-)
 KEY_BEFORE = "\nThe pass key is"
 KEY_AFTER = ". Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
@@ -68,84 +66,44 @@ class Passkey:
         return self.length - self.key_position
 
 
-@dataclass(frozen=True)
-class PasskeyTrial:
-    """The outcome of one prompt.
-
-    Args:
-        length: tokens in the prompt.
-        depth: 0 to 1, as asked for.
-        distance: tokens between the key and the answer.
-        seed: of this cell.
-        key: the five digits.
-        correct: whether greedy decoding would produce the key.
-        loss: mean over the key's tokens, nats; it moves before ``correct`` does.
-    """
-
-    length: int
-    depth: float
-    distance: int
-    seed: int
-    key: str
-    correct: bool
-    loss: float
-
-
-@dataclass(frozen=True)
-class PasskeyResult:
-    """All trials of a run, in the order they were made."""
-
-    trials: tuple[PasskeyTrial, ...]
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of correct trials."""
-        return sum(trial.correct for trial in self.trials) / len(self.trials)
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the trials, nats per token of the key."""
-        return sum(trial.loss for trial in self.trials) / len(self.trials)
-
-
-def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0) -> Passkey:
+def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack: Haystack | None = None) -> Passkey:
     """Build a prompt of exactly ``length`` tokens.
 
-    The noise repeats five short sentences, starting at a random one; the key stands between two sentences, after the
-    fraction ``depth`` of the noise. The last sentence is cut so that the length fits.
+    The key stands between two sentences, as near as they allow to the fraction ``depth`` of the haystack's tokens. The
+    last sentence is cut so that the length fits.
     Special tokens that the tokenizer itself puts in front of a text stand in front of the prompt and count.
 
     Args:
         tokenizer: a transformers tokenizer.
         length: tokens in the prompt, including special tokens; at least what the fixed parts and one noise cycle need.
         depth: 0 (right after the opening) to 1 (right before the question).
-        seed: decides, with length and depth, the key and where the noise starts.
+        seed: decides, with length and depth, the key and where the haystack starts.
+        haystack: from ``noise`` or ``of_text``, of the same tokenizer; None for noise.
 
     Raises:
-        InvalidParameterError: a length that is too small, a depth outside 0..1, or a tokenizer that cannot write
-            digits.
+        InvalidParameterError: a length that is too small, or too large for the text; a depth outside 0..1; or a
+            tokenizer that cannot write digits.
     """
     if not 0 <= depth <= 1:
         raise InvalidParameterError(f"depth must be from 0 to 1, found {depth}.")
+    haystack = haystack or noise(tokenizer)
     generator = random.Random(f"passkey {seed} {length} {depth}")
     key = str(generator.randrange(10 ** (DIGITS - 1), 10**DIGITS))
     question = _encode(tokenizer, QUESTION)
     answer = _key_tokens(tokenizer, key)
     needle = [*_encode(tokenizer, KEY_BEFORE), *answer, *_encode(tokenizer, KEY_AFTER)]
     opening = [*special_prefix(tokenizer), *_encode(tokenizer, OPENING)]
-    cycle = [_encode(tokenizer, sentence) for sentence in NOISE]
     room = length - len(opening) - len(needle) - len(question)
-    least = sum(map(len, cycle))
+    least = haystack.tokens if haystack.repeated else 1
     if room < least:
         raise InvalidParameterError(
             f"A passkey prompt needs at least {length - room + least} tokens with this tokenizer, found "
             f"length={length}."
         )
-    sentences = _noise(cycle, generator.randrange(len(cycle)), room)
-    before = round(depth * len(sentences))
-    head = [*opening, *(token for sentence in sentences[:before] for token in sentence)]
-    tail = [token for sentence in sentences[before:] for token in sentence]
-    prompt = [*head, *needle, *tail, *question]
+    sentences = haystack.take(room, generator)
+    before = nearest_boundary(sentences, depth)
+    head = [*opening, *itertools.chain.from_iterable(sentences[:before])]
+    prompt = [*head, *needle, *itertools.chain.from_iterable(sentences[before:]), *question]
     key_position = len(head) + len(_encode(tokenizer, KEY_BEFORE))
     return Passkey(torch.tensor(prompt), torch.tensor(answer), key, float(depth), key_position)
 
@@ -183,6 +141,9 @@ def run(
     depths: Iterable[float],
     trials: int = 1,
     seed: int = 0,
+    haystack: Haystack | None = None,
+    beyond: bool = False,
+    finished: Iterable[PasskeyTrial] = (),
     on_trial: Callable[[PasskeyTrial], None] | None = None,
 ) -> PasskeyResult:
     """Measure every length at every depth, ``trials`` times.
@@ -194,23 +155,33 @@ def run(
         depths: each from 0 to 1.
         trials: prompts per cell, at least 1; they use the seeds ``seed``, ``seed + 1``, ...
         seed: of the first trial of each cell.
-        on_trial: called after each trial, for progress.
+        haystack: see ``build``.
+        beyond: allow lengths for which the model is not meant, to see how it fails.
+        finished: trials of an earlier run of the same model and haystack; they are not repeated.
+        on_trial: called after each new trial, for progress.
 
     Raises:
-        InvalidParameterError: nothing to measure, or an argument of ``build`` out of range.
+        InvalidParameterError: nothing to measure, an argument of ``build`` out of range, or a length that the model is
+            not meant for.
         IncompatibleError: as in ``measure``.
     """
     depths = tuple(depths)
-    cells = [(length, depth, seed + n) for length in lengths for depth in depths for n in range(trials)]
+    cells = [(length, float(depth), seed + n) for length in lengths for depth in depths for n in range(trials)]
     if not cells:
         raise InvalidParameterError("There is no cell to measure; give at least one length, one depth and one trial.")
-    prompts = [(build(tokenizer, length=length, depth=depth, seed=n), n) for length, depth, n in cells]
+    haystack = haystack or noise(tokenizer)
+    prompts = [build(tokenizer, length=n, depth=depth, seed=cell, haystack=haystack) for n, depth, cell in cells]
+    check_reach(model, max(prompt.length for prompt in prompts), beyond=beyond)
+    known = {(trial.length, trial.depth, trial.seed): trial for trial in finished}
     done = []
-    for prompt, n in prompts:
-        done.append(measure(model, prompt, seed=n))
-        if on_trial is not None:
-            on_trial(done[-1])
-    return PasskeyResult(tuple(done))
+    for prompt, cell in zip(prompts, cells, strict=True):
+        trial = known.get(cell)
+        if trial is None:
+            trial = measure(model, prompt, seed=cell[2])
+            if on_trial is not None:
+                on_trial(trial)
+        done.append(trial)
+    return PasskeyResult(tuple(done), haystack.name)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -225,14 +196,3 @@ def _key_tokens(tokenizer: Any, key: str) -> list[int]:
             f"{tokenizer.decode(tokens)!r}, so a passkey cannot be asked for."
         )
     return tokens
-
-
-def _noise(cycle: list[list[int]], offset: int, room: int) -> list[list[int]]:
-    """Sentences of ``room`` tokens in total; the last one is cut at its end to make that exact."""
-    sentences: list[list[int]] = []
-    for sentence in itertools.cycle([*cycle[offset:], *cycle[:offset]]):
-        if room <= 0:
-            break
-        sentences.append(sentence[:room])
-        room -= len(sentence)
-    return sentences

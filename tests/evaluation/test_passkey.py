@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.passkey import PasskeyResult, PasskeyTrial, build, measure, run
+from ctxext.evaluation._proportion import wilson_interval
+from ctxext.evaluation._sentences import split_sentences
+from ctxext.evaluation.haystack import of_text
+from ctxext.evaluation.passkey import PasskeyCell, PasskeyResult, PasskeyTrial, build, measure, run
+
+STORY = "".join(f" Day {day}: Mr. A. walked {day % 7} miles. Why? Nobody knew!" for day in range(60))
 
 
 @pytest.mark.parametrize("length", [400, 401, 537, 900])
@@ -81,6 +89,49 @@ def test_loss_is_that_of_the_answer(model: LlamaForCausalLM, tokenizer: PreTrain
     assert measure(model, prompt).loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
+def test_a_key_in_a_text_stands_between_two_sentences(tokenizer: PreTrainedTokenizerFast) -> None:
+    haystack = of_text(tokenizer, "story", STORY)
+    starts = set()
+    for seed, depth in [(seed, depth) for seed in range(20) for depth in (0.0, 0.37, 0.5, 1.0)]:
+        prompt = build(tokenizer, length=700, depth=depth, seed=seed, haystack=haystack)
+        text = tokenizer.decode(prompt.prompt)
+        assert prompt.length == 700
+        head, _, rest = text.removeprefix(passkey.OPENING).partition(passkey.KEY_BEFORE)
+        key, _, tail = rest.removesuffix(passkey.QUESTION).partition(passkey.KEY_AFTER)
+        assert (key.strip(), head + tail in STORY) == (prompt.key, True)
+        # Between two sentences, the last of which is cut; as near to the depth as half a sentence of 31 bytes.
+        assert not head or (head[-1] in ".?!" and not head.endswith(("Mr.", "A."))) or depth == 1.0
+        assert abs(len(head) - depth * len(head + tail)) <= 16
+        starts.add(head + tail)
+    assert len(starts) > 15
+
+
+def test_haystacks_refuse(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InvalidParameterError, match="'note' has no two sentences"):
+        of_text(tokenizer, "note", "one line without an end")
+    short = of_text(tokenizer, "short", STORY[:400])
+    with pytest.raises(InvalidParameterError, match=r"'short' has 400 tokens, found a need for \d{3}"):
+        build(tokenizer, length=900, depth=0.5, haystack=short)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("", []),
+        ("No end", ["No end"]),
+        ("He said. She said? Yes! ok. no", ["He said.", " She said?", " Yes! ok. no"]),
+        ('"Go!" he cried. (He left.) Mr. B. J. Cox, e.g. I, came at 3.5', ['"Go!" he cried.', " (He left.)"]),
+        ("A line\n\nB line", ["A line", "\n\nB line"]),
+        ("\u4eca\u65e5\u306f\u3002\u660e\u65e5", ["\u4eca\u65e5\u306f\u3002", "\u660e\u65e5"]),
+    ],
+)
+def test_sentences(text: str, pieces: list[str]) -> None:
+    found = split_sentences(text)
+    assert "".join(found) == text
+    assert found[: len(pieces)] == pieces
+    assert len(found) - len(pieces) == (1 if text.startswith('"') else 0)
+
+
 def test_run_covers_the_grid(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     seen: list[PasskeyTrial] = []
     found = run(model, tokenizer, lengths=[400, 410], depths=[0.0, 1.0], trials=2, seed=5, on_trial=seen.append)
@@ -89,11 +140,51 @@ def test_run_covers_the_grid(model: LlamaForCausalLM, tokenizer: PreTrainedToken
     assert tuple(seen) == found.trials
     with pytest.raises(InvalidParameterError, match="no cell"):
         run(model, tokenizer, lengths=[400], depths=[])
-
-
-def test_accuracy_and_loss_are_means() -> None:
-    trials = tuple(
-        PasskeyTrial(400, 0.0, 300, 0, "12345", correct, loss) for correct, loss in [(True, 1.0), (False, 4.0)]
+    # What is finished is not measured again.
+    kept = tuple(replace(trial, correct=True, loss=0.5) for trial in found.trials[1:3])
+    seen.clear()
+    again = run(
+        model, tokenizer, lengths=[400, 410], depths=[0.0, 1.0], trials=2, seed=5, finished=kept, on_trial=seen.append
     )
-    assert PasskeyResult(trials).accuracy == 0.5
-    assert PasskeyResult(trials).loss == 2.5
+    assert again.trials == (found.trials[0], *kept, *found.trials[3:])
+    assert len(seen) == 6
+
+
+def test_lengths_that_the_model_is_not_meant_for(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InvalidParameterError, match=r"600 tokens are more than the 512 .* is trained for.*beyond"):
+        run(model, tokenizer, lengths=[400, 600], depths=[0.5])
+    assert len(run(model, tokenizer, lengths=[600], depths=[0.5], beyond=True).trials) == 1
+    ctxext.patch(model, "yarn", factor=2)
+    assert len(run(model, tokenizer, lengths=[600], depths=[0.5]).trials) == 1
+    with pytest.raises(InvalidParameterError, match=r"1,100 tokens .* 1,024 .* was extended to, by yarn"):
+        run(model, tokenizer, lengths=[1100], depths=[0.5])
+
+
+def test_wilson_interval_by_hand() -> None:
+    """Newcombe's table of 1998, method 3: 81/263, 15/148, 0/20, 1/29."""
+    for correct, trials, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert wilson_interval(correct / trials, trials, z=1.959964) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(1.0, 1)[1] == 1.0
+    for mean, trials in ((0.5, 0), (1.1, 3)):
+        with pytest.raises(InvalidParameterError, match="at least 1 trial"):
+            wilson_interval(mean, trials)
+
+
+def test_cells_are_sums() -> None:
+    made = [(900, 0.5, True, 1.0), (400, 1.0, True, 2.0), (400, 0.0, True, 1.0), (400, 0.0, False, 4.0)]
+    trials = tuple(PasskeyTrial(n, depth, 300, 0, "12345", correct, loss) for n, depth, correct, loss in made)
+    found = PasskeyResult(trials)
+    assert (found.accuracy, found.loss) == (0.75, 2.0)
+    assert found.cells == (
+        PasskeyCell(400, 0.0, 1, 2, 2.5),
+        PasskeyCell(400, 1.0, 1, 1, 2.0),
+        PasskeyCell(900, 0.5, 1, 1, 1.0),
+    )
+    assert found.cells[0].accuracy == 0.5
+    assert found.cells[0].interval == wilson_interval(0.5, 2)
+    assert found.at(400).accuracy == pytest.approx(2 / 3)

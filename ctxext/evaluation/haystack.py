@@ -1,0 +1,107 @@
+"""What something is hidden in: repeated noise, or any text, as sentences of tokens."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation._sentences import split_sentences
+
+__all__ = ["Haystack", "nearest_boundary", "noise", "of_text"]
+
+NOISE = (
+    " The rain falls on the hills.",
+    " The river runs to the sea.",
+    " A cart goes down the road.",
+    " The bread is in the oven.",
+    " Here and there a dog barks.",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Haystack:
+    """Sentences, each as token ids, to be taken from any sentence on.
+
+    Args:
+        name: to show.
+        sentences: none empty.
+        repeated: whether the first follows the last; a text that does not repeat can be too short.
+    """
+
+    name: str
+    sentences: tuple[tuple[int, ...], ...]
+    repeated: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sentences."""
+        return sum(map(len, self.sentences))
+
+    def take(self, room: int, generator: random.Random) -> list[tuple[int, ...]]:
+        """Sentences of ``room`` tokens in total, from a random one on; the last is cut to make that exact.
+
+        Raises:
+            InvalidParameterError: if the text is too short.
+        """
+        if self.repeated:
+            offset = generator.randrange(len(self.sentences))
+            return _cut(itertools.chain(self.sentences[offset:], itertools.cycle(self.sentences)), room)
+        left = list(itertools.accumulate(map(len, reversed(self.sentences))))
+        starts = len(left) - bisect.bisect_left(left, room)
+        if starts < 1:
+            raise InvalidParameterError(
+                f"The text {self.name!r} has {self.tokens:,} tokens, found a need for {room:,}. Use a longer text, a "
+                f"smaller length, or noise."
+            )
+        return _cut(self.sentences[generator.randrange(starts) :], room)
+
+
+def noise(tokenizer: Any) -> Haystack:
+    """Five short sentences about nothing, over and over."""
+    return Haystack("noise", tuple(_tokens(tokenizer, sentence) for sentence in NOISE), repeated=True)
+
+
+def of_text(tokenizer: Any, name: str, text: str) -> Haystack:
+    """The sentences of a text.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        name: to show.
+        text: of at least two sentences.
+
+    Raises:
+        InvalidParameterError: if no sentence ends inside the text, so that nothing can be hidden in it.
+    """
+    sentences = split_sentences(text)
+    if len(sentences) < 2:
+        raise InvalidParameterError(
+            f"The text {name!r} has no two sentences to hide something between (found none that ends with a full stop, "
+            f"a question mark, an exclamation mark or a blank line). Use prose, or noise."
+        )
+    tokens = (_tokens(tokenizer, sentence) for sentence in sentences)
+    return Haystack(name, tuple(sentence for sentence in tokens if sentence), repeated=False)
+
+
+def nearest_boundary(sentences: Sequence[Sequence[int]], depth: float) -> int:
+    """How many sentences to put in front so that they hold the share ``depth`` of all tokens, as nearly as they can."""
+    ends = list(itertools.accumulate(map(len, sentences), initial=0))
+    return min(range(len(ends)), key=lambda count: abs(ends[count] - depth * ends[-1]))
+
+
+def _cut(sentences: Any, room: int) -> list[tuple[int, ...]]:
+    taken: list[tuple[int, ...]] = []
+    for sentence in sentences:
+        if room <= 0:
+            break
+        taken.append(sentence[:room])
+        room -= len(sentence)
+    return taken
+
+
+def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

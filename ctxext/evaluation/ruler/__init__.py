@@ -1,0 +1,35 @@
+"""RULER's tasks, offline, at any length from about a thousand tokens. This folder is the registry: ``TASKS``.
+
+Prompts are made as NVIDIA's generator makes them, with these differences, none of which changes a task: every prompt
+has a seed of its own; every prompt is as long as fits, where theirs are cut by whole steps; keys differ from each other
+(theirs may coincide); what cannot fit is an error, where theirs runs on for ever; and where theirs downloads one
+author's essays, ctxext takes any text, which the result names. Scores are therefore comparable between models measured
+here, and to published ones only roughly.
+
+Source: Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER@c3f5e3b.
+"""
+
+from __future__ import annotations
+
+from ctxext.evaluation.ruler._registry import TASKS, choose
+from ctxext.evaluation.ruler._run import reply_to, run
+from ctxext.evaluation.ruler.base import Question, Setting, Sources, Task
+from ctxext.evaluation.ruler.result import RulerCell, RulerResult, RulerTrial, relative_effective_length
+from ctxext.evaluation.ruler.samples import Sample, draw
+
+__all__ = [
+    "TASKS",
+    "Question",
+    "RulerCell",
+    "RulerResult",
+    "RulerTrial",
+    "Sample",
+    "Setting",
+    "Sources",
+    "Task",
+    "choose",
+    "draw",
+    "relative_effective_length",
+    "reply_to",
+    "run",
+]

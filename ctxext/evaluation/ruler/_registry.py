@@ -1,0 +1,34 @@
+"""Every task of this folder by its name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ctxext._discover import discover
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation.ruler.base import Sources, Task
+
+__all__ = ["TASKS", "choose"]
+
+TASKS: dict[str, type[Task]] = discover(sys.modules[__package__], Task)  # type: ignore[type-abstract]
+
+
+def choose(names: Sequence[str] | None, sources: Sources) -> list[type[Task]]:
+    """The tasks of these names; None for all that can be made from ``sources``.
+
+    Raises:
+        UnknownNameError: an unknown task.
+        InvalidParameterError: none at all, one twice, or one that cannot be made from ``sources``.
+    """
+    if names is None:
+        return [task for task in TASKS.values() if task.why_not(sources) is None]
+    if not names or len(set(names)) < len(names):
+        raise InvalidParameterError(f"Name each task once, and at least one; found {', '.join(names) or 'none'}.")
+    for name in names:
+        if name not in TASKS:
+            raise UnknownNameError.of("RULER task", name, TASKS)
+        reason = TASKS[name].why_not(sources)
+        if reason is not None:
+            raise InvalidParameterError(f"{name} cannot be measured: {reason}.")
+    return [TASKS[name] for name in names]

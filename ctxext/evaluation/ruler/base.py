@@ -1,0 +1,115 @@
+"""The contract of a RULER task: a prompt of any size, its answers, and how a reply is scored.
+
+Prompts, counts and scores follow NVIDIA's generator and scorer, github.com/NVIDIA/RULER@c3f5e3b (Apache-2.0):
+scripts/synthetic.yaml, scripts/data/synthetic, scripts/eval/synthetic. The prompt templates are theirs, word for word:
+they are what defines the benchmark. Source of the benchmark: Hsieh et al., arXiv:2404.06654.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ctxext.evaluation.corpus import Document
+
+__all__ = ["Question", "Setting", "Sources", "Task", "all_of", "any_of"]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What tasks are made from beside chance.
+
+    Args:
+        essay: a long text in English, for the tasks that hide something in prose, where NVIDIA uses the essays of one
+            author; None where there is no text. It is repeated where it is too short, as NVIDIA does.
+        squad: SQuAD 2.0's dev set, a JSON file in its published form, for ``qa_1``.
+        hotpotqa: HotpotQA's dev set (distractor), a JSON file in its published form, for ``qa_2``.
+    """
+
+    essay: Document | None = None
+    squad: Path | None = None
+    hotpotqa: Path | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a task needs to know before it writes its first prompt.
+
+    Args:
+        length: tokens of prompt and reply together.
+        count: tokens of a text, as the model will read it.
+        sources: see ``Sources``.
+        dress: puts a user's message into the model's chat template; the start of the answer comes after it.
+    """
+
+    length: int
+    count: Callable[[str], int]
+    sources: Sources
+    dress: Callable[[str], str] = str
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt, complete, and the strings that a right reply contains."""
+
+    prompt: str
+    answers: tuple[str, ...]
+
+
+class Task(ABC):
+    """One task of the benchmark at one length.
+
+    A task writes prompts of any *size* (sentences, words, documents: whatever it is made of); how many fit a length is
+    found by whoever counts tokens.
+    """
+
+    name: ClassVar[str]
+    tokens_to_generate: ClassVar[int]
+    unit: ClassVar[str]
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @classmethod
+    def why_not(cls, sources: Sources) -> str | None:
+        """Why this task cannot be made from ``sources``; None where it can."""
+        return None
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """The smallest size that is still the task."""
+
+    @property
+    def most(self) -> int | None:
+        """The largest size that the sources allow; None where there is no end."""
+        return None
+
+    @abstractmethod
+    def question(self, size: int, index: int, generator: random.Random) -> Question:
+        """Prompt number ``index`` (from 0) of ``size`` units; the same generator state gives the same prompt."""
+
+    def score(self, reply: str, answers: Sequence[str]) -> float:
+        """From 0 to 100, as NVIDIA scores this task."""
+        return all_of(reply, answers)
+
+
+def all_of(reply: str, answers: Sequence[str]) -> float:
+    """Percentage of the answers that the reply contains, whatever their case: ``string_match_all``."""
+    cleaned = _clean(reply)
+    return 100 * sum(answer.lower() in cleaned for answer in answers) / len(answers)
+
+
+def any_of(reply: str, answers: Sequence[str]) -> float:
+    """100 if the reply contains one of the answers, whatever its case, else 0: ``string_match_part``."""
+    cleaned = _clean(reply)
+    return 100.0 * any(answer.lower() in cleaned for answer in answers)
+
+
+def _clean(reply: str) -> str:
+    return re.sub(r"[\x00-\x1f]", "\n", reply.strip()).strip().lower()

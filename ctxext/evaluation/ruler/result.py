@@ -1,0 +1,136 @@
+"""What came out of RULER: every reply, and what it adds up to by task and length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation._proportion import wilson_interval
+
+__all__ = ["KEPT", "RulerCell", "RulerResult", "RulerTrial", "relative_effective_length"]
+
+KEPT = 0.85
+
+
+@dataclass(frozen=True)
+class RulerTrial:
+    """One prompt and the reply to it.
+
+    Args:
+        task: its name.
+        length: tokens asked for, of prompt and reply together.
+        index: which of the task's prompts, from 0.
+        prompt_tokens: tokens of the prompt.
+        reply: what the model wrote.
+        answers: what a right reply contains.
+        score: 0 to 100.
+    """
+
+    task: str
+    length: int
+    index: int
+    prompt_tokens: int
+    reply: str
+    answers: tuple[str, ...]
+    score: float
+
+
+@dataclass(frozen=True)
+class RulerCell:
+    """One task at one length.
+
+    Args:
+        task: its name.
+        length: tokens.
+        samples: prompts.
+        score: mean, 0 to 100.
+        interval: 95 percent, for the score that more prompts would give.
+        empty: replies without any text.
+    """
+
+    task: str
+    length: int
+    samples: int
+    score: float
+    interval: tuple[float, float]
+    empty: int
+
+
+@dataclass(frozen=True)
+class RulerResult:
+    """All replies of a run, and what a reader must know about it.
+
+    Args:
+        trials: in the order they were made.
+        seed: of the prompts.
+        chat: whether prompts stood in the model's chat template.
+        essay: the text that stands in for NVIDIA's essays, None where no task needed one.
+    """
+
+    trials: tuple[RulerTrial, ...]
+    seed: int
+    chat: bool
+    essay: str | None
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names, in the order they were measured."""
+        return tuple(dict.fromkeys(trial.task for trial in self.trials))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens, ascending."""
+        return tuple(sorted({trial.length for trial in self.trials}))
+
+    @property
+    def cells(self) -> tuple[RulerCell, ...]:
+        """One per task and length that was measured."""
+        found: dict[tuple[str, int], list[RulerTrial]] = {}
+        for trial in self.trials:
+            found.setdefault((trial.task, trial.length), []).append(trial)
+        return tuple(_cell(trials) for trials in found.values())
+
+    @property
+    def averages(self) -> dict[int, float]:
+        """Mean score over all tasks, each weighing the same, at every length at which all of them were measured."""
+        by_length = {length: [cell.score for cell in self.cells if cell.length == length] for length in self.lengths}
+        return {length: sum(s) / len(s) for length, s in by_length.items() if len(s) == len(self.tasks)}
+
+    @property
+    def relative_effective_length(self) -> int | None:
+        """See the function of this name, here of the averages over all tasks."""
+        return relative_effective_length(self.averages)
+
+
+def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:
+    """The largest length at which the score keeps 85 percent of the shortest length's score.
+
+    This is *not* RULER's effective length, which is the largest length with an average above 85.6, the score of
+    Llama-2-7B at 4K: a bar that a small model misses at every length. This one asks what is left of the model's own
+    score. It says nothing of how good that score is.
+
+    Args:
+        scores: by length in tokens, none negative.
+        keep: share of the score at the shortest length, above 0 and at most 1.
+
+    Returns:
+        Tokens; None where the score at the shortest length is 0, of which nothing can be kept.
+
+    Raises:
+        InvalidParameterError: no score, or ``keep`` out of range.
+    """
+    if not scores or not 0 < keep <= 1:
+        raise InvalidParameterError(
+            f"A relative effective length needs scores and a share above 0 and at most 1, found {len(scores)} scores "
+            f"and {keep}."
+        )
+    bar = keep * scores[min(scores)]
+    return max(length for length, score in scores.items() if score >= bar) if bar > 0 else None
+
+
+def _cell(trials: list[RulerTrial]) -> RulerCell:
+    mean = sum(trial.score for trial in trials) / len(trials)
+    low, high = wilson_interval(mean / 100, len(trials))
+    empty = sum(not trial.reply.strip() for trial in trials)
+    return RulerCell(trials[0].task, trials[0].length, len(trials), mean, (100 * low, 100 * high), empty)

@@ -1,0 +1,66 @@
+"""Variable tracking: who holds a value after a chain of assignments that are spread over the text."""
+
+from __future__ import annotations
+
+import random
+import string
+
+from ctxext.evaluation.ruler._fit import largest_fit
+from ctxext.evaluation.ruler._needles import NOISE
+from ctxext.evaluation.ruler.base import Question, Setting, Task
+
+HOPS = 4
+LETTERS, LETTERS_IN_EXAMPLE = 5, 3
+EXAMPLE_TOKENS = 500
+TEMPLATE = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
+    "all variables that are assigned the value {query} in the text above."
+)
+PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are assigned the "
+    "value {query}, they are: "
+)
+
+
+class VariableTracking(Task):
+    """One chain of four hops in repeated noise, after a solved example of about 500 tokens: name its five variables."""
+
+    name = "vt"
+    tokens_to_generate = 30
+    unit = "lines"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+
+        def tokens(size: int) -> int:
+            return setting.count("".join(_assignments(size, LETTERS_IN_EXAMPLE, random.Random(0))[:2]))
+
+        self._example_size = largest_fit(tokens, self.least, max(EXAMPLE_TOKENS, tokens(self.least)))
+
+    @property
+    def least(self) -> int:
+        """One line of noise per assignment."""
+        return HOPS + 1
+
+    def question(self, size: int, index: int, generator: random.Random) -> Question:
+        solved, prefix, names = _assignments(self._example_size, LETTERS_IN_EXAMPLE, generator)
+        example = f"{solved}{prefix} {' '.join(names)}\n\n"
+        text, prefix, names = _assignments(size, LETTERS, generator)
+        return Question(self.setting.dress(example + text) + prefix, tuple(names))
+
+
+def _assignments(size: int, letters: int, generator: random.Random) -> tuple[str, str, list[str]]:
+    """The task without its example, the start of the answer, and the chain's variables in order."""
+    names: dict[str, None] = {}
+    while len(names) < HOPS + 1:
+        names["".join(generator.choices(string.ascii_uppercase, k=letters))] = None
+    chain = list(names)
+    value = generator.randrange(10_000, 99_999)
+    # The space at the end of a hop is the benchmark's.
+    hops = [f"VAR {chain[hop + 1]} = VAR {chain[hop]} " for hop in range(HOPS)]
+    lines = [NOISE] * size
+    places = sorted(generator.sample(range(size), HOPS + 1))
+    for done, (place, line) in enumerate(zip(places, [f"VAR {chain[0]} = {value}", *hops], strict=True)):
+        lines.insert(place + done, line)
+    prefix = PREFIX.format(num_v=HOPS + 1, query=value)
+    return TEMPLATE.format(context="\n".join(lines), query=value), prefix, chain

@@ -1,0 +1,224 @@
+"""Lengths that are kept to the token, errors that say what to do, and a whole run on a tiny model."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.corpus import Document
+from ctxext.evaluation.ruler import (
+    TASKS,
+    RulerResult,
+    RulerTrial,
+    Setting,
+    Sources,
+    Task,
+    draw,
+    relative_effective_length,
+    run,
+)
+from ctxext.evaluation.ruler._fit import largest_fit
+from ctxext.evaluation.ruler._words import words
+
+PROSE = Sources(Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40))))
+OFFLINE = [name for name, task in TASKS.items() if task.why_not(PROSE) is None]
+
+
+def count(text: str) -> int:
+    """A tokenizer of words and single digits, so that the tokens of a word depend on which it is."""
+    return len(re.findall(r"\d|[^\W\d]+|[^\w\s]", text))
+
+
+def task_for(name: str, length: int) -> Task:
+    return TASKS[name](Setting(length, count, PROSE))
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_prompt_and_reply_fill_the_length(name: str) -> None:
+    for length in (1024, 4096, 5001):
+        task = task_for(name, length)
+        made = draw(task, index=0, seed=1)
+        assert made.prompt_tokens == count(made.prompt)
+        assert made.prompt_tokens + task.tokens_to_generate <= length
+        # One unit more would not have fitted: at most 45 tokens for a line of UUIDs, 9 for a numbered word thrice.
+        largest = {"niah_multikey_3": 60, "niah_multikey_2": 30, "niah_single_1": 24, "vt": 24, "cwe": 21, "fwe": 4}
+        assert length - made.prompt_tokens - task.tokens_to_generate < largest.get(name, 3)
+        again = task.question(made.size, 0, random.Random(f"ruler {name} {length} 1 0"))
+        assert (again.prompt, again.answers) == (made.prompt, made.answers)
+        others = [draw(task, index=1, seed=1, near=made.size), draw(task, index=0, seed=2)]
+        assert len({made.prompt, *(other.prompt for other in others)}) == 3
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_the_least_length_is_named_and_right(name: str) -> None:
+    with pytest.raises(InvalidParameterError, match=r"needs at least [\d,]+ tokens.*found.* 140\b") as caught:
+        draw(task_for(name, 140), index=0, seed=1)
+    found = re.search(r"at least ([\d,]+) tokens", str(caught.value))
+    assert found
+    least = int(found[1].replace(",", ""))
+    # The prompt of another length draws other words, which may be a few tokens shorter or longer.
+    assert draw(task_for(name, least + 24), index=0, seed=1).size >= 1
+    with pytest.raises(InvalidParameterError, match="at least"):
+        draw(task_for(name, least - 24), index=0, seed=1)
+
+
+def test_common_words_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TASKS["cwe"], "most", 60)
+    with pytest.raises(InvalidParameterError, match=r"cwe has 60 words, too few for 4,000 tokens: they make 862\."):
+        draw(task_for("cwe", 4000), index=0, seed=1)
+
+
+def test_words_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(words().nouns) > 6000
+    assert {"jazzy"} <= set(words().adjectives)
+    words.cache_clear()
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    with pytest.raises(InvalidParameterError, match=r"pip install 'ctxext\[eval\]'"):
+        words()
+
+
+def text_tokens(asked: list[int], unit: int, fixed: int, noise: int, size: int) -> int:
+    asked.append(size)
+    return fixed + unit * size + random.Random(size).randint(0, noise)
+
+
+@pytest.mark.parametrize("near", [None, 3, 70, 5000])
+@pytest.mark.parametrize("noise", [0, 40])
+def test_largest_fit(noise: int, near: int | None) -> None:
+    for trial in range(30):
+        generator = random.Random(trial)
+        unit, fixed, room = generator.randint(1, 30), generator.randint(0, 300), generator.randint(400, 20_000)
+        asked: list[int] = []
+        tokens = partial(text_tokens, asked, unit, fixed, noise)
+        found = largest_fit(tokens, 1, room, near=near)
+        assert tokens(found) <= room < tokens(found + 1)
+        assert len(asked) < 40
+        assert max(asked) <= max(2.2 * room / unit + 50, near or 0)
+        if not noise:
+            fits = [size for size in range(1, 31) if tokens(size) <= room]
+            assert largest_fit(tokens, 1, room, most=30, near=near) == max(fits)
+
+
+def test_relative_effective_length_by_hand() -> None:
+    assert relative_effective_length({1024: 80.0, 2048: 68.0, 4096: 67.9}) == 2048
+    assert relative_effective_length({4096: 70.0, 1024: 80.0, 2048: 10.0}) == 4096
+    assert relative_effective_length({1024: 80.0, 2048: 41.0}, keep=0.5) == 2048
+    assert relative_effective_length({1024: 0.0, 2048: 10.0}) is None
+    for scores, keep in (({}, 0.85), ({1: 1.0}, 0.0)):
+        with pytest.raises(InvalidParameterError, match="share above 0"):
+            relative_effective_length(scores, keep=keep)
+
+
+@pytest.fixture
+def long_model(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    model.config.max_position_embeddings = 2048
+    return model
+
+
+def decode_by_hand(model: LlamaForCausalLM, prompt: list[int], steps: int) -> list[int]:
+    """Whole forward passes, no cache, no generation settings."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(steps):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_a_whole_run(long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Greedy whatever the checkpoint's own settings say; the BOS token counts."""
+    long_model.generation_config.do_sample = True
+    long_model.generation_config.repetition_penalty = 3.0
+    seen: list[RulerTrial] = []
+    arguments = {"lengths": [1500, 1024, 1500], "tasks": ["niah_single_1", "fwe"], "samples": 2, "sources": PROSE}
+    found = run(long_model, bos_tokenizer, **arguments, on_trial=seen.append)
+    assert tuple(seen) == found.trials
+    cells = [(trial.length, trial.task, trial.index) for trial in found.trials]
+    assert cells == [(n, task, i) for n in (1024, 1500) for task in ("niah_single_1", "fwe") for i in (0, 1)]
+    assert (found.tasks, found.lengths, found.essay) == (("niah_single_1", "fwe"), (1024, 1500), "prose")
+    # `run` draws the same prompts as `draw`.
+    setting = Setting(1024, lambda text: 1 + len(text.encode()), PROSE)
+    made = draw(TASKS["niah_single_1"](setting), index=1, seed=42)
+    trial = found.trials[1]
+    assert (trial.answers, trial.prompt_tokens) == (made.answers, 1 + len(made.prompt.encode()))
+    written = decode_by_hand(long_model, bos_tokenizer(made.prompt).input_ids, 128)
+    assert trial.reply == bos_tokenizer.decode(written, skip_special_tokens=True)
+    assert trial.score == 100.0 * (made.answers[0] in trial.reply)
+    # What is finished is not asked again.
+    kept = [replace(trial, reply="the answer", score=100.0) for trial in found.trials[:3]]
+    seen.clear()
+    resumed = run(long_model, bos_tokenizer, **arguments, finished=kept, on_trial=seen.append)
+    assert resumed.trials == (*kept, *found.trials[3:])
+    assert tuple(seen) == found.trials[3:]
+    cell = resumed.cells[0]
+    assert (cell.task, cell.length, cell.samples, cell.score, cell.empty) == ("niah_single_1", 1024, 2, 100.0, 0)
+    assert cell.interval == pytest.approx((34.24, 100.0), abs=0.01)
+
+
+def test_averages_are_of_whole_lengths() -> None:
+    def trial(task: str, length: int, index: int, score: float) -> RulerTrial:
+        return RulerTrial(task, length, index, 1000, "", ("a",), score)
+
+    trials = [trial("vt", 1024, 0, 100.0), trial("vt", 1024, 1, 40.0)]
+    trials += [trial("cwe", 1024, 0, 10.0), trial("vt", 2048, 0, 5.0)]
+    found = RulerResult(tuple(trials), seed=0, chat=False, essay=None)
+    assert found.averages == {1024: 40.0}
+    assert found.relative_effective_length == 1024
+    assert found.cells[0].empty == 2
+
+
+def test_a_chat_template_is_put_around_the_message(
+    long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def generate(ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        read.append(bos_tokenizer.decode(ids[0]))
+        return torch.cat([ids, ids[:, :1]], dim=1)
+
+    monkeypatch.setattr(long_model, "generate", generate)
+    with pytest.raises(InvalidParameterError, match="no chat template"):
+        run(long_model, bos_tokenizer, lengths=[1024], tasks=["niah_single_1"], chat=True)
+    template = "<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}"
+    monkeypatch.setattr(bos_tokenizer, "chat_template", template)
+    run(long_model, bos_tokenizer, lengths=[2048], tasks=["niah_single_1", "vt", "cwe"], samples=1, chat=True)
+    needle, tracking, common = read
+    assert re.fullmatch(r"<s>\[user\]A special magic.*provided text\?\[/\] The special magic.* is", needle, re.DOTALL)
+    # The solved example stands in the same message for vt, and is a message of its own for cwe: as NVIDIA has it.
+    assert tracking.count("[user]") == 1
+    assert tracking.count("Question:") == 2
+    assert [part.count("Question:") for part in common.split("[user]")] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": []}, "nothing to measure"),
+        ({"samples": 0}, "nothing to measure"),
+        ({"lengths": [4096]}, r"4,096 tokens are more than the 2,048 that this model is trained for.*beyond"),
+        ({"lengths": [1024, 500]}, r"niah_single_1 needs at least [\d,]+ tokens.*found a length of 500"),
+    ],
+)
+def test_bad_input(
+    long_model: LlamaForCausalLM,
+    bos_tokenizer: PreTrainedTokenizerFast,
+    change: dict[str, object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("asked before everything was checked")
+
+    monkeypatch.setattr(long_model, "generate", never)
+    arguments: dict[str, object] = {"lengths": [1024], "tasks": ["niah_single_1"]} | change
+    asked: Callable[..., object] = run
+    with pytest.raises(InvalidParameterError, match=message):
+        asked(long_model, bos_tokenizer, **arguments)
