@@ -23,13 +23,13 @@ floor: ## the suite on the oldest supported transformers, in an environment of i
 	scripts/floor_test.sh
 
 check: $(INSTALLED) ## lint, format, types
-	$(BIN)/ruff check ctxext scripts tests
-	$(BIN)/ruff format --check ctxext scripts tests
+	$(BIN)/ruff check ctxext recipes scripts tests
+	$(BIN)/ruff format --check ctxext recipes scripts tests
 	$(BIN)/mypy
 
 format: $(INSTALLED)
-	$(BIN)/ruff check --fix ctxext scripts tests
-	$(BIN)/ruff format ctxext scripts tests
+	$(BIN)/ruff check --fix ctxext recipes scripts tests
+	$(BIN)/ruff format ctxext recipes scripts tests
 
 clean:
 	rm -rf $(VENV) demo

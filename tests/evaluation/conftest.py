@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from _tokenizer import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TRAINED = 512
-
-
-def make_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
-    """One token per byte, ids 0..255, and a BOS (id 256) that it puts in front itself if ``bos``."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(alphabet)}, "<s>": 256}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    if bos:
-        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
 
 
 @pytest.fixture(scope="session")

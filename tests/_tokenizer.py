@@ -1,0 +1,19 @@
+"""A tokenizer of bytes, made here: what a test writes is what a model reads."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+__all__ = ["make_tokenizer"]
+
+
+def make_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
+    """One token per byte, ids 0..255, and a BOS (id 256) that it puts in front itself if ``bos``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(alphabet)}, "<s>": 256}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")

@@ -1,0 +1,181 @@
+"""The recipe itself on a tiny checkpoint: interrupted, resumed, reloaded, merged, and told nonsense."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import logits, tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import ctxext
+from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
+from ctxext.training.checkpoints import last_checkpoint
+from ctxext.training.settings import Settings, read_settings
+from ctxext.training.trainer import LongTrainer, NotANumberError
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))
+STEPS = 4
+
+
+def load_recipe() -> Any:
+    spec = importlib.util.spec_from_file_location("finetune", RECIPES / "finetune.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+recipe = load_recipe()
+
+
+@pytest.fixture
+def settings(checkpoint: Path, corpus: Path, tmp_path: Path) -> Any:
+    """Settings of a config, made small."""
+
+    def make(*overrides: str, config: Path = CONFIGS[0]) -> Settings:
+        small = {
+            "checkpoint": str(checkpoint),
+            "data.train": str(corpus),
+            "output": str(tmp_path / "run"),
+            "data.length": "32",
+            "training.steps": str(STEPS),
+            "training.warmup": "1",
+            "training.checkpoint_every": "2",
+            "training.learning_rate": "1e-2",
+            "lora.rank": "4",
+            "dtype": "fp32",
+        }
+        words = [word for key, value in small.items() for word in (f"--{key}", value)]
+        return read_settings(config, [*words, *overrides])
+
+    return make
+
+
+def losses(run: Path) -> dict[int, float]:
+    entries = json.loads((run / "run.json").read_text(encoding="utf-8"))["loss"]
+    return {entry["step"]: entry["loss"] for entry in entries}
+
+
+class Stop(TrainerCallback):
+    """Somebody presses Ctrl-C in the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    original = LongTrainer.__init__
+
+    def with_stop(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.add_callback(Stop())
+
+    monkeypatch.setattr(LongTrainer, "__init__", with_stop)
+    return KeyboardInterrupt
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    original = LongTrainer._save_optimizer_and_scheduler
+
+    def save(self: Any, output_dir: str) -> None:
+        if self.state.global_step == STEPS:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, output_dir)
+
+    monkeypatch.setattr(LongTrainer, "_save_optimizer_and_scheduler", save)
+    return CheckpointError
+
+
+@pytest.mark.parametrize("accident", [interrupted, full_disk])
+def test_resumed_it_has_the_losses_and_weights_of_a_run_never_interrupted(
+    accident: Any, settings: Any, tmp_path: Path
+) -> None:
+    through, broken = tmp_path / "through", tmp_path / "broken"
+    recipe.finetune(settings("--output", str(through)))
+    with pytest.MonkeyPatch.context() as patched:
+        error = accident(patched)
+        with pytest.raises(error):
+            recipe.finetune(settings("--output", str(broken)))
+    assert last_checkpoint(broken) == broken / "checkpoint-2"
+    assert (broken / "checkpoint-4").exists() == (accident is full_disk), "a part of a checkpoint was left behind"
+    recipe.finetune(settings("--output", str(broken)), resume=True)
+    assert list(losses(through)) == [1, 2, 3, 4]
+    assert losses(broken) == losses(through)
+    ours, theirs = (ctxext.load(place / "adapter").state_dict() for place in (through, broken))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.finetune(settings("--merge", "--dtype", "bf16"))
+    run = tmp_path / "run"
+    said = capsys.readouterr().err
+    assert "64 -> 128 tokens" in said
+    assert "step 4/4  loss" in said
+    assert "tokens/s" in said
+    report = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert report["settings"]["training"]["steps"] == STEPS
+    assert report["extension"]["method"]["method"] == "yarn"
+    assert report["tokens_per_second"] > 0
+    assert report["peak_memory_bytes"] > 2**20
+    assert [entry["step"] for entry in report["loss"]] == [1, 2, 3, 4]
+    adapter = ctxext.load(run / "adapter", dtype=torch.bfloat16).eval()
+    stock = AutoModelForCausalLM.from_pretrained(run / "merged").eval()
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    ours, theirs, before = (logits(model, tokens()).float() for model in (adapter, stock, base))
+    assert stock.dtype == torch.bfloat16
+    rounding = (ours - theirs).abs().mean()
+    assert rounding < 0.1 * (ours - before).abs().mean(), "the merged model is not the trained one"
+    assert AutoTokenizer.from_pretrained(run / "merged")("ab").input_ids[0] == 256
+
+
+def test_a_run_is_resumed_only_as_itself(settings: Any) -> None:
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint to resume from"):
+        recipe.finetune(settings(), resume=True)
+    recipe.finetune(settings("--training.steps", "2"))
+    with pytest.raises(PatchStateError, match=r"holds a run with checkpoint-2\. Add --resume"):
+        recipe.finetune(settings("--training.steps", "2"))
+    with pytest.raises(
+        InvalidParameterError, match=r"had other settings: seed=0, now 1; extension.factor=2\.0, now 4\.0"
+    ):
+        recipe.finetune(settings("--training.steps", "2", "--factor", "4", "--seed", "1"), resume=True)
+
+
+def test_a_loss_that_is_no_number_stops_training(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LongTrainer.compute_loss
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == 2 else loss
+
+    monkeypatch.setattr(LongTrainer, "compute_loss", broken)
+    with pytest.raises(
+        NotANumberError, match=r"The loss is nan in step 3, on sequence 2: 'document \d' from token \d+"
+    ):
+        recipe.finetune(settings())
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+
+
+def test_sequences_beyond_the_window(settings: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="of 200 tokens do not fit into the extended window of 128"):
+        recipe.finetune(settings("--data.length", "200"))
+
+
+def test_there_are_recipes() -> None:
+    assert CONFIGS
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_runs_two_steps(config: Path, settings: Any, tmp_path: Path) -> None:
+    recipe.finetune(settings("--training.steps", "2", config=config))
+    assert list(losses(tmp_path / "run")) == [1, 2]

@@ -1,0 +1,103 @@
+"""What is trained, in which precision, and that the merged checkpoint computes what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import logits, tiny, tokens
+from transformers import AutoModelForCausalLM
+
+import ctxext
+from ctxext.errors import IncompatibleError
+from ctxext.training.lora import attach_lora, linear_layers, merged, norm_layers
+
+
+def trained(model: Any, steps: int = 2) -> Any:
+    """After a few steps large enough to see."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimiser = torch.optim.AdamW(weights, lr=3e-2)
+    model.train()
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=model.get_base_model().dtype == torch.bfloat16):
+            model(tokens(rows=2), labels=tokens(rows=2), use_cache=False).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tied"), [("llama", True), ("llama", False), ("qwen3", True), ("bloom", True), ("gpt_neox", True)]
+)
+def test_saved_and_merged_it_computes_what_was_trained(model_type: str, tied: bool, tmp_path: Path) -> None:
+    base = tiny(model_type, tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path / "base")
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    ctxext.patch(base, "pi" if model_type == "bloom" else "yarn", factor=2)
+    model = trained(attach_lora(base, rank=4))
+    ours = logits(model, tokens())
+    ctxext.save(model, tmp_path / "adapter")
+    again = ctxext.load(tmp_path / "adapter", base=tmp_path / "base")
+    assert torch.allclose(logits(again, tokens()), ours, atol=1e-5)
+
+    merged(model).save_pretrained(tmp_path / "merged")
+    loaded = ctxext.load(tmp_path / "merged").eval()
+    assert torch.allclose(logits(loaded, tokens()), ours, atol=1e-4)
+    if model_type != "bloom":
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        assert torch.equal(logits(stock, tokens()), logits(loaded, tokens()))
+    embedding, head = loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
+    assert (embedding is head) == tied
+    after = loaded.state_dict()
+    assert set(after) == set(before)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    biases = {f"{name}.bias" for name, module in loaded.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert same - biases == (set() if tied else {"lm_head.weight"})
+
+
+def test_what_is_trained_is_float32_and_the_rest_computes_as_the_finished_model() -> None:
+    model = attach_lora(ctxext.patch(tiny(tie_word_embeddings=True).bfloat16(), "yarn", factor=2), rank=4).eval()
+    kinds = {weight.requires_grad: weight.dtype for weight in model.parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+    streams = []
+    for layer in model.get_base_model().model.layers:
+        layer.register_forward_hook(lambda _, __, output: streams.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(model, tokens())
+    assert set(streams) == {torch.bfloat16}, "activations between layers, which checkpointing keeps, are twice as large"
+    finished = merged(model)
+    assert {weight.dtype for weight in finished.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(finished, tokens()), found), "the updates are still zero"
+
+
+def test_small_updates_are_not_rounded_away() -> None:
+    model = attach_lora(tiny().bfloat16(), rank=4)
+    norm = next(weight for name, weight in model.named_parameters() if "norm" in name and weight.requires_grad)
+    with torch.no_grad():
+        norm += 1e-4
+    assert (norm - 1).abs().min() > 5e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "expected"),
+    [
+        ("llama", ["attention"], ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        ("llama", ["mlp"], ["down_proj", "gate_proj", "up_proj"]),
+        ("bloom", ["attention"], ["dense", "query_key_value"]),
+        ("bloom", ["mlp"], ["dense_4h_to_h", "dense_h_to_4h"]),
+        ("mpt", ["attention", "mlp"], ["Wqkv", "down_proj", "out_proj", "up_proj"]),
+        ("gpt2", ["attention"], ["attn.c_attn", "attn.c_proj"]),
+    ],
+)
+def test_layers_are_found_by_structure(model_type: str, targets: Any, expected: list[str]) -> None:
+    assert linear_layers(tiny(model_type), targets) == expected
+
+
+def test_norms_are_found_and_what_is_not_there_is_named() -> None:
+    model = tiny("qwen3")
+    layers = model.config.num_hidden_layers
+    assert len(norm_layers(model)) == 4 * layers + 1, "two a layer, two of queries and keys, one at the end"
+    with pytest.raises(IncompatibleError, match="no linear layers of the kind 'attention'"):
+        linear_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)), ["attention"])

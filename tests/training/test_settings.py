@@ -1,0 +1,110 @@
+"""Settings are read strictly: what is not understood is refused with the place, the value and a suggestion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.training.settings import Settings, read_settings
+
+FILE = """
+output: runs/x
+extension: {method: yarn, factor: 2, parameters: {beta_fast: 16}}
+data: {length: 4096, positions: pose}
+training:
+  steps: 10
+  learning_rate: 2e-5
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    def run(*overrides: str, text: str = FILE) -> Settings:
+        path = tmp_path / "settings.yaml"
+        path.write_text(text, encoding="utf-8")
+        return read_settings(path, overrides)
+
+    return run
+
+
+def test_file_and_command_line(read: Any) -> None:
+    settings = read("--data.train", "a.parquet", "--factor", "8")
+    assert settings.training.learning_rate == 0.00002
+    assert settings.extension.factor == 8
+    assert settings.data.train == ["a.parquet"]
+    assert settings.lora.targets == ["attention", "mlp"]
+    several = read("--train", "a", "b", "--learning_rate=3E-4", "--targets", "mlp", "--merge", "--norms", "no")
+    assert several.data.train == ["a", "b"]
+    assert several.training.learning_rate == 0.0003
+    assert several.lora.targets == ["mlp"]
+    assert several.merge
+    assert not several.lora.norms
+    free = read("--train", "a", "--extension.parameters.beta_slow", "1e0").extension.parameters
+    assert free == {"beta_fast": 16, "beta_slow": 1.0}
+    assert isinstance(free["beta_slow"], float)
+    by_length = read("--train", "a", "--target_length", "32768").extension
+    assert (by_length.factor, by_length.target_length) == (None, 32768), "what is said last holds"
+    assert read("--train", "a", text=FILE + "lora: {rank: 8}").lora.rank == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--fator", "3"], r"Unknown setting 'fator'\. Did you mean 'factor'\?"),
+        (["--training.step", "3"], r"Unknown setting 'training.step'\. Did you mean 'training.steps'\?"),
+        (["--lora.parameters.x", "3"], r"Unknown setting 'lora.parameters.x'"),
+    ],
+)
+def test_unknown_on_the_command_line(read: Any, overrides: list[str], said: str) -> None:
+    with pytest.raises(UnknownNameError, match=said):
+        read("--train", "a", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("lora: {rnak: 8}", r"Unknown setting in .*settings.yaml: 'lora.rnak'\. Did you mean 'lora.rank'\?"),
+        ("sede: 3", r"'sede'\. Did you mean 'seed'\?"),
+    ],
+)
+def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:
+    with pytest.raises(UnknownNameError, match=said):
+        read("--train", "a", text=FILE + line)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], r"data.train is missing; set it in the file or with --data.train\.$"),
+        (
+            ["--train", "a", "--length", "x", "--rank=0"],
+            r"data.length: input should be a valid integer.*'x'; lora.rank: ",
+        ),
+        (["--train", "a", "--learning_rate", "nan"], r"training.learning_rate: input should be a finite number, found"),
+        (["--train", "a", "--factor", "null"], r"extension: give one of factor and target_length, found"),
+        (
+            ["--train", "a", "--positions", "skip"],
+            r"data.positions: input should be 'consecutive' or 'pose', found 'skip'",
+        ),
+        (["--train", "a", "--extension", "yarn"], r"Unknown setting 'extension'|extension: "),
+        (["train", "a"], r"Expected --key value on the command line, found 'train'"),
+        (["--train", "a", "--keep", "1"], r"training.keep: input should be greater than or equal to 2, found 1"),
+    ],
+)
+def test_values_that_cannot_be(read: Any, overrides: list[str], said: str) -> None:
+    with pytest.raises((InvalidParameterError, UnknownNameError), match=said):
+        read(*overrides)
+
+
+def test_files_that_are_none(read: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match=r"Cannot read the settings in '.*none.yaml': No such file"):
+        read_settings(tmp_path / "none.yaml")
+    with pytest.raises(InvalidParameterError, match=r"is not valid YAML: 'output' is set twice"):
+        read(text=FILE + "output: other")
+    with pytest.raises(InvalidParameterError, match=r"must hold settings by name, found list"):
+        read(text="- a")
+    with pytest.raises(InvalidParameterError, match=r"is not valid YAML"):
+        read(text="a: [")
