@@ -1,0 +1,154 @@
+"""Every way to hold activations gives the same gradients, and holds what it says."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import tiny, tokens
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.training import Memory, return_freed_memory
+
+LENGTH = 60
+WAYS = [
+    Memory(),
+    Memory(save_attention=True),
+    Memory(mlp_tile=16),
+    Memory(loss_chunk=None, checkpointing=False, mlp_tile=7),
+    Memory(loss_chunk=9, save_attention=True, mlp_tile=11),
+]
+
+
+class Seen(TorchDispatchMode):
+    """Counts operations and notes the widest activation of all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.widest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls[func.name()] += 1
+        if isinstance(result, Tensor) and result.ndim == 3 and result.shape[1] == LENGTH:
+            self.widest = max(self.widest, result.shape[2])
+        return result
+
+    @property
+    def attentions(self) -> int:
+        return self.calls["aten::_scaled_dot_product_flash_attention_for_cpu"]
+
+
+def gradients(model: Any, seen: Seen | None = None) -> dict[str, Tensor]:
+    model.train().zero_grad()
+    ids = tokens(LENGTH, rows=2)
+    with seen or Seen():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def lora() -> Any:
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(tiny(), config)
+
+
+@pytest.mark.parametrize("memory", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "build", [tiny, lora, lambda: ctxext.patch(tiny("bloom"), "alibi", factor=4), lambda: tiny("falcon", alibi=False)]
+)
+def test_the_same_gradients(build: Any, memory: Memory) -> None:
+    model = build()
+    expected = gradients(model)
+    with memory.apply(model):
+        found = gradients(model)
+    assert found.keys() == expected.keys()
+    scale = max(float(g.norm()) for g in expected.values())
+    assert max(float((found[name] - g).norm()) for name, g in expected.items()) < 3e-6 * scale
+    again = gradients(model)
+    assert all(torch.equal(again[name], g) for name, g in expected.items()), "not undone"
+
+
+@pytest.mark.parametrize(("memory", "times"), [(Memory(), 2), (Memory(save_attention=True), 1)])
+def test_attention_is_computed_again_or_kept(memory: Memory, times: int) -> None:
+    model, seen = tiny(), Seen()
+    with memory.apply(model):
+        gradients(model, seen)
+    assert seen.attentions == times * model.config.num_hidden_layers
+    assert seen.calls["aten::silu"] == 2 * model.config.num_hidden_layers
+
+
+def test_tiles_are_all_there_is_of_an_mlp() -> None:
+    model, whole, tiled = tiny(), Seen(), Seen()
+    gradients(model, whole)
+    with Memory(mlp_tile=20).apply(model):
+        gradients(model, tiled)
+    assert whole.widest == model.config.intermediate_size
+    assert tiled.widest == model.config.hidden_size
+    assert model.config.vocab_size <= model.config.hidden_size < model.config.intermediate_size
+
+
+def test_refused_and_nothing_changed() -> None:
+    with pytest.raises(InvalidParameterError, match="mlp_tile must be at least 1 token, found 0"):
+        Memory(mlp_tile=0)
+    with pytest.raises(InvalidParameterError, match="offload is about what checkpointing keeps"):
+        Memory(checkpointing=False, offload=True)
+    model = tiny("mixtral")
+    for memory, said in (
+        (Memory(offload=True), "this model is on the CPU, where they are already"),
+        (Memory(mlp_tile=16), r"MixtralDecoderLayer of MixtralForCausalLM has no plain MLP to tile \(found Mixtral"),
+    ):
+        with pytest.raises(IncompatibleError, match=said):
+            memory.apply(model)
+        assert "forward" not in vars(model)
+        assert not model.is_gradient_checkpointing
+    with Memory().apply(model), pytest.raises(PatchStateError, match="in chunks already"):
+        Memory().apply(model)
+
+
+PROGRAM = """
+import os
+from pathlib import Path
+import torch
+from ctxext.training import return_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+
+for change in (False, True):
+    if (child := os.fork()) == 0:
+        before, took_effect, small = resident(), change and return_freed_memory(), []
+        for _ in range(8):
+            blocks = []
+            for _ in range(5):  # 5 MiB each, in front of a small one that lives on
+                blocks.append(torch.ones(5 * 2**18))
+                small.append(torch.ones(2**12))
+            del blocks
+        print(took_effect, resident() - before, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
+def test_freed_memory_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    environment["PYTHONPATH"] = str(Path(ctxext.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    _, before, took_effect, after = done.stdout.split()
+    assert took_effect == "True"
+    assert int(after) < 10 < 20 <= int(before)  # MiB that stay resident
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "33554432")
+    assert not return_freed_memory(), "the user's word counts"
