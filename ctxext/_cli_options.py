@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 from ctxext.spec import RopeSpec
 
 
+@contextlib.contextmanager
+def _clean() -> Iterator[None]:
+    """Print an error that ctxext raises on purpose as one message, without a traceback, and exit with 1."""
+    try:
+        yield
+    except CtxextError as error:
+        # Built here, not at import: tests and programs exchange sys.stderr.
+        Console(stderr=True, highlight=False).print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
 class Clean(TyperGroup):
-    """Prints an error that ctxext raises on purpose as one message, without a traceback, and exits with 1."""
+    """A group of commands that end in a message where ctxext refuses something, not in a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        try:
+        with _clean():
             return super().invoke(ctx)
-        except CtxextError as error:
-            # Built here, not at import: tests and programs exchange sys.stderr.
-            Console(stderr=True, highlight=False).print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(1) from error
+
+
+class CleanCommand(TyperCommand):
+    """The same for a script with one command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with _clean():
+            return super().invoke(ctx)
 
 
 class Window(StrEnum):
@@ -109,14 +127,14 @@ def arguments(
         "trained_length": trained_length,
         "sliding_window": sliding_window.value if sliding_window else None,
     }
-    parameters = dict(_parameter(text) for text in param or [])
+    parameters = dict(parameter_of(text) for text in param or [])
     taken = sorted(own.keys() & parameters.keys())
     if taken:
         raise InvalidParameterError(f"{taken[0]} is not a --param; give it as --{taken[0].replace('_', '-')}.")
     return own | parameters
 
 
-def _parameter(text: str) -> tuple[str, Any]:
+def parameter_of(text: str) -> tuple[str, Any]:
     """``key=value``, the value as JSON, or the text itself where it is not JSON."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():

@@ -25,7 +25,15 @@ from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, Patch
 from ctxext.methods import METHODS, Method
 from ctxext.spec import Description, RopeSpec
 
-__all__ = ["Inspection", "Positions", "Verdict", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
+__all__ = [
+    "Inspection",
+    "Positions",
+    "Verdict",
+    "inspect_adapter",
+    "inspect_checkpoint",
+    "rope_of_checkpoint",
+    "trained_length_of",
+]
 
 Progress = Callable[[int, int], None]
 # What examples are made for where the model has no rotary positions to make them for.
@@ -112,7 +120,7 @@ def inspect_checkpoint(
     model = _without_weights(config, trust_remote_code)
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
-    known = trained_length or _trained_length(model, extended)
+    known = trained_length or trained_length_of(model, extended)
     window, caps = _window(text, known or 1)
     positions, reason, spec = _positions(model, known or 1)
     verdicts = _verdicts(model, known if extended else trained_length, spec, caps, progress)
@@ -143,7 +151,7 @@ def rope_of_checkpoint(
     """
     checked_path(place, {})
     model = _without_weights(read_config(place, trust_remote_code=trust_remote_code), trust_remote_code)
-    known = trained_length or _trained_length(model, already_extended(model.config))
+    known = trained_length or trained_length_of(model, already_extended(model.config))
     if known is None:
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
     _, reason, spec = _positions(model, known)
@@ -175,7 +183,7 @@ def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     return model
 
 
-def _trained_length(model: PreTrainedModel, extended: str | None) -> int | None:
+def trained_length_of(model: PreTrainedModel, extended: str | None) -> int | None:
     """What the config says the weights were trained for; None where only an extended length is known."""
     config = model.config
     saved = getattr(config, "ctxext", None)

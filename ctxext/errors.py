@@ -7,7 +7,8 @@
     ├── PatchStateError (RuntimeError)         patched twice, unpatch without patch, already extended
     ├── VerificationError (RuntimeError)       the patched model does not compute what the method says
     ├── CheckpointError (ValueError)           a checkpoint directory that is missing, broken or in the way
-    └── BackendUnavailableError (RuntimeError) a named attention backend cannot serve this call
+    ├── BackendUnavailableError (RuntimeError) a named attention backend cannot serve this call
+    └── ResultsError (RuntimeError)            measured results that are another run's, damaged, or cannot be written
 
 A message names the thing, the value found and the next step.
 """
@@ -24,6 +25,7 @@ __all__ = [
     "IncompatibleError",
     "InvalidParameterError",
     "PatchStateError",
+    "ResultsError",
     "UnknownNameError",
     "VerificationError",
 ]
@@ -67,3 +69,7 @@ class CheckpointError(CtxextError, ValueError):
 
 class BackendUnavailableError(CtxextError, RuntimeError):
     """A named attention backend is not installed or cannot serve the call."""
+
+
+class ResultsError(CtxextError, RuntimeError):
+    """Results on disk belong to another run, are damaged, or cannot be written."""

@@ -13,12 +13,13 @@ from ctxext.demo._run import DemoResult
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._plots import label_of, require_matplotlib, save_loss_figure, tokens_label
 from ctxext.evaluation.comparison import Series
+from ctxext.evaluation.comparison.words import all_of, unpatched_sentence
 
 __all__ = ["check_output", "loss_table", "markdown", "passkey_table", "sentences", "write"]
 
 FIGURE, DATA, TABLE = "loss.png", "result.json", "table.md"
-# Beyond this ratio to its own window a perplexity counts as broken, below the other one as flat.
-BROKEN, FLAT = 2.0, 1.35
+# Below this ratio to the unpatched model inside its window a perplexity counts as flat.
+FLAT = 1.35
 
 
 def check_output(output: Path) -> None:
@@ -74,7 +75,11 @@ def markdown(result: DemoResult) -> str:
 
 def sentences(result: DemoResult) -> list[str]:
     """What a newcomer should take away; each depends on what was measured."""
-    lines = [_unpatched_sentence(result), _methods_sentence(result), _truncation_sentence(result)]
+    lines = [
+        unpatched_sentence(result.of("unpatched"), result.trained_length),
+        _methods_sentence(result),
+        _truncation_sentence(result),
+    ]
     if result.passkeys:
         lines.append(_passkey_sentence(result))
     if any(series.dynamic for series in result.extended):
@@ -88,18 +93,6 @@ def sentences(result: DemoResult) -> list[str]:
     return lines
 
 
-def _unpatched_sentence(result: DemoResult) -> str:
-    inside, *_, last = result.of("unpatched").buckets
-    ratio = last.perplexity / inside.perplexity
-    start, stop = tokens_label(last.start), tokens_label(last.stop)
-    numbers = f"from {inside.perplexity:.3g} inside its trained {tokens_label(result.trained_length)} tokens to " + (
-        f"{last.perplexity:.3g} at {start}-{stop}"
-    )
-    if ratio < BROKEN:
-        return f"Unpatched, the perplexity goes {numbers}: this model does not break at that length."
-    return f"Unpatched, the perplexity goes {numbers}, {ratio:.3g} times as much: it breaks beyond its window."
-
-
 def _methods_sentence(result: DemoResult) -> str:
     flat, costly = [], []
     inside = result.of("unpatched").buckets[0].perplexity
@@ -110,8 +103,8 @@ def _methods_sentence(result: DemoResult) -> str:
             costly.append(f"{label_of(series.name)} {series.in_window_ratio:.2f} times")
     text = "Without training, no method stays flat to the end"
     if flat:
-        text = f"Without any training, {_all_of(flat)} stay{'s' if len(flat) == 1 else ''} flat to the end"
-    return f"{text}; inside the window, perplexity is {_all_of(costly)} the unpatched one." if costly else f"{text}."
+        text = f"Without any training, {all_of(flat)} stay{'s' if len(flat) == 1 else ''} flat to the end"
+    return f"{text}; inside the window, perplexity is {all_of(costly)} the unpatched one." if costly else f"{text}."
 
 
 def _truncation_sentence(result: DemoResult) -> str:
@@ -139,7 +132,7 @@ def _passkey_sentence(result: DemoResult) -> str:
         f"{label_of(row.name)} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)
     ]
     return (
-        f"A key hidden {_all_of([f'{distance:,}' for distance in distances])} tokens back, where truncation cannot see "
+        f"A key hidden {all_of([f'{distance:,}' for distance in distances])} tokens back, where truncation cannot see "
         f"it: {found[0]}, {found[1]} found."
     )
 
@@ -169,10 +162,6 @@ def _passkey_cells(result: DemoResult) -> tuple[list[str], list[list[str]]]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def _all_of(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> Table:

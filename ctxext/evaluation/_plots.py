@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.comparison import Series
 
-__all__ = ["label_of", "save_loss_figure", "tokens_label"]
+__all__ = [
+    "COLOURS",
+    "Look",
+    "draw_differences",
+    "draw_perplexity",
+    "label_of",
+    "looks_for",
+    "plain_ticks",
+    "require_matplotlib",
+    "save_loss_figure",
+    "tokens_label",
+]
 
 LABELS = {
     "unpatched": "unpatched",
@@ -25,12 +37,28 @@ LABELS = {
     "longrope": "LongRoPE",
     "llama3": "Llama 3",
     "abf": "ABF",
+    "dynamic_pi": "dynamic PI",
+    "alibi": "ALiBi",
+    "table": "given frequencies",
 }
-# Okabe and Ito's palette, which colour-blind readers can tell apart; its yellow is too faint for a line on white.
-COLOURS = {"pi": "#56B4E9", "ntk": "#009E73", "dynamic_ntk": "#CC79A7", "yarn": "#0072B2"}
-OTHERS = ("#E69F00", "#000000", "#882255", "#44AA99")
-UNPATCHED, TRUNCATED = "#D55E00", "#6E6E6E"
-INK, FAINT = "#333333", "#DDDDDD"
+# Hues of Okabe and Ito and their neighbours, which colour-blind readers can tell apart, dark enough for text on white.
+COLOURS = {
+    "unpatched": "#C45500",
+    "truncated": "#6E6E6E",
+    "pi": "#3C97CC",
+    "ntk": "#00855F",
+    "dynamic_ntk": "#B5578C",
+    "ntk_by_parts": "#6F5BC8",
+    "yarn": "#0072B2",
+    "dynamic_yarn": "#B87700",
+    "llama3": "#882255",
+    "abf": "#857400",
+    "dynamic_pi": "#16838E",
+    "longrope": "#7A5C45",
+    "alibi": "#2F6B2F",
+}
+OTHERS = ("#4D4D9F", "#A0522D", "#556B2F", "#8B4789")
+INK, NOTE, FAINT, BAND = "#333333", "#777777", "#DDDDDD", "#F4F4F4"
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -55,6 +83,29 @@ def label_of(name: str) -> str:
     return LABELS.get(name, name)
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a line is drawn: its label and its colour."""
+
+    label: str
+    colour: str
+
+
+def looks_for(names: Mapping[str, tuple[str, str]]) -> dict[str, Look]:
+    """A look for each name.
+
+    Args:
+        names: name to its method's name (which has a colour of its own wherever it is drawn) and its label.
+    """
+    others = itertools.cycle(OTHERS)
+    looks: dict[str, Look] = {}
+    for name, (method, label) in names.items():
+        own = COLOURS.get(method)
+        taken = own is None or any(look.colour == own for look in looks.values())
+        looks[name] = Look(label, next(others) if taken or own is None else own)
+    return looks
+
+
 def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: int, title: str) -> None:
     """Draw perplexity by position on the left, the difference to the truncation baseline on the right.
 
@@ -73,16 +124,17 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
     from matplotlib.figure import Figure
 
     methods = [item for item in series if item.name not in ("unpatched", "truncated")]
-    others = itertools.cycle(OTHERS)
-    colours = {item.name: COLOURS.get(item.name) or next(others) for item in methods}
-    colours |= {"unpatched": UNPATCHED, "truncated": TRUNCATED}
+    looks = looks_for({item.name: (item.name, label_of(item.name)) for item in series})
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, width_ratios=(1.65, 1))
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
-        _draw_perplexity(left, series, colours, trained_length)
-        _draw_differences(right, methods, colours)
+        draw_perplexity(left, series, looks, trained_length)
+        left.set_title("Perplexity by position", loc="left", fontsize=10.5)
+        draw_differences(right, methods, looks)
+        right.set_title("Loss minus truncation's, nats per token", loc="left", fontsize=10.5)
+        right.legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.2, labelcolor="linecolor")
         figure.savefig(path, dpi=160)
 
 
@@ -94,9 +146,10 @@ def require_matplotlib() -> None:
         raise InvalidParameterError("Plots need matplotlib. Run `pip install 'ctxext[eval]'`.") from error
 
 
-def _draw_perplexity(axes: Any, series: Sequence[Series], colours: dict[str, str], trained_length: int) -> None:
+def draw_perplexity(axes: Any, series: Sequence[Series], looks: Mapping[str, Look], trained_length: int) -> None:
+    """Perplexity by position on a log scale, each line labelled at its end."""
     stop = series[0].curve[-1].stop
-    axes.axvspan(0, trained_length, color="#F4F4F4", lw=0, zorder=0)
+    axes.axvspan(0, trained_length, color=BAND, lw=0, zorder=0)
     ends = []
     for item in series:
         # Inside the window truncation is the unpatched model itself.
@@ -105,67 +158,64 @@ def _draw_perplexity(axes: Any, series: Sequence[Series], colours: dict[str, str
         x, y = [(bucket.start + bucket.stop) / 2 for bucket in drawn], [bucket.perplexity for bucket in drawn]
         style = {"truncated": (0, (3, 1.5))}.get(item.name, "-")
         order = {"unpatched": 4, "truncated": 5}.get(item.name, 3)
-        axes.plot(x, y, color=colours[item.name], lw=1.8, ls=style, zorder=order, solid_capstyle="round")
+        axes.plot(x, y, color=looks[item.name].colour, lw=1.8, ls=style, zorder=order, solid_capstyle="round")
         ends.append((item.name, y[-1]))
     axes.set_yscale("log")
     axes.set_xlim(0, stop)
     axes.margins(y=0.08)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * 1.25)
-    _ticks(axes, low, high * 1.25)
-    axes.text(trained_length * 0.5, high * 1.12, "trained window", ha="center", va="top", fontsize=9, color="#777777")
+    plain_ticks(axes, low, high * 1.25)
+    middle, ha = (trained_length / 2, "center") if trained_length > 0.25 * stop else (0.01 * stop, "left")
+    axes.text(middle, high * 1.12, "trained window", ha=ha, va="top", fontsize=9, color=NOTE)
     for name, end, place in _spread(ends, low, high * 1.25, gap=0.058):
         axes.annotate(
-            label_of(name),
+            looks[name].label,
             xy=(stop, end),
             xytext=(1.015, place),
             textcoords="axes fraction",
-            color=colours[name],
+            color=looks[name].colour,
             fontsize=9.5,
             va="center",
             annotation_clip=False,
         )
     axes.set_xticks(_positions(trained_length, stop), [tokens_label(tick) for tick in _positions(trained_length, stop)])
     axes.set_xlabel("position in the text, tokens")
-    axes.set_title("Perplexity by position", loc="left", fontsize=10.5)
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
 
 
-def _draw_differences(axes: Any, methods: Sequence[Series], colours: dict[str, str]) -> None:
+def draw_differences(axes: Any, methods: Sequence[Series], looks: Mapping[str, Look]) -> None:
     """Means with two standard errors; a method far above the others would hide their differences and is named."""
     means = {item.name: [difference.mean for difference in item.versus_truncation] for item in methods}
     smallest = min(max(abs(value) for value in values) for values in means.values())
     shown = [item for item in methods if max(map(abs, means[item.name])) <= max(0.3, 4 * smallest)]
     hidden = [item for item in methods if item not in shown]
     labels = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
-    axes.axhline(0, color=TRUNCATED, lw=1.4, ls=(0, (3, 1.5)), zorder=2)
+    axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=(0, (3, 1.5)), zorder=2)
     width = 0.6 / max(1, len(shown))
     for index, item in enumerate(shown):
         x = [place + (index - (len(shown) - 1) / 2) * width for place in range(len(labels))]
         errors = [2 * difference.standard_error for difference in item.versus_truncation]
-        axes.errorbar(
-            x, means[item.name], yerr=errors, fmt="o", ms=5, lw=1.6, color=colours[item.name], label=label_of(item.name)
-        )
+        look = looks[item.name]
+        axes.errorbar(x, means[item.name], yerr=errors, fmt="o", ms=5, lw=1.6, color=look.colour, label=look.label)
     axes.set_xlim(-0.6, len(labels) - 0.4)
     low, high = axes.get_ylim()
     reach = max(abs(low), abs(high)) * 1.1
     axes.set_ylim(min(low * 1.15, -0.35 * reach), 1.25 * reach)
     axes.set_xticks(range(len(labels)), labels, fontsize=9)
     axes.set_xlabel("positions, tokens")
-    axes.set_title("Loss minus truncation's, nats per token", loc="left", fontsize=10.5)
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
     axes.text(0.985, 0.02, "below the line: the old text helps", **_corner(axes), va="bottom")
-    axes.legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.2, labelcolor="linecolor")
     if hidden:
-        names = ", ".join(f"{label_of(item.name)} {min(means[item.name]):+.2f}" for item in hidden)
-        axes.text(0.985, 0.07, f"off the scale: {names} or more", **_corner(axes), va="bottom")
+        names = ", ".join(f"{looks[item.name].label} {max(means[item.name]):+.2f}" for item in hidden)
+        axes.text(0.985, 0.07, f"off the scale: {names}", **_corner(axes), va="bottom")
 
 
 def _corner(axes: Any) -> dict[str, Any]:
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-    return {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": "#777777", "bbox": box}
+    return {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": NOTE, "bbox": box}
 
 
 def _positions(trained_length: int, stop: int) -> list[int]:
@@ -176,7 +226,7 @@ def _positions(trained_length: int, stop: int) -> list[int]:
     return list(range(0, stop + 1, step))
 
 
-def _ticks(axes: Any, low: float, high: float) -> None:
+def plain_ticks(axes: Any, low: float, high: float) -> None:
     """1, 2, 5 per decade in plain numbers: perplexities are not read as powers of ten."""
     decade = 10.0 ** len(str(int(low)))
     ticks = [m * decade * 10.0**e / 100 for e in range(12) for m in (1, 2, 5)]

@@ -11,9 +11,11 @@ from torch import Tensor
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity import Bucket, PairedDifference, bucketed, paired_difference
 
-__all__ = ["Series", "edges_for", "summarise"]
+__all__ = ["Series", "block_for", "edges_for", "summarise"]
 
 IN_WINDOW, BEYOND, CURVE = 1, 4, 16
+# Fewer texts than this say too little about the spread between texts; blocks within them then count.
+MANY_DOCUMENTS, BLOCK = 8, 64
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ def edges_for(trained_length: int, length: int, *, inside: int = IN_WINDOW, beyo
     return (*window, *(trained_length + (length - trained_length) * i // beyond for i in range(beyond + 1)))
 
 
+def block_for(documents: int, positions: int) -> int | None:
+    """What counts as independent in a paired difference: with many texts each text (None), else blocks of tokens.
+
+    Args:
+        documents: how many texts.
+        positions: losses of each; blocks are no longer than a quarter of them, so that a short text has an error too.
+    """
+    return None if documents >= MANY_DOCUMENTS else max(1, min(BLOCK, positions // 4))
+
+
 def summarise(
     name: str,
     losses: Tensor,
@@ -84,8 +96,7 @@ def summarise(
     fine = min(CURVE, length - trained_length)
     curve_edges = edges_for(trained_length, length, inside=min(fine, trained_length), beyond=fine)
     window = slice(0, trained_length)
-    # Blocks no longer than a quarter of a bucket, so that a short text has a standard error too.
-    block = max(1, min(64, (edges[-1] - edges[-2]) // 4))
+    block = block_for(len(losses), edges[-1] - edges[-2])
     beyond = [slice(start, stop) for start, stop in itertools.pairwise(edges[1:])]
     return Series(
         name=name,

@@ -1,0 +1,217 @@
+"""``ctxext eval compare``, and the same as a script for several processes: ``accelerate launch scripts/compare.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ctxext._cli_options import SlidingWindow, Trained, Trust
+from ctxext.evaluation.commands._options import (
+    Bos,
+    Checkpoint,
+    Column,
+    Documents,
+    Dtype,
+    Seed,
+    Skip,
+    Split,
+    Text,
+    read_corpus,
+)
+
+if TYPE_CHECKING:
+    from ctxext.evaluation.comparison.plan import Cell
+    from ctxext.evaluation.comparison.result import ComparisonResult
+    from ctxext.evaluation.comparison.run import Comparison
+
+__all__ = ["compare"]
+
+
+def compare(
+    checkpoint: Checkpoint = None,
+    text: Text = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the report and the finished cells.")
+    ] = Path("report"),
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            "-m",
+            help='Repeatable, with parameters where needed: -m "yarn ramp=turns". Default: all that apply.',
+            show_default=False,
+        ),
+    ] = None,
+    factor: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--factor", "-f", help="Target length / trained length; repeatable. Default: 2.", show_default=False
+        ),
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--length", "-l", help="Tokens to read; repeatable. Default: each factor times the trained length."
+        ),
+    ] = None,
+    passkey: Annotated[bool, typer.Option(help="Also ask for passkeys at every length and depth.")] = True,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--depth", help="Of passkeys, 0 to 1; repeatable. Default: 0, 0.25, 0.5, 0.75, 1.", show_default=False
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Passkeys per length and depth.")] = 1,
+    split: Split = None,
+    column: Column = None,
+    documents: Documents = None,
+    skip: Skip = None,
+    bos: Bos = "auto",
+    trained_length: Trained = None,
+    sliding_window: SlidingWindow = None,
+    dtype: Dtype = "auto",
+    seed: Seed = 0,
+    trust: Trust = False,
+) -> None:
+    """Compare all methods on a checkpoint and a text: does a longer context beat dropping the old tokens?
+
+    Every finished part is kept: run the same command again after an interruption, and it goes on.
+
+    [bold]Example[/]: ctxext eval compare Llama-3-8B --text book.txt -o report
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn
+
+    from ctxext._progress import Later
+    from ctxext.evaluation.checkpoint import load_checkpoint
+    from ctxext.evaluation.comparison.plan import DEPTHS
+    from ctxext.evaluation.comparison.report import require_report
+    from ctxext.evaluation.comparison.run import prepare
+    from ctxext.evaluation.comparison.team import team_of_launcher
+
+    require_report()
+    team = team_of_launcher()
+    console = Console(quiet=not team.is_main, highlight=False)
+    with console.status("Loading the checkpoint ..."):
+        loaded = load_checkpoint(checkpoint, dtype=dtype, device=team.device, trust_remote_code=trust)
+    with Later("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
+        comparison = prepare(
+            loaded,
+            lambda tokens: read_corpus(
+                loaded,
+                text,
+                tokens=tokens,
+                whole=True,
+                split=split,
+                column=column,
+                documents=documents,
+                skip=skip,
+                bos=bos,
+            ),
+            output,
+            methods=method or (),
+            factors=factor or (2.0,),
+            lengths=length or (),
+            depths=(depth or DEPTHS) if passkey else (),
+            trials=trials,
+            seed=seed,
+            trained_length=trained_length,
+            sliding_window=sliding_window.value if sliding_window else None,
+            team=team,
+            progress=trying if team.is_main else lambda *_: None,
+        )
+    mine = comparison.begin()
+    _announce(console, comparison, mine)
+    try:
+        _measure(console, comparison, mine)
+    except KeyboardInterrupt:
+        kept = len(comparison.store.finished())
+        console.print(
+            f"Interrupted. {kept} of {len(comparison.plan.cells)} cells are finished and kept in {output}; run the "
+            f"same command again to go on."
+        )
+        raise typer.Exit(130) from None
+    if team.is_main:
+        _show(console, comparison.result(), output)
+
+
+def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
+    from ctxext.evaluation._plots import tokens_label
+    from ctxext.evaluation.comparison.words import all_of
+
+    plan, corpus = comparison.plan, comparison.corpus
+    names = all_of([document.name for document in plan.documents])
+    short = corpus.read - len(corpus.documents)
+    console.print(
+        f"[bold]{comparison.checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
+        f"{comparison.checkpoint.dtype_note}, reads {all_of([tokens_label(n) for n in plan.lengths])} tokens of {names}"
+        + (f" ({short} shorter documents left out)" if short else "")
+        + f"; in front of each: {corpus.prefix}."
+    )
+    for refusal in plan.refusals:
+        console.print(f"Not measured: {refusal.label}. {refusal.reason}", markup=False)
+    finished = len(comparison.store.finished().keys() & {cell.key for cell in plan.cells})
+    console.print(
+        f"{len(plan.readings)} ways of reading, {len(plan.cells)} cells"
+        + (f", {finished} of them finished before" if finished else "")
+        + (f"; {len(mine)} for this process of {comparison.team.processes}" if comparison.team.processes > 1 else "")
+        + "."
+    )
+
+
+def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
+    """Measure with a bar; say after the first cell how long the rest will take."""
+    import time
+
+    from ctxext._progress import Stages
+    from ctxext.evaluation.comparison.plan import PASSKEY
+
+    total = sum(cell.cost for cell in mine)
+    began, done, told = time.monotonic(), 0.0, False
+
+    with Stages(console, total, report=not console.is_terminal) as bar:
+
+        def advance(name: str, cost: float) -> None:
+            nonlocal done, told
+            if mine and not cost and done >= mine[0].cost * 0.999 and not told:
+                told = True
+                _estimate(console, (time.monotonic() - began) / done * (total - done), mine, PASSKEY)
+            done += cost
+            bar(name, cost)
+
+        comparison.measure(mine, progress=advance)
+
+
+def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...], kind: str) -> None:
+    share = sum(cell.cost for cell in mine if cell.kind == kind) / sum(cell.cost for cell in mine)
+    cheaper = f" ({share:.0%} of it for passkeys, which --no-passkey leaves out)" if share and seconds > 120 else ""
+    left = (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+    console.print(f"About {left} for the other {len(mine) - 1} cells{cheaper}.")
+
+
+def _show(console: Console, result: ComparisonResult, output: Path) -> None:
+    from rich.padding import Padding
+
+    from ctxext.evaluation.comparison.report import terminal_table, write_report
+    from ctxext.evaluation.comparison.tables import main_table
+    from ctxext.evaluation.comparison.words import sentences, verdict_line
+
+    with console.status("Drawing the report ..."):
+        written = write_report(result, output)
+    table = main_table(result)
+    console.print()
+    console.print(terminal_table(table))
+    console.print(f"\n{table.caption}.\n", style="dim")
+    for verdict in result.verdicts:
+        console.print(verdict_line(result, verdict), style="bold", markup=False)
+    for sentence in sentences(result):
+        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False), markup=False)
+    console.print(f"\nWritten: {written[0]} (open it), {', '.join(str(path) for path in written[1:])}", soft_wrap=True)

@@ -1,0 +1,257 @@
+"""The figures of a comparison, each of one panel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ctxext.evaluation import _plots
+from ctxext.evaluation._plots import (
+    COLOURS,
+    Look,
+    draw_differences,
+    draw_perplexity,
+    looks_for,
+    require_matplotlib,
+    tokens_label,
+)
+from ctxext.evaluation.comparison.choice import TIMES
+from ctxext.evaluation.comparison.drawing import Drawing
+from ctxext.evaluation.comparison.readings import TRUNCATED, UNPATCHED, Reading
+from ctxext.evaluation.comparison.result import ComparisonResult, Panel, Row, Score
+from ctxext.evaluation.comparison.series import Series
+from ctxext.evaluation.comparison.words import all_of, capitalised
+from ctxext.evaluation.perplexity import PairedDifference
+
+__all__ = ["by_distance", "drawings"]
+
+WIDTH = 5.1
+# Lost to found, the same in both themes: the cells bring their own background.
+LOST, FOUND, CELL_INK = "#F3D3B8", "#7DB8E0", "#1A1A1A"
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": "linecolor", "handletextpad": 0.4}
+LINES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
+
+
+def drawings(result: ComparisonResult) -> list[list[Drawing]]:
+    """All figures of a result, in the order of a page, those together that belong together.
+
+    Raises:
+        InvalidParameterError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    forests = [_forest(result, verdict.length) for verdict in reversed(result.verdicts)]
+    positions = [[_by_position(result, panel), _against_truncation(result, panel)] for panel in result.panels]
+    passkeys = [_passkeys(result)] if any(row.passkeys for row in result.rows) else []
+    return [forests, *positions, [_at_length(result), *passkeys]]
+
+
+def _looks(readings: Sequence[Reading], *, short: bool = False) -> dict[str, Look]:
+    """Looks by reading; ``short`` leaves the factor out of the labels, where a title names it."""
+    shown = {item.name: re.sub(rf" {TIMES}[\d.]+", "", item.label) if short else item.label for item in readings}
+    return looks_for({item.name: (_kind(item), shown[item.name]) for item in readings})
+
+
+def _by_method(result: ComparisonResult) -> dict[str, Look]:
+    """Looks in figures with all factors, where a method has one colour at all of them."""
+    readings = [row.reading for row in result.rows]
+    return {item.name: Look(item.label, COLOURS.get(_kind(item), _plots.OTHERS[0])) for item in readings}
+
+
+def _kind(reading: Reading) -> str:
+    """What decides a reading's colour: its method, whatever the factor."""
+    return reading.name if reading.is_reference or reading.method is None else str(reading.method["method"])
+
+
+def _forest(result: ComparisonResult, length: int) -> Drawing:
+    """Every reading's distance to truncation, best first."""
+    rows = by_distance(result, length)
+    end, window = tokens_label(length), tokens_label(result.trained_length)
+    told = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
+    dots = " Small dots: each document." if _documents(result) > 1 else ""
+    return Drawing(
+        name=f"truncation-{length}",
+        title=f"Against truncation, at {end} tokens",
+        caption=f"Loss minus that of seeing only the last {window} tokens, on the same tokens, with two standard "
+        f"errors. Left of the line, the older text helps.{dots}",
+        alternative=f"Each method's loss minus the truncation baseline's at {end} tokens, in nats per token: {told}.",
+        size=(WIDTH, 0.9 + 0.29 * len(rows)),
+        draw=lambda figure: _draw_forest(figure, result, rows),
+    )
+
+
+def by_distance(result: ComparisonResult, length: int) -> list[tuple[Row, Score, PairedDifference]]:
+    """The rows that were measured at a length beyond the window, truncation aside, the best first."""
+    scored = [(row, row.at(length)) for row in result.rows if row.reading.name != TRUNCATED]
+    found = [(row, score, score.versus_truncation) for row, score in scored if score and score.versus_truncation]
+    return sorted(found, key=lambda item: item[2].mean)
+
+
+def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row, Score, PairedDifference]]) -> None:
+    axes = figure.subplots()
+    looks = _by_method(result)
+    gaps = [gap for _, _, gap in rows]
+    nearest = min(abs(gap.mean) + 2 * gap.standard_error for gap in gaps)
+    limit = min(max(0.15, 5 * nearest), 1.05 * max(gap.mean + 2 * gap.standard_error for gap in gaps))
+    low = min(-0.25 * limit, *(gap.mean - 2 * gap.standard_error for gap in gaps)) * 1.1
+    axes.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=(0, (3, 1.5)), zorder=2)
+    for place, (row, score, gap) in enumerate(rows):
+        colour = looks[row.reading.name].colour
+        if gap.mean > limit:
+            axes.plot(limit * 0.985, place, marker=">", ms=6, color=colour, clip_on=False)
+        else:
+            axes.errorbar(gap.mean, place, xerr=2 * gap.standard_error, fmt="o", ms=5.5, lw=1.8, color=colour, zorder=4)
+            if len(score.by_document) > 1:
+                dots = [value for value in score.by_document if low < value < limit]
+                axes.plot(dots, [place] * len(dots), ".", ms=4, color=_plots.NOTE, zorder=5)
+        axes.text(1.02, place, str(gap), transform=axes.get_yaxis_transform(), va="center", fontsize=9.5)
+    axes.set_yticks(range(len(rows)), [row.reading.label for row, _, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(low, limit)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("nats per token; left: better than truncation")
+    axes.grid(axis="x", color=_plots.FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def _by_position(result: ComparisonResult, panel: Panel) -> Drawing:
+    readings = [result.row(item.name).reading for item in panel.series]
+    looks = _looks(readings, short=True)
+    ends = "; ".join(f"{looks[item.name].label} {item.buckets[-1].perplexity:.4g}" for item in panel.series)
+    last = panel.series[0].buckets[-1]
+    dynamic = [looks[reading.name].label for reading in readings if reading.dynamic]
+    caption = "How well each token is predicted, by where it stands (log scale). Shaded: the trained window."
+    if dynamic:
+        caption += (
+            f" {capitalised(all_of(dynamic))} here with the positions of {tokens_label(panel.length)} throughout."
+        )
+    return Drawing(
+        name=f"loss{_suffix(panel)}",
+        title=f"Perplexity by position{_of_factor(panel)}",
+        caption=caption,
+        alternative=f"Perplexity by position. At positions {last.start:,} to {last.stop:,}: {ends}.",
+        size=(WIDTH, 3.7),
+        draw=lambda figure: draw_perplexity(figure.subplots(), panel.series, looks, result.trained_length),
+    )
+
+
+def _against_truncation(result: ComparisonResult, panel: Panel) -> Drawing:
+    readings = [result.row(item.name).reading for item in panel.series]
+    looks = _looks(readings, short=True)
+    names = {reading.name for reading in readings if reading.is_candidate}
+    methods = [item for item in panel.series if item.name in names]
+    told = "; ".join(
+        f"{looks[item.name].label} {', '.join(str(gap) for gap in item.versus_truncation)}" for item in methods
+    )
+    return Drawing(
+        name=f"difference{_suffix(panel)}",
+        title=f"Difference to truncation by position{_of_factor(panel)}",
+        caption="The same tokens, minus their loss under truncation, with two standard errors.",
+        alternative=f"Loss minus truncation's in consecutive stretches beyond the window, nats per token: {told}.",
+        size=(WIDTH, 3.9),
+        draw=lambda figure: _draw_against(figure, methods, looks),
+    )
+
+
+def _draw_against(figure: Any, methods: Sequence[Series], looks: Mapping[str, Look]) -> None:
+    draw_differences(figure.subplots(), methods, looks)
+    figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2, **LEGEND)
+
+
+def _at_length(result: ComparisonResult) -> Drawing:
+    last, end = result.lengths[-1], result.row(UNPATCHED).scores[-1].end
+    told = "; ".join(
+        f"{row.reading.label} {', '.join(f'{tokens_label(s.length)} {s.end.perplexity:.4g}' for s in row.scores)}"
+        for row in result.rows
+    )
+    return Drawing(
+        name="perplexity-at-length",
+        title="Perplexity at length",
+        caption=f"Of the last {tokens_label(end.stop - end.start)} positions before each length (log scales). Other "
+        f"positions are other words: compare methods at one length, not lengths.",
+        alternative=f"Perplexity at the end of each length, up to {tokens_label(last)}: {told}.",
+        size=(WIDTH, 4.2),
+        draw=lambda figure: _draw_at_length(figure, result),
+    )
+
+
+def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
+    axes = figure.subplots()
+    looks = _by_method(result)
+    factors = sorted({row.reading.factor for row in result.rows if not row.reading.is_reference})
+    for row in result.rows:
+        x, y = [score.length for score in row.scores], [score.end.perplexity for score in row.scores]
+        style = LINES[factors.index(row.reading.factor) % len(LINES)] if row.reading.factor in factors else "-"
+        style = (0, (3, 1.5)) if row.reading.name == "truncated" else style
+        axes.plot(
+            x, y, marker="o", ms=4, lw=1.6, ls=style, color=looks[row.reading.name].colour, label=row.reading.label
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(result.lengths, [tokens_label(length) for length in result.lengths])
+    axes.margins(x=0.06)
+    _plots.plain_ticks(axes, *axes.get_ylim())
+    axes.set_xlabel("length, tokens")
+    axes.grid(axis="y", color=_plots.FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2, **LEGEND)
+
+
+def _passkeys(result: ComparisonResult) -> Drawing:
+    rows = [row for row in result.rows if row.passkeys]
+    told = "; ".join(
+        f"{row.reading.label} {sum(p.found for p in row.passkeys)} of {sum(p.trials for p in row.passkeys)}"
+        for row in rows
+    )
+    return Drawing(
+        name="passkeys",
+        title="Passkeys found",
+        caption="A five-digit key in noise, by length and by depth (0: at the start). Blue found, orange lost; the "
+        "number is the loss of the key's tokens, in nats.",
+        alternative=f"Passkeys found of those hidden, all lengths and depths together: {told}.",
+        size=(WIDTH, 0.35 + 1.55 * -(-len(rows) // 3)),
+        draw=lambda figure: _draw_passkeys(figure, rows),
+    )
+
+
+def _draw_passkeys(figure: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shades = LinearSegmentedColormap.from_list("found", [LOST, FOUND])
+    lengths = sorted({score.length for row in rows for score in row.passkeys})
+    depths = sorted({score.depth for row in rows for score in row.passkeys})
+    grid = figure.subplots(-(-len(rows) // 3), 3, squeeze=False, sharex=True, sharey=True)
+    for axes, row in zip(grid.flat, rows, strict=False):
+        for score in row.passkeys:
+            x, y = lengths.index(score.length), depths.index(score.depth)
+            axes.pcolormesh(
+                [x - 0.5, x + 0.5], [y - 0.5, y + 0.5], [[score.found / score.trials]], cmap=shades, vmin=0, vmax=1
+            )
+            axes.text(x, y, _in_cell(score.loss), ha="center", va="center", fontsize=8, color=CELL_INK)
+        axes.set_xlim(-0.5, len(lengths) - 0.5)
+        axes.set_ylim(len(depths) - 0.5, -0.5)
+        axes.set_title(row.reading.label, loc="left", fontsize=9.5)
+        axes.set_xticks(range(len(lengths)), [tokens_label(length) for length in lengths], fontsize=9)
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=9)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    for axes in list(grid.flat)[len(rows) :]:
+        axes.set_visible(False)
+    figure.supylabel("depth", fontsize=9.5)
+
+
+def _in_cell(loss: float) -> str:
+    return f"{loss:.2f}" if loss < 9.95 else f"{loss:.0f}"
+
+
+def _documents(result: ComparisonResult) -> int:
+    return len(result.provenance["documents"])
+
+
+def _of_factor(panel: Panel) -> str:
+    return "" if panel.factor is None else f", factor {panel.factor:g}"
+
+
+def _suffix(panel: Panel) -> str:
+    return "" if panel.factor is None else f"-x{panel.factor:g}".replace(".", "_")

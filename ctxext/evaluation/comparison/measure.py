@@ -1,0 +1,115 @@
+"""The work: each cell measured on the one loaded model, dressed and undressed in place, and kept at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation import passkey
+from ctxext.evaluation.comparison.plan import LOSS, Cell, Plan
+from ctxext.evaluation.comparison.readings import TRUNCATED, Wardrobe
+from ctxext.evaluation.comparison.store import CellStore, Outcome
+from ctxext.evaluation.passkey import Passkey
+from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.progress import Progress, ticking
+
+__all__ = ["measure_cells", "share_of"]
+
+
+def share_of(cells: Sequence[Cell], process: int, processes: int) -> tuple[Cell, ...]:
+    """The cells that one of several processes computes: about the same cost for each, the same split in each.
+
+    Args:
+        cells: those that are not finished, the same in every process.
+        process: number of this one, from 0.
+        processes: how many there are.
+    """
+    loads = [0.0] * processes
+    mine = set()
+    for cell in sorted(cells, key=lambda cell: -cell.cost):
+        least = loads.index(min(loads))
+        loads[least] += cell.cost
+        if least == process:
+            mine.add(cell.key)
+    return tuple(cell for cell in cells if cell.key in mine)
+
+
+def measure_cells(
+    wardrobe: Wardrobe, plan: Plan, cells: Sequence[Cell], store: CellStore, *, progress: Progress = lambda *_: None
+) -> None:
+    """Compute cells and keep each as soon as it is finished. The model is at the end what it was at the start.
+
+    Args:
+        wardrobe: of the model.
+        plan: that the cells are of.
+        cells: to compute.
+        store: where to keep them.
+        progress: called with what is being done and the cost done since the last call; the cells' costs are the total.
+
+    Raises:
+        ResultsError: the store cannot be written.
+        InvalidParameterError: a cell does not fit into memory.
+        IncompatibleError: a cell gives no finite loss; or as in ``loss_by_position``.
+    """
+    for reading in plan.readings:
+        mine = [cell for cell in cells if cell.reading == reading.name]
+        if not mine:
+            continue
+        with wardrobe.wearing(reading):
+            for cell in mine:
+                where = f"{reading.label}, {cell.item}, {cell.length:,} tokens"
+                with ticking(wardrobe.model, where, cell.cost / cell.passes, progress):
+                    store.add(cell, _measured(wardrobe.model, plan, cell, where))
+
+
+def _measured(model: nn.Module, plan: Plan, cell: Cell, where: str) -> Outcome:
+    began = time.perf_counter()
+    try:
+        outcome = _losses(model, plan, cell) if cell.kind == LOSS else _passkey(model, plan, cell)
+    except torch.OutOfMemoryError as error:
+        raise InvalidParameterError(
+            f"Out of memory at {where}. Finished cells are kept; ask for smaller lengths, or run the same command on a "
+            f"device with more memory."
+        ) from error
+    values = outcome.losses if outcome.losses is not None else torch.tensor(outcome.loss)
+    if not values.isfinite().all():
+        raise IncompatibleError(
+            f"The model computes losses that are no numbers: {where}. Measure in another --dtype (fp32 has the range), "
+            f"or leave this method out. Finished cells are kept."
+        )
+    return replace(outcome, seconds=time.perf_counter() - began)
+
+
+def _losses(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
+    document = plan.documents[cell.index].take(cell.length + 1)
+    if cell.reading != TRUNCATED:
+        return Outcome(losses=loss_by_position(model, document.input_ids)[0])
+    tail = truncated_loss(
+        model,
+        document.input_ids,
+        window=plan.trained_length,
+        stride=plan.stride,
+        start=plan.trained_length,
+        prefix=document.prefix,
+    )
+    return Outcome(losses=tail[0])
+
+
+def _passkey(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
+    prompt = plan.prompts[cell.index]
+    asked = prompt.passkey
+    if cell.reading == TRUNCATED:
+        asked = _cut(asked, asked.length - (prompt.length - plan.trained_length), plan.documents[0].prefix)
+    trial = passkey.measure(model, asked, seed=prompt.seed)
+    return Outcome(correct=trial.correct, loss=trial.loss)
+
+
+def _cut(asked: Passkey, tokens: int, prefix: int) -> Passkey:
+    """The last ``tokens`` of a prompt, its prefix kept in front."""
+    kept = torch.cat([asked.prompt[:prefix], asked.prompt[len(asked.prompt) - (tokens - prefix) :]])
+    return replace(asked, prompt=kept)

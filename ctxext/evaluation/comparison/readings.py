@@ -1,0 +1,176 @@
+"""Ways to read a text with one checkpoint: as it is, with its old tokens cut off, and by every method that applies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+import ctxext
+from ctxext._api import base_model, patched_state
+from ctxext._inspect import trained_length_of
+from ctxext.architectures.rope import already_extended
+from ctxext.errors import CtxextError, InvalidParameterError
+from ctxext.evaluation._plots import label_of
+from ctxext.evaluation.comparison.choice import TIMES, ignores_factor, label_for, name_for
+from ctxext.methods import METHODS, Method
+from ctxext.spec import Description
+
+__all__ = ["TRUNCATED", "UNPATCHED", "Reading", "Refusal", "Wardrobe"]
+
+UNPATCHED, TRUNCATED = "unpatched", "truncated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One way to read a text.
+
+    Args:
+        name: unique in a comparison: ``unpatched``, ``truncated``, or a method with its factor, such as ``yarn x2``.
+        label: the same, as a reader wants it.
+        method: ``Method.to_dict()``; None for the two references.
+        factor: target length over trained length; 1 for the references.
+        reach: tokens that it is meant for; None for the references of a checkpoint that is not extended.
+        dynamic: whether positions follow the length of the text, so that every length needs a pass of its own.
+        any_factor: whether the factor changes nothing but the reach, so that one factor stands for all.
+        fingerprint: 12 hexadecimal digits of a hash of the frequencies.
+        attention: which attention backend serves it; empty where the model keeps its own.
+        notes: what ``ctxext.describe`` adds.
+    """
+
+    name: str
+    label: str
+    method: dict[str, Any] | None = None
+    factor: float = 1.0
+    reach: int | None = None
+    dynamic: bool = False
+    any_factor: bool = False
+    fingerprint: str = ""
+    attention: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the checkpoint is read as it is; the references are measured at every length."""
+        return self.name in (UNPATCHED, TRUNCATED)
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether this is an extension, which may win: every method, and a checkpoint that was saved extended."""
+        return self.reach is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A method that cannot be right on this model, and why."""
+
+    label: str
+    reason: str
+
+
+class Wardrobe:
+    """A loaded model and the readings that it can put on, one at a time, in place.
+
+    A checkpoint that was saved extended is read as saved by the references, and its extension taken off for the
+    methods and put on again.
+
+    Args:
+        model: not patched in this process (``ctxext.load`` may have restored an extension).
+        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+        sliding_window: see ``ctxext.patch``.
+
+    Raises:
+        InvalidParameterError: nothing says for how many tokens the checkpoint was trained.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, trained_length: int | None = None, sliding_window: str | None = None
+    ) -> None:
+        base = base_model(model)
+        self.model = model
+        self.extended = already_extended(base.config)
+        self.sliding_window = sliding_window
+        known = trained_length or trained_length_of(base, self.extended)
+        if known is None:
+            raise InvalidParameterError(
+                "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
+            )
+        self.trained_length: int = known
+        self._given = known if self.extended else trained_length
+
+    @contextlib.contextmanager
+    def wearing(self, reading: Reading) -> Iterator[None]:
+        """The model as a reading has it, inside a ``with``."""
+        if reading.is_reference or reading.method is None:
+            yield
+            return
+        with self._patched(METHODS[reading.method["method"]].from_dict(reading.method)):
+            yield
+
+    def find_readings(
+        self, methods: Sequence[Method], *, progress: Callable[[int, int], None] = lambda *_: None
+    ) -> tuple[tuple[Reading, ...], tuple[Refusal, ...]]:
+        """Try every method on the model to learn which apply and what they do.
+
+        Returns:
+            The references, then the methods that apply; and those that do not, with the reason.
+        """
+        readings, refusals = list(self._references()), []
+        for done, method in enumerate(methods):
+            progress(done, len(methods))
+            try:
+                with self._patched(method):
+                    readings.append(_reading(method, ctxext.describe(self.model)))
+            except CtxextError as error:
+                refusals.append(Refusal(label=label_for(method), reason=str(error)))
+        progress(len(methods), len(methods))
+        return tuple(readings), tuple(refusals)
+
+    def _references(self) -> tuple[Reading, Reading]:
+        found = ctxext.describe(self.model)
+        how = f" ({found.method['method']} {TIMES}{found.method['factor']:g})" if found.method else ""
+        plain = Reading(
+            name=UNPATCHED,
+            label=f"as saved{how}" if self.extended else label_of(UNPATCHED),
+            method=found.method,
+            reach=found.target_length if self.extended else None,
+            fingerprint=found.fingerprint,
+            notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
+        )
+        return plain, Reading(name=TRUNCATED, label=label_of(TRUNCATED))
+
+    @contextlib.contextmanager
+    def _patched(self, method: Method) -> Iterator[None]:
+        own = patched_state(base_model(self.model))
+        if own is not None:
+            ctxext.unpatch(self.model)
+        try:
+            given = None if own is not None else self._given
+            ctxext.patch(self.model, method, trained_length=given, sliding_window=self.sliding_window)
+            try:
+                yield
+            finally:
+                ctxext.unpatch(self.model)
+        finally:
+            if own is not None:
+                was = own.extension
+                window, attention = was.sliding_window, was.attention
+                ctxext.patch(self.model, own.method, sliding_window=window, attention=attention)
+
+
+def _reading(method: Method, description: Description) -> Reading:
+    return Reading(
+        name=name_for(method),
+        label=label_for(method),
+        method=method.to_dict(),
+        factor=method.factor,
+        reach=description.target_length,
+        dynamic=method.dynamic,
+        any_factor=ignores_factor(method),
+        fingerprint=description.fingerprint,
+        attention=description.attention,
+        notes=description.notes,
+    )

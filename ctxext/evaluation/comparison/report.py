@@ -1,0 +1,140 @@
+"""The files that a comparison ends in: JSON, CSV, Markdown, figures, and one page that needs nothing else."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table as RichTable
+
+from ctxext.errors import InvalidParameterError, ResultsError
+from ctxext.evaluation._plots import require_matplotlib, tokens_label
+from ctxext.evaluation.comparison.drawing import VARIABLES
+from ctxext.evaluation.comparison.figures import drawings
+from ctxext.evaluation.comparison.result import ComparisonResult
+from ctxext.evaluation.comparison.store import write_whole
+from ctxext.evaluation.comparison.tables import Table, csv_rows, main_table, other_tables, passkey_grids
+from ctxext.evaluation.comparison.words import headline, sentences, verdict_line
+
+__all__ = ["page", "require_report", "terminal_table", "write_report"]
+
+PAGE, DATA, ROWS, MARKDOWN, FIGURES = "report.html", "report.json", "report.csv", "report.md", "figures"
+
+
+def require_report() -> None:
+    """Raise ``InvalidParameterError`` with the command to run if what a report needs is missing."""
+    require_matplotlib()
+    if importlib.util.find_spec("jinja2") is None:
+        raise InvalidParameterError("A report needs jinja2. Run `pip install 'ctxext[eval]'`.")
+
+
+def write_report(result: ComparisonResult, output: Path) -> list[Path]:
+    """Write all files of a report and return their paths, the page first.
+
+    Raises:
+        ResultsError: a file cannot be written.
+        InvalidParameterError: matplotlib or jinja2 is not installed.
+    """
+    require_report()
+    figures = [figure for group in drawings(result) for figure in group]
+    texts = {
+        PAGE: page(result),
+        DATA: json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n",
+        ROWS: _csv(result),
+        MARKDOWN: _rendered("report.md.jinja", result, figures=figures, escape=False),
+    }
+    try:
+        for name, text in texts.items():
+            write_whole(output / name, text)
+        (output / FIGURES).mkdir(exist_ok=True)
+        for figure in figures:
+            figure.save(output / FIGURES / f"{figure.name}.png")
+    except OSError as error:
+        raise ResultsError(
+            f"Cannot write the report to {str(output)!r}: {error.strerror}. All cells are kept; make room there and "
+            f"run the same command again."
+        ) from error
+    return [*(output / name for name in texts), output / FIGURES]
+
+
+def page(result: ComparisonResult) -> str:
+    """The report as one HTML document without any reference to another."""
+    # A page shows passkeys as coloured tables, which fit a phone and can be read aloud.
+    groups = [[figure for figure in group if figure.name != "passkeys"] for group in drawings(result)]
+    figures = [[(figure, figure.svg()) for figure in group] for group in groups]
+    return _rendered("report.html.jinja", result, figures=figures, escape=True)
+
+
+def terminal_table(table: Table) -> RichTable:
+    """A table for a terminal."""
+    found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
+    for index, name in enumerate(table.header):
+        found.add_column(name.replace("vs ", "vs\n"), justify="right" if index else "left", overflow="fold")
+    for cells, emphasis in zip(table.rows, table.emphasis, strict=True):
+        found.add_row(*cells, style={"best": "bold", "reference": "dim"}.get(emphasis))
+    return found
+
+
+def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: bool) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ctxext.evaluation.comparison", "."),
+        autoescape=escape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    window, last = tokens_label(result.trained_length), tokens_label(result.lengths[-1])
+    return environment.get_template(template).render(
+        result=result,
+        title=f"{result.provenance['checkpoint']}, read to {last} tokens",
+        window=window,
+        last=last,
+        headline=headline(result),
+        beats=result.verdicts[-1].beats,
+        verdict_lines=[verdict_line(result, verdict) for verdict in result.verdicts],
+        sentences=sentences(result),
+        main=main_table(result),
+        tables=other_tables(result),
+        grids=passkey_grids(result),
+        figures=figures,
+        facts=_facts(result),
+        variables=VARIABLES,
+    )
+
+
+def _facts(result: ComparisonResult) -> dict[str, str]:
+    """Provenance as a reader wants it."""
+    found, made = result.provenance, result.made
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    seeds = f"{found['seed']} (passkeys)" if any(row.passkeys for row in result.rows) else "nothing random"
+    return {
+        "Checkpoint": f"{found['checkpoint']}, sha256 {found['checkpoint_sha256']}",
+        "Trained length": f"{result.trained_length:,} tokens",
+        "Texts": f"{', '.join(found['documents'])}; sha256 {found['corpus_sha256']}",
+        "In front of each text": found["prefix"],
+        "dtype": found["dtype"],
+        "Seed": seeds,
+        "Device": f"{found['device']}; {found['machine']}",
+        "Versions": versions,
+        "Standard errors": f"over {result.unit}; a verdict needs {result.verdicts[-1].standard_errors:.2f} of them for "
+        f"{result.verdicts[-1].candidates} candidates (5 percent, Bonferroni)",
+        "Command": made["command"],
+        "Made": f"{made['date']}, {made['seconds']:,.0f} s of computing in {made['processes']} process"
+        + ("es" if made["processes"] > 1 else ""),
+    }
+
+
+def _csv(result: ComparisonResult) -> str:
+    rows = csv_rows(result)
+    with io.StringIO(newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return file.getvalue()

@@ -1,0 +1,91 @@
+"""Yes, no, or not to be told: whether the best extension predicts better than cutting the old tokens off."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.evaluation.perplexity import PairedDifference, paired_difference
+
+__all__ = ["Verdict", "judge", "standard_errors_needed"]
+
+YES, NO, UNDECIDED = "yes", "no", "undecided"
+CHANCE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The best extension at one length, against truncation.
+
+    Args:
+        length: tokens.
+        best: name of the reading with the least loss at the end of that length.
+        versus_truncation: its loss minus the truncation baseline's, same tokens.
+        beats: ``yes``, ``no``, or ``undecided`` where this text cannot show a difference.
+        standard_errors: how many a difference must exceed to count; more candidates need more, since the best of many
+            is partly the luckiest.
+        candidates: how many extensions competed.
+        as_good: names of other readings whose difference to the best this text cannot show.
+    """
+
+    length: int
+    best: str
+    versus_truncation: PairedDifference
+    beats: str
+    standard_errors: float
+    candidates: int
+    as_good: tuple[str, ...]
+
+
+def judge(
+    length: int,
+    losses: Mapping[str, Float[Tensor, "documents positions"]],
+    truncated: Float[Tensor, "documents positions"],
+    *,
+    block: int | None,
+) -> Verdict:
+    """Find the best of several readings of the same tokens and hold it against truncation.
+
+    Args:
+        length: tokens, for the record.
+        losses: nats per token, by name; at least one.
+        truncated: of the same tokens, by truncation.
+        block: see ``paired_difference``.
+    """
+    versus = {name: paired_difference(own, truncated, block=block) for name, own in losses.items()}
+    best = min(versus, key=lambda name: versus[name].mean)
+    needed = standard_errors_needed(len(losses), versus[best].units)
+    margin = needed * versus[best].standard_error
+    mean = versus[best].mean
+    others = {name: paired_difference(own, losses[best], block=block) for name, own in losses.items() if name != best}
+    return Verdict(
+        length=length,
+        best=best,
+        versus_truncation=versus[best],
+        beats=YES if mean + margin < 0 else NO if mean - margin > 0 else UNDECIDED,
+        standard_errors=needed,
+        candidates=len(losses),
+        as_good=tuple(name for name, gap in others.items() if gap.mean <= needed * gap.standard_error),
+    )
+
+
+def standard_errors_needed(candidates: int, units: int) -> float:
+    """Standard errors that a difference must exceed to be a finding at 5 percent, two-sided.
+
+    Args:
+        candidates: differences looked at; the chance is divided among them (Bonferroni).
+        units: independent groups behind each standard error, at least 2: with few, the error itself is uncertain.
+
+    Source: Student's quantile by its expansion about the normal one, Abramowitz & Stegun, 26.7.5; 26.2.23 is
+        ``statistics.NormalDist``.
+    """
+    z = statistics.NormalDist().inv_cdf(1 - CHANCE / (2 * candidates))
+    n = units - 1
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / n + second / n**2 + third / n**3

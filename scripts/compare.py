@@ -1,0 +1,25 @@
+"""Compare all methods on one checkpoint and a text, on one process or on many; the same as ``ctxext eval compare``.
+
+    python scripts/compare.py CHECKPOINT --text book.txt -o report
+    accelerate launch --num_processes 8 scripts/compare.py CHECKPOINT --text books.parquet -f 2 -f 4 -o report
+
+Several processes split the cells among them and give the same numbers; the folder has to be one that all of them see.
+A launcher that kills all processes when one fails loses at most the cells in progress: run the same command again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ctxext._cli_options import CleanCommand
+from ctxext.evaluation.commands.compare import compare
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    app.command(cls=CleanCommand)(compare)
+    app()

@@ -1,0 +1,323 @@
+"""A comparison against the evaluations called by hand, its judgement, what it refuses, and what it keeps on disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import tiny
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import ctxext
+from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
+from ctxext.evaluation import passkey
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.comparison.choice import TIMES, chosen_methods
+from ctxext.evaluation.comparison.measure import share_of
+from ctxext.evaluation.comparison.plan import Cell
+from ctxext.evaluation.comparison.readings import Wardrobe
+from ctxext.evaluation.comparison.result import ComparisonResult
+from ctxext.evaluation.comparison.run import Comparison, prepare
+from ctxext.evaluation.comparison.store import CellStore, Outcome
+from ctxext.evaluation.comparison.verdict import judge, standard_errors_needed
+from ctxext.evaluation.comparison.words import headline, sentences, verdict_line
+from ctxext.evaluation.corpus import Document, corpus_of
+from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.methods import ALiBi, YaRN
+
+TRAINED, TARGET, END = 512, 1024, 128
+DOCUMENTS = [
+    Document(name, "".join(f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)))
+    for name in ("One", "Two")
+]
+
+
+def planned(
+    model: Any, tokenizer: PreTrainedTokenizerFast, output: Path, *, documents: list[Document] = DOCUMENTS, **given: Any
+) -> Comparison:
+    return prepare(
+        Checkpoint("tiny", model, tokenizer),
+        lambda tokens: corpus_of(documents, tokenizer, tokens=tokens, whole=True),
+        output,
+        **{"depths": (), **given},
+    )
+
+
+def measured(*arguments: Any, **given: Any) -> ComparisonResult:
+    comparison = planned(*arguments, **given)
+    comparison.measure(comparison.begin())
+    return comparison.result()
+
+
+def test_every_number_is_that_of_the_evaluations(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    found = measured(model, bos_tokenizer, tmp_path, methods=["yarn ramp=turns", "dynamic_ntk"], depths=(0.0, 0.9))
+    assert [row.reading.name for row in found.rows] == [
+        "unpatched",
+        "truncated",
+        "yarn x2 ramp=turns",
+        "dynamic_ntk x2",
+    ]
+    assert (found.trained_length, found.lengths, found.unit) == (TRAINED, (TRAINED, TARGET), "blocks of 32 tokens")
+    tokens = [corpus_of([one], bos_tokenizer, tokens=TARGET + 1).documents[0].input_ids for one in DOCUMENTS]
+    plain = torch.cat([loss_by_position(model, ids) for ids in tokens])
+    options: dict[str, Any] = {"window": TRAINED, "stride": TRAINED // 4, "prefix": 1}
+    truncated = torch.cat([truncated_loss(model, ids, **options) for ids in tokens])
+    assert not ctxext.describe(model).method
+    yarn = _row_by_hand(ctxext.patch(model, YaRN(factor=2, ramp="turns")), tokens)
+    prompt = passkey.build(bos_tokenizer, length=TARGET - 8, depth=0.0, seed=0)
+    key = passkey.measure(model, prompt)
+    ctxext.unpatch(model)
+    row = found.row("yarn x2 ramp=turns")
+    last = row.at(TARGET)
+    assert last is not None
+    assert last.versus_truncation is not None
+    gap = (yarn - truncated)[:, -END:].double()
+    blocks = torch.cat([gap[:, i : i + 32].mean(dim=1) for i in range(0, END, 32)])
+    assert last.end.loss == pytest.approx(yarn[:, -END:].double().mean().item(), rel=1e-12)
+    assert (last.end.start, last.end.stop, last.end.tokens) == (TARGET - END, TARGET, 2 * END)
+    assert last.whole.loss == pytest.approx(yarn.double().mean().item(), rel=1e-12)
+    assert last.versus_truncation.mean == pytest.approx(gap.mean().item(), rel=1e-9)
+    error = (blocks.var() / len(blocks)).sqrt().item()
+    assert last.versus_truncation.standard_error == pytest.approx(error, rel=1e-9)
+    assert last.by_document == pytest.approx(gap.mean(dim=1).tolist())
+    assert row.inside.loss == pytest.approx(yarn[:, :TRAINED].double().mean().item(), rel=1e-12)
+    assert row.short_context.mean == pytest.approx((yarn - plain)[:, :TRAINED].double().mean().item(), rel=1e-9)
+    assert (row.passkeys[2].loss, row.passkeys[2].hidden) == (pytest.approx(key.loss), True)
+    assert [(score.length, score.depth) for score in row.passkeys] == [(n, d) for n in (512, 1024) for d in (0.0, 0.9)]
+    # A dynamic method is measured at each length by itself: inside the window it changes nothing.
+    dynamic = found.row("dynamic_ntk x2")
+    assert (dynamic.short_context.mean, dynamic.inside) == (0.0, found.row("unpatched").inside)
+    beyond = _row_by_hand(ctxext.patch(model, "dynamic_ntk", factor=2), tokens)
+    ctxext.unpatch(model)
+    assert dynamic.scores[-1].end.loss == pytest.approx(beyond[:, -END:].double().mean().item(), rel=1e-12)
+    # What truncation sees is the end of the prompt; inside the window it sees all of it.
+    cut = replace(prompt, prompt=torch.cat([prompt.prompt[:1], prompt.prompt[-(TRAINED - 8 - 1) :]]))
+    assert found.row("truncated").passkeys[2].loss == pytest.approx(passkey.measure(model, cut).loss)
+    assert found.row("truncated").passkeys[:2] == found.row("unpatched").passkeys[:2]
+
+
+def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
+    with torch.no_grad():
+        logits = [model(ids[:, :-1], use_cache=False).logits for ids in tokens]
+    pairs = zip(logits, tokens, strict=True)
+    return torch.cat([-one.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] for one, ids in pairs])
+
+
+@pytest.mark.parametrize(
+    ("candidates", "units", "expected"),
+    # Student's two-sided 5 percent points from printed tables; 2.5 percent points for two candidates.
+    [(1, 11, 2.228), (1, 31, 2.042), (1, 1001, 1.962), (2, 31, 2.360), (5, 31, 2.750), (1, 8, 2.365)],
+)
+def test_standard_errors_needed(candidates: int, units: int, expected: float) -> None:
+    assert standard_errors_needed(candidates, units) == pytest.approx(expected, abs=2e-3)
+
+
+def test_the_verdict_follows_the_losses(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The same words for every outcome would be a brochure."""
+    noise = torch.randn(3, 2, 1024, generator=torch.Generator().manual_seed(0)) * 0.1
+    base = 3 + noise[0]
+    near, far = base + 0.001 + 0.5 * noise[1], base + 0.5 + 0.5 * noise[2]  # standard errors of about 0.001
+
+    def told(**losses: Tensor) -> Any:
+        return judge(TARGET, losses, base, block=64)
+
+    worse = told(near=near + 0.1, far=far)
+    assert (worse.best, worse.beats, worse.as_good, worse.candidates) == ("near", "no", (), 2)
+    assert told(near=near - 0.1, far=far).beats == "yes"
+    tied = told(near=near, twin=near + 0.5 * noise[2], far=far)
+    assert (tied.beats, {tied.best, *tied.as_good}) == ("undecided", {"near", "twin"})
+    # What one candidate alone shows, the best of thousands may owe to luck.
+    slight = base - 0.003 + 0.5 * noise[1]
+    many = {f"other{n}": far for n in range(3000)}
+    assert (told(slight=slight).beats, told(slight=slight, **many).beats) == ("yes", "undecided")
+    result = measured(model, bos_tokenizer, tmp_path, methods=["yarn"])
+    versus = told(near=near - 0.1).versus_truncation
+    words = {
+        beats: headline(replace(result, verdicts=(replace(result.verdicts[0], beats=beats, versus_truncation=versus),)))
+        for beats in ("yes", "no", "undecided")
+    }
+    assert f"predicts better than seeing only the last 512 tokens, by {-versus.mean:.3f} ±" in words["yes"]
+    assert "It predicts worse" in words["no"]
+    assert f"this text cannot show: {versus} nats" in words["undecided"]
+    line = verdict_line(result, replace(result.verdicts[0], beats="no", versus_truncation=versus))
+    assert line.startswith(f"1K: best zero-shot: YaRN {TIMES}2; beats truncation: no, by {versus} nats")
+    inside = "inside the trained window"
+    assert any(inside in sentence for sentence in sentences(result))
+
+
+def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    names = [(method.name, method.factor) for method in chosen_methods(model, [], [4.0, 2.0])]
+    assert {("yarn", 2.0), ("yarn", 4.0), ("dynamic_yarn", 4.0)} <= set(names)
+    assert ("dynamic_yarn", 2.0) not in names, "its factor changes nothing but the reach"
+    assert not {"alibi", "longrope", "table"} & {name for name, _ in names}
+    bloom = chosen_methods(tiny("bloom"), [], [2.0])
+    assert {method.name for method in bloom} == {"alibi", "pi", "dynamic_pi"}
+    plan = planned(model, tokenizer, tmp_path, methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"]).plan
+    assert [reading.label for reading in plan.readings[2:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]
+    assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in plan.refusals] == [("given", True)]
+
+
+def test_a_checkpoint_saved_extended_competes_as_it_is(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    ctxext.save(ctxext.patch(model, "yarn", factor=2), tmp_path / "saved")
+    expected = model(torch.arange(200)[None], use_cache=False).logits
+    loaded = ctxext.load(tmp_path / "saved").eval()
+    result = measured(loaded, tokenizer, tmp_path / "out", methods=["pi", "yarn"])
+    row = result.row("unpatched")
+    assert (row.reading.label, row.reading.is_candidate, result.trained_length) == (
+        f"as saved (yarn {TIMES}2)",
+        True,
+        TRAINED,
+    )
+    assert row.scores == result.row("yarn x2").scores != result.row("pi x2").scores
+    assert result.verdicts[0].candidates == 3
+    assert torch.equal(loaded(torch.arange(200)[None], use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"lengths": [4096]},
+            InvalidParameterError,
+            r"4,096 tokens is beyond .* reaches 1,024.* --factor",
+        ),
+        ({"lengths": [256]}, InvalidParameterError, r"reads beyond the trained 512 tokens.*found lengths of 256, 512"),
+        ({"factors": [1.0]}, InvalidParameterError, "--factor above 1"),
+        ({"factors": [8.0]}, InvalidParameterError, "0 of 2 documents have the 4,097 tokens asked for.*longest has 2,"),
+        ({"methods": ["yran"]}, UnknownNameError, "Did you mean 'yarn'"),
+        ({"methods": ["yarn rmap=turns"]}, UnknownNameError, "Did you mean 'ramp'"),
+        ({"methods": ["pi", "pi"]}, InvalidParameterError, "each method once; found 'pi x2' twice"),
+        ({"methods": [ALiBi(factor=2)], "depths": [2.0]}, InvalidParameterError, "depth must be"),
+        (
+            {"methods": ["table inv_freq=[1,2]"], "lengths": [1024]},
+            InvalidParameterError,
+            "No method.*inv_freq",
+        ),
+        ({"documents": [Document("blank", "")]}, InvalidParameterError, "0 of 1 documents"),
+    ],
+)
+def test_bad_input(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        planned(model, tokenizer, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_trained_length_is_asked_about() -> None:
+    stretched = tiny(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(InvalidParameterError, match="--trained-length"):
+        Wardrobe(stretched)
+    assert Wardrobe(stretched, trained_length=32).trained_length == 32
+
+
+def test_another_folder_is_refused_by_name(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    planned(model, tokenizer, output, methods=["pi"]).begin()
+    planned(model, tokenizer, output, methods=["yarn"], seed=3).begin()
+    with pytest.raises(ResultsError, match=r"another corpus: One, Two \(sha256 .* this is One \(sha256"):
+        planned(model, tokenizer, output, methods=["pi"], documents=DOCUMENTS[:1]).begin()
+    with torch.no_grad():
+        model.lm_head.weight[0] += 1
+    with pytest.raises(ResultsError, match=r"another checkpoint: tiny in torch.float32 \(sha256 .* Choose another"):
+        planned(model, tokenizer, output, methods=["pi"]).begin()
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ResultsError, match="not empty and holds no earlier comparison"):
+        planned(model, tokenizer, tmp_path, methods=["pi"]).begin()
+
+
+def test_a_full_disk_keeps_what_is_finished(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = planned(model, tokenizer, tmp_path, methods=["pi"])
+    cells = comparison.begin()
+    real, calls = os.fsync, 0
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 5:  # two per cell: its losses, its line; so the third cell's line
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResultsError, match=r"disk is full.*kept \(2 of them\).*run the same command again"):
+        comparison.measure(cells)
+    assert len((tmp_path / "cells.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
+    monkeypatch.undo()
+    again = planned(model, tokenizer, tmp_path, methods=["pi"])
+    assert [cell.key for cell in again.begin()] == [cell.key for cell in cells[2:]]
+    again.measure(again.begin())
+    assert again.begin() == ()
+
+
+def test_cells_are_found_again_only_for_what_they_were(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    def pending(**given: Any) -> int:
+        return len(planned(model, tokenizer, tmp_path, **{"methods": ["pi"], "depths": (0.0,), **given}).begin())
+
+    comparison = planned(model, tokenizer, tmp_path, methods=["pi"], depths=(0.0,))
+    every = comparison.begin()
+    assert len(every) == len({cell.key for cell in every}) == 3 * 2 + 5
+    comparison.measure(every)
+    assert (pending(), pending(seed=1), pending(lengths=[1000]), pending(methods=["pi", "ntk"])) == (0, 5, 9, 4)
+    assert pending(trained_length=500) == len(every)
+    lines = (tmp_path / "cells.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    entry = json.loads(lines[0])
+    (tmp_path / entry["file"]).unlink()
+    assert pending() == 1, "losses that are gone are computed again"
+    (tmp_path / entry["file"]).write_bytes(b"")
+    with pytest.raises(ResultsError, match=r"is damaged .*Delete it and run the command again"):
+        planned(model, tokenizer, tmp_path, methods=["pi"]).result()
+
+
+def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
+    cells = [Cell(f"k{n}", "pi x2", "passkey", 8, "depth 0", n, 1.0) for n in range(3)]
+    store = CellStore(tmp_path)
+    store.claim({"checkpoint": {"name": "a", "sha256": "1"}})
+    store.add(cells[0], Outcome(correct=True, loss=0.1 + 0.2))
+    with open(tmp_path / "cells.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"key": "k1", "corr')
+    assert set(CellStore(tmp_path).finished()) == {"k0"}
+    again = CellStore(tmp_path)
+    again.add(cells[1], Outcome(loss=math.pi))
+    CellStore(tmp_path, process=1).add(cells[2], Outcome())
+    found = again.finished()
+    assert set(found) == {"k0", "k1", "k2"}
+    assert [again.outcome(found[key]).loss for key in ("k0", "k1")] == [0.1 + 0.2, math.pi]
+
+
+def test_processes_share_all_cells_evenly() -> None:
+    cells = [Cell(f"k{n}", "r", "loss", 8, "d", n, float(1 + n % 7)) for n in range(40)]
+    shares = [share_of(cells, process, 3) for process in range(3)]
+    assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
+    loads = [sum(cell.cost for cell in share) for share in shares]
+    assert max(loads) - min(loads) <= 7
+
+
+def test_losses_that_are_no_numbers_are_an_error(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    comparison = planned(model, tokenizer, tmp_path, methods=["pi"])
+    with pytest.raises(CtxextError, match=r"no numbers: unpatched, One, 1,024 tokens.*--dtype"):
+        comparison.measure(comparison.begin())

@@ -1,0 +1,211 @@
+"""``ctxext eval compare`` as a user meets it: files, a kill, several processes, Ctrl-C, and the page at the end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from ctxext.cli import app
+from ctxext.evaluation import passkey
+from ctxext.evaluation.comparison import report
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """A checkpoint and two texts on disk, and the command that compares two methods on them."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name in ("one", "two"):
+        lines = [f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)]
+        (folder / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
+    bos_tokenizer.save_pretrained(folder / "checkpoint")
+    return [
+        *("eval", "compare", str(folder / "checkpoint"), "--dtype", "fp32", "--depth", "0"),
+        *("--text", str(folder / "one.txt"), "--text", str(folder / "two.txt"), "-m", "yarn", "-m", "dynamic_ntk"),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def checkpoint(model: LlamaForCausalLM, arguments: list[str]) -> None:
+    if not (Path(arguments[2]) / "config.json").exists():
+        model.save_pretrained(arguments[2])
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """Other processes take this checkout, and one thread each, whose sums are in this process's order."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def call(*given: object) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in given], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def read(output: Path) -> tuple[str, dict[str, Any]]:
+    """The report without what may differ, byte for byte, and what may."""
+    text = (output / "report.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    made = found["made"]
+    return text[: text.index('"made"')], made
+
+
+def lines(output: Path) -> list[str]:
+    return [line for path in sorted(output.glob("cells*")) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+KILLED = """
+import os, signal, sys
+from ctxext.evaluation.comparison.store import CellStore
+append, count = CellStore._append, 0
+def dying(self, line):
+    global count
+    count += 1
+    if count == 6:
+        with open(self._lines, "a") as file:
+            file.write(line[:30])
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(self, line)
+CellStore._append = dying
+from ctxext.cli import app
+app(sys.argv[1:])
+"""
+
+
+def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
+    arguments: list[str], environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "whole"
+    first = call(*arguments, "-o", whole)
+    assert first.exit_code == 0, first.output
+    expected, made = read(whole)
+    count = len(lines(whole))
+    assert (made["processes"], set(made)) == (1, {"date", "command", "seconds", "processes"})
+    # Killed in the middle of a line, then interrupted, then finished.
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-c", KILLED, *arguments, "-o", str(killed)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(lines(killed)) == 6
+    assert not lines(killed)[-1].endswith("}")
+    real = passkey.measure
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(passkey, "measure", interrupted)
+    stopped = call(*arguments, "-o", killed)
+    assert stopped.exit_code == 130
+    kept = len(lines(killed))
+    assert 5 <= kept < count
+    assert re.search(rf"{kept} of {count} cells are finished and kept .* run the same command again", stopped.output)
+    monkeypatch.setattr(passkey, "measure", real)
+    resumed = call(*arguments, "-o", killed)
+    assert f"{count} cells, {kept} of them finished before" in resumed.output
+    assert read(killed)[0] == expected
+    assert len(lines(killed)) == count
+    # Two processes, each with cells of its own.
+    shared = tmp_path / "shared"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [*launch, str(ROOT / "scripts" / "compare.py"), *arguments[2:], "-o", str(shared)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Written:") == 1, "one process talks"
+    shares = [path.read_text(encoding="utf-8").count("\n") for path in sorted(shared.glob("cells*.jsonl"))]
+    assert sum(shares) == count
+    assert len(shares) == 2
+    assert min(shares) >= count // 4
+    assert read(shared)[0] == expected
+    assert read(shared)[1]["processes"] == 2
+
+
+class Page(HTMLParser):
+    """What a page refers to, what it says, and whether it can be read aloud."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in {"meta", "link", "br"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "report"
+    shown = call(*arguments, "-m", "table inv_freq=[1,2]", "-o", output)
+    text = (output / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    for tag, attributes in page.tags:
+        assert tag not in {"script", "img", "iframe", "object"}
+        for name in ("src", "href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+    assert not re.search(r"@import|url\((?!#)", text)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 50
+    figures = [attributes for tag, attributes in page.tags if tag == "div" and attributes.get("role") == "img"]
+    assert len(figures) == 4
+    assert all(re.search(r"YaRN .*\d", attributes["aria-label"] or "") for attributes in figures)
+    assert all("caption" in part for part in re.findall(r"<table.*?</table>", text, re.DOTALL))
+    words = "".join(page.words)
+    result = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    gap = result["verdicts"][0]["versus_truncation"]
+    for told in (
+        f"{gap['mean']:+.3f} ± {gap['standard_error']:.3f}",
+        f"sha256 {result['provenance']['checkpoint_sha256']}",
+        f"sha256 {result['provenance']['corpus_sha256']}",
+        result["rows"][2]["reading"]["fingerprint"],
+        f"torch {torch.__version__}",
+        "fp32 (as asked for)",
+        "Not measured: given frequencies",
+        "blocks of 32 tokens",
+    ):
+        assert told in words
+    assert {"YaRN", "unpatched", "truncated"} <= set(re.findall(r"\w+", shown.output))
+    with open(output / "report.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["reading"], int(row["length"])) for row in rows] == [
+        (name, n) for name in ("unpatched", "truncated", "yarn x2", "dynamic_ntk x2") for n in (512, 1024)
+    ]
+    assert float(rows[5]["loss_at_end"]) == result["rows"][2]["scores"][1]["end"]["loss"]
+    names = {path.stem for path in (output / "figures").iterdir()}
+    assert names == {"truncation-1024", "loss-x2", "difference-x2", "perplexity-at-length", "passkeys"}
+    markdown = (output / "report.md").read_text(encoding="utf-8")
+    assert {Path(path).stem for path in re.findall(r"\]\((.*?)\)", markdown)} == names
+
+
+def test_a_package_that_is_missing_is_named_before_anything_is_computed(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    result = call(*arguments, "-o", tmp_path / "out")
+    assert (result.exit_code, (tmp_path / "out").exists()) == (1, False)
+    assert "pip install 'ctxext[eval]'" in result.output
