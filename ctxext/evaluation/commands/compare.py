@@ -13,6 +13,7 @@ from ctxext.evaluation.commands._options import (
     Bos,
     Checkpoint,
     Column,
+    Device,
     Documents,
     Dtype,
     Seed,
@@ -73,6 +74,7 @@ def compare(
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
     dtype: Dtype = "auto",
+    device: Device = None,
     seed: Seed = 0,
     trust: Trust = False,
 ) -> None:
@@ -95,7 +97,7 @@ def compare(
     team = team_of_launcher()
     console = Console(quiet=not team.is_main, highlight=False)
     with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, dtype=dtype, device=team.device, trust_remote_code=trust)
+        loaded = load_checkpoint(checkpoint, dtype=dtype, device=device or team.device, trust_remote_code=trust)
     with Later("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
         comparison = prepare(
             loaded,

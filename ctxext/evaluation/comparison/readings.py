@@ -118,16 +118,17 @@ class Wardrobe:
         Returns:
             The references, then the methods that apply; and those that do not, with the reason.
         """
-        readings, refusals = list(self._references()), []
+        readings = list(self._references())
+        refused: dict[str, list[str]] = {}  # many methods are often refused for one reason
         for done, method in enumerate(methods):
             progress(done, len(methods))
             try:
                 with self._patched(method):
                     readings.append(_reading(method, ctxext.describe(self.model)))
             except CtxextError as error:
-                refusals.append(Refusal(label=label_for(method), reason=str(error)))
+                refused.setdefault(str(error), []).append(label_for(method))
         progress(len(methods), len(methods))
-        return tuple(readings), tuple(refusals)
+        return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
 
     def _references(self) -> tuple[Reading, Reading]:
         found = ctxext.describe(self.model)
