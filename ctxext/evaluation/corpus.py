@@ -96,6 +96,10 @@ class Corpus:
     prefix: str
     read: int
 
+    def cut(self, tokens: int) -> Corpus:
+        """The same documents, each cut to at most ``tokens`` tokens, prefix included."""
+        return replace(self, documents=tuple(one.take(min(tokens, one.tokens)) for one in self.documents))
+
     @property
     def sha256(self) -> str:
         """Of all documents' digests in order: the first 12 hexadecimal digits."""

@@ -19,8 +19,19 @@ from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._logits import check_token_ids, logits_in_chunks
+from ctxext.evaluation._memory import head_chunk
+from ctxext.evaluation._paired import PairedDifference, document_difference, grouped_difference, paired_difference
 
-__all__ = ["Bucket", "PairedDifference", "bucketed", "loss_by_position", "paired_difference", "truncated_loss"]
+__all__ = [
+    "Bucket",
+    "PairedDifference",
+    "bucketed",
+    "document_difference",
+    "grouped_difference",
+    "loss_by_position",
+    "paired_difference",
+    "truncated_loss",
+]
 
 
 @dataclass(frozen=True)
@@ -45,32 +56,17 @@ class Bucket:
         return math.exp(self.loss)
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """The mean of ``loss - baseline`` over the same tokens; below zero, the baseline is beaten.
-
-    Args:
-        mean: nats per token.
-        standard_error: of the mean, nats per token.
-        tokens: how many differences were averaged.
-        units: how many groups of tokens counted as independent.
-    """
-
-    mean: float
-    standard_error: float
-    tokens: int
-    units: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.standard_error:.3f}"
-
-
 # Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
 @torch.no_grad()
 def loss_by_position(
-    model: nn.Module, input_ids: Int[Tensor, "batch tokens"], *, chunk: int = 1024
+    model: nn.Module,
+    input_ids: Int[Tensor, "batch tokens"],
+    *,
+    start: int = 0,
+    chunk: int | None = None,
+    cached: int | None = None,
 ) -> Float[Tensor, "batch positions"]:
-    """The loss at every position, from one uncached forward pass.
+    """The loss at every position, from one forward pass.
 
     For a causal model whose positions do not depend on the length of the text (every method here but the dynamic
     ones), the losses at the first n positions are those of the text cut to n + 1 tokens: one pass gives the
@@ -81,17 +77,21 @@ def loss_by_position(
     Args:
         model: a causal language model in eval mode; a PEFT or compiled wrapper will do.
         input_ids: whole texts, at least 2 tokens, no padding. Put a BOS token in front where the model wants one.
-        chunk: positions for which logits exist at a time, at least 1. The result does not depend on it.
+        start: first position of interest; the head is not run for those before it.
+        chunk: positions for which logits exist at a time, at least 1; default as many as take about 128 MiB. The
+            result does not depend on it.
+        cached: None for an uncached pass; or tokens per call of a pass with a KV cache, which takes less memory and,
+            on a CPU, two to three times as long. The result is the same up to rounding.
 
     Returns:
-        Nats per token, float32, on the CPU; ``positions`` is ``tokens - 1``.
+        Nats per token, float32, on the CPU; ``positions`` is ``tokens - 1 - start``.
 
     Raises:
         InvalidParameterError: ``input_ids`` or ``chunk`` out of range.
         IncompatibleError: the model's losses cannot be had this way (see ``logits_in_chunks``).
     """
     check_token_ids(input_ids, least=2)
-    return _losses(model, input_ids, start=0, chunk=chunk)
+    return _losses(model, input_ids, start=start, chunk=chunk, cached=cached)
 
 
 @torch.no_grad()
@@ -103,23 +103,26 @@ def truncated_loss(
     stride: int | None = None,
     start: int = 0,
     prefix: int = 0,
-    chunk: int = 1024,
+    chunk: int | None = None,
+    cached: int | None = None,
 ) -> Float[Tensor, "batch positions"]:
-    """The truncation baseline: the same losses when the model sees only the last ``window`` tokens.
+    """The losses when the model sees only the last ``window`` tokens: sliding window and truncation baseline.
 
-    What a user without a longer context does. Positions below ``window`` have nothing to lose and come from one
-    pass. The positions from there on are taken ``stride`` at a time; each group is scored by one fresh pass over the
-    ``window`` positions that end with it. So a position sees at least ``window - stride + 1`` and at most ``window``
-    tokens: the baseline is, if anything, a little worse than truncating anew for every token.
+    On the unpatched model with its trained length, this is what a user without a longer context does. Positions below
+    ``window`` have nothing to lose and come from one pass. The positions from there on are taken ``stride`` at a time;
+    each group is scored by one fresh pass over the ``window`` positions that end with it. So a position sees at least
+    ``window - stride + 1`` and at most ``window`` tokens: the baseline is, if anything, a little worse than truncating
+    anew for every token.
 
     Args:
-        model: as in ``loss_by_position``; run it unpatched.
+        model: as in ``loss_by_position``; unpatched for the truncation baseline.
         input_ids: whole texts, at least 2 tokens.
         window: tokens that the model may see, at least 1: its trained length.
         stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
         start: first position to score. The passes before it are not run.
         prefix: leading tokens of the text that every window keeps in front (1 for a BOS token), below ``window``.
         chunk: as in ``loss_by_position``.
+        cached: as in ``loss_by_position``.
 
     Returns:
         Nats per token, float32, on the CPU, for the positions ``start`` to ``tokens - 2``.
@@ -142,13 +145,14 @@ def truncated_loss(
         if value < low or (high is not None and value > high):
             allowed = f"at least {low}" if high is None else f"from {low} to {high}"
             raise InvalidParameterError(f"{name} must be {allowed} tokens, found {value}.")
+    options = {"chunk": chunk, "cached": cached}
     pieces = []
     if start < window:
-        pieces.append(_losses(model, input_ids[:, : window + 1], start=start, chunk=chunk))
+        pieces.append(_losses(model, input_ids[:, : window + 1], start=start, **options))
     for first in range(max(start, window), positions, stride):
         stop = min(first + stride, positions)
         kept = [input_ids[:, :prefix], input_ids[:, stop - window + prefix : stop + 1]]
-        pieces.append(_losses(model, torch.cat(kept, dim=1), start=window - (stop - first), chunk=chunk))
+        pieces.append(_losses(model, torch.cat(kept, dim=1), start=window - (stop - first), **options))
     return torch.cat(pieces, dim=1)
 
 
@@ -170,55 +174,15 @@ def bucketed(losses: Float[Tensor, "batch positions"], edges: Sequence[int]) -> 
     return tuple(Bucket(start, stop, span.numel(), span.mean().item()) for start, stop, span in spans)
 
 
-def paired_difference(
-    losses: Float[Tensor, "batch positions"],
-    baseline: Tensor,
-    *,
-    block: int | None = 64,
-) -> PairedDifference:
-    """How much ``losses`` differ from ``baseline`` on the same tokens, with a standard error.
-
-    Pairing removes what dominates a perplexity, the difficulty of the text. Neighbouring differences are correlated,
-    so tokens are grouped and only the groups count as independent: blocks of consecutive tokens within a text, or,
-    with enough of them, whole texts. The mean weighs every token the same; the standard error is the
-    sandwich (cluster) estimate for that mean.
-
-    Args:
-        losses: nats per token.
-        baseline: nats per token, of the same tokens: the same shape.
-        block: tokens per group; a last, shorter group counts by its tokens. None: each row is one group.
-
-    Raises:
-        InvalidParameterError: different shapes, or fewer than two groups.
-    """
-    if losses.shape != baseline.shape:
-        raise InvalidParameterError(
-            f"A paired difference needs the same tokens: found losses {list(losses.shape)} and baseline "
-            f"{list(baseline.shape)}."
-        )
-    if block is not None and block < 1:
-        raise InvalidParameterError(f"block must be at least 1 token, found {block}.")
-    difference = losses.double() - baseline.double()
-    groups = torch.split(difference, block or max(1, difference.shape[1]), dim=1)
-    size = torch.cat([torch.full((part.shape[0],), float(part.shape[1]), dtype=torch.float64) for part in groups])
-    total = torch.cat([part.sum(dim=1) for part in groups])
-    units = len(size)
-    if units < 2:
-        raise InvalidParameterError(
-            f"A standard error needs at least two groups of tokens; {list(losses.shape)} losses in blocks of {block} "
-            f"give {units}."
-        )
-    mean = total.sum() / size.sum()
-    scatter = (total - size * mean).square().sum() * units / (units - 1)
-    return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), difference.numel(), units)
-
-
-def _losses(model: nn.Module, input_ids: Tensor, *, start: int, chunk: int) -> Tensor:
+def _losses(
+    model: nn.Module, input_ids: Tensor, *, start: int, chunk: int | None = None, cached: int | None = None
+) -> Tensor:
     """Losses at the positions from ``start`` on."""
     device = next(model.parameters()).device
     inputs, targets = input_ids[:, :-1].to(device), input_ids[:, 1:].to(device)
     losses = torch.empty(targets[:, start:].shape, dtype=torch.float32)
-    for first, logits in logits_in_chunks(model, inputs, start=start, chunk=chunk):
+    chunk = head_chunk(model) if chunk is None else chunk
+    for first, logits in logits_in_chunks(model, inputs, start=start, chunk=chunk, cached=cached):
         stop = first + logits.shape[1]
         wanted = targets[:, first:stop].flatten()
         piece = functional.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none")

@@ -1,0 +1,136 @@
+"""Differences of two models' losses on the same tokens, with standard errors that mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError
+
+__all__ = ["PairedDifference", "document_difference", "grouped_difference", "paired_difference"]
+
+# Fewer documents than this say too little about how documents differ; blocks of their tokens stand in for them.
+ENOUGH_DOCUMENTS = 5
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of ``loss - baseline`` over the same tokens; below zero, the baseline is beaten.
+
+    Args:
+        mean: nats per token.
+        standard_error: of the mean, nats per token.
+        tokens: how many differences were averaged.
+        units: how many groups of tokens counted as independent.
+        over: what those groups are: ``documents``, ``blocks`` of consecutive tokens, or ``runs`` of windows.
+    """
+
+    mean: float
+    standard_error: float
+    tokens: int
+    units: int
+    over: str = "blocks"
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse`` or ``no difference``, by two standard errors."""
+        if abs(self.mean) <= 2 * self.standard_error:
+            return "no difference"
+        return "better" if self.mean < 0 else "worse"
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ± {self.standard_error:.3f}"
+
+
+def paired_difference(
+    losses: Float[Tensor, "batch positions"],
+    baseline: Tensor,
+    *,
+    block: int | None = 64,
+) -> PairedDifference:
+    """How much ``losses`` differ from ``baseline`` on the same tokens, with a standard error.
+
+    Pairing removes what dominates a perplexity, the difficulty of the text. Neighbouring differences are correlated,
+    so tokens are grouped and only the groups count as independent: blocks of consecutive tokens within a text, or,
+    with enough of them, whole texts. The mean weighs every token the same; the standard error is the
+    sandwich (cluster) estimate for that mean.
+
+    Args:
+        losses: nats per token.
+        baseline: nats per token, of the same tokens: the same shape.
+        block: tokens per group; a last, shorter group counts by its tokens. None: each row is one group.
+
+    Raises:
+        InvalidParameterError: different shapes, or fewer than two groups.
+    """
+    if losses.shape != baseline.shape:
+        raise InvalidParameterError(
+            f"A paired difference needs the same tokens: found losses {list(losses.shape)} and baseline "
+            f"{list(baseline.shape)}."
+        )
+    if block is not None and block < 1:
+        raise InvalidParameterError(f"block must be at least 1 token, found {block}.")
+    difference = losses.double() - baseline.double()
+    groups = torch.split(difference, block or max(1, difference.shape[1]), dim=1)
+    size = torch.cat([torch.full((part.shape[0],), float(part.shape[1]), dtype=torch.float64) for part in groups])
+    total = torch.cat([part.sum(dim=1) for part in groups])
+    return _clustered(total, size, over="documents" if block is None else "blocks")
+
+
+def document_difference(
+    losses: Sequence[Tensor], baseline: Sequence[Tensor], *, block: int = BLOCK
+) -> PairedDifference:
+    """``paired_difference`` of documents of any lengths: over documents, or over blocks where they are fewer than 5.
+
+    Args:
+        losses: nats per token, [tokens], one tensor per document.
+        baseline: of the same tokens.
+        block: tokens per group, where blocks are the groups; halved until there are at least 8 of them.
+
+    Raises:
+        InvalidParameterError: different tokens, or fewer than two.
+    """
+    if len(losses) >= ENOUGH_DOCUMENTS:
+        return grouped_difference(losses, baseline, over="documents")
+    while block > 1 and sum(-(-len(part) // block) for part in losses) < 8:
+        block //= 2
+    sides = [[group for part in side for group in torch.split(part, block)] for side in (losses, baseline)]
+    return grouped_difference(*sides, over="blocks")
+
+
+def grouped_difference(losses: Sequence[Tensor], baseline: Sequence[Tensor], *, over: str) -> PairedDifference:
+    """``paired_difference`` where each tensor, [tokens], is a group that counts as independent.
+
+    Args:
+        losses: nats per token, by group.
+        baseline: of the same tokens.
+        over: what the groups are, to show.
+
+    Raises:
+        InvalidParameterError: different tokens, or fewer than two groups.
+    """
+    shapes = [[len(part) for part in side] for side in (losses, baseline)]
+    if shapes[0] != shapes[1]:
+        raise InvalidParameterError(f"A paired difference needs the same tokens: found {shapes[0]} and {shapes[1]}.")
+    differences = [one.double() - other.double() for one, other in zip(losses, baseline, strict=True) if len(one)]
+    size = torch.tensor([len(group) for group in differences], dtype=torch.float64)
+    total = torch.tensor([group.sum().item() for group in differences], dtype=torch.float64)
+    return _clustered(total, size, over=over)
+
+
+def _clustered(total: Tensor, size: Tensor, *, over: str) -> PairedDifference:
+    """The mean of all differences, and its standard error with groups as clusters; sums and counts per group."""
+    units, tokens = len(size), int(size.sum())
+    if units < 2:
+        raise InvalidParameterError(
+            f"A standard error needs at least two groups of tokens; these {tokens} losses are {units} of the {over}. "
+            f"Give smaller blocks or more text."
+        )
+    mean = total.sum() / size.sum()
+    scatter = (total - size * mean).square().sum() * units / (units - 1)
+    return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), tokens, units, over)

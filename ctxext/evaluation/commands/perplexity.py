@@ -1,0 +1,146 @@
+"""``ctxext eval perplexity``, and the same as a script for several processes: ``scripts/perplexity.py``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ctxext._cli_options import Factor, Json, Param, SlidingWindow, Target, Trained, Trust, arguments
+from ctxext.evaluation.commands._options import (
+    Bos,
+    Checkpoint,
+    Column,
+    Csv,
+    Device,
+    Documents,
+    Dtype,
+    Output,
+    Skip,
+    Split,
+    Text,
+    read_corpus,
+)
+from ctxext.evaluation.commands._outputs import check_outputs, write_outputs
+
+if TYPE_CHECKING:
+    from ctxext.evaluation.checkpoint import Checkpoint as Loaded
+    from ctxext.evaluation.corpus import Corpus
+    from ctxext.evaluation.perplexity_plan import Plan
+
+__all__ = ["perplexity"]
+
+
+def perplexity(
+    checkpoint: Checkpoint = None,
+    text: Text = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="Extend by this method; default: measure it as it is.")
+    ] = None,
+    factor: Factor = None,
+    target_length: Target = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option("--length", "-l", help="Tokens; repeatable. Default: what the extended model is meant for."),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(help="position: one pass, loss at every position. sliding: nearly full windows. yarn, longlora."),
+    ] = "position",
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between windows; default length / 8 (sliding), 256 (yarn, longlora).")
+    ] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="In mode yarn: cut each text to one window.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each text that windows slide over; default twice the length.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The original of a checkpoint that was saved extended, for the references.")
+    ] = None,
+    unpatched: Annotated[
+        bool, typer.Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")
+    ] = True,
+    memory: Annotated[str | None, typer.Option(help="Budget for weights and passes, such as 2GiB.")] = None,
+    split: Split = None,
+    column: Column = None,
+    documents: Documents = None,
+    skip: Skip = None,
+    bos: Bos = "auto",
+    trained_length: Trained = None,
+    sliding_window: SlidingWindow = None,
+    param: Param = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: Json = False,
+    as_csv: Csv = False,
+    trust: Trust = False,
+) -> None:
+    """Measure perplexity by position, or by a published protocol, against feeding only the last tokens.
+
+    [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
+    """
+    from ctxext._progress import Stages
+    from ctxext.evaluation._memory import parse_bytes
+    from ctxext.evaluation.checkpoint import load_checkpoint
+    from ctxext.evaluation.perplexity_plan import make_plan
+    from ctxext.evaluation.perplexity_report import announce, save_figure, show
+    from ctxext.evaluation.perplexity_run import run, total_cost
+
+    check_outputs(output, as_json, as_csv)
+    budget = None if memory is None else parse_bytes(memory)
+    console = Console(stderr=as_json or as_csv, highlight=False)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
+    with console.status("Loading the checkpoint ..."):
+        loaded = load_checkpoint(checkpoint, **how)
+        original = None if reference is None else load_checkpoint(reference, **how)
+    plan = make_plan(
+        loaded.model,
+        mode=mode,
+        lengths=length or (),
+        stride=stride,
+        truncate=truncate,
+        method=method,
+        arguments=arguments(factor, target_length, trained_length, sliding_window, param),
+        memory=budget,
+        unpatched=unpatched,
+    )
+    texts = {"split": split, "column": column, "documents": documents, "skip": skip}
+    corpus = _corpus(loaded, text, plan, tokens, bos, texts)
+    announce(console, loaded, corpus, plan)
+    with Stages(Console(stderr=True), total_cost(loaded, corpus, plan)) as bar:
+        result = run(loaded, corpus, plan, reference=original, progress=bar)
+    if not (as_json or as_csv):
+        show(result, console)
+    write_outputs(
+        result.to_dict(),
+        result.rows(),
+        draw=lambda path: save_figure(result, path),
+        output=output,
+        as_json=as_json,
+        as_csv=as_csv,
+    )
+
+
+def _corpus(
+    loaded: Loaded, text: list[str] | None, plan: Plan, tokens: int | None, bos: str, texts: dict[str, Any]
+) -> Corpus:
+    """The texts, as long as the mode reads them, with the prefix that the mode puts in front."""
+    from ctxext.errors import InvalidParameterError
+
+    whole = plan.mode != "position"
+    if not whole and tokens is not None:
+        raise InvalidParameterError("--tokens is for windows that slide; in mode position, --length says it all.")
+    if plan.mode == "longlora" and bos not in ("auto", "none"):
+        raise InvalidParameterError(f"LongLoRA's protocol has nothing in front of its texts; leave out --bos {bos}.")
+    if plan.mode == "longlora":
+        bos = "none"
+    elif plan.mode == "yarn" and bos == "auto":  # its code adds the tokenizer's BOS wherever there is one
+        bos = "none" if loaded.tokenizer.bos_token is None else "bos"
+    least = 2 if plan.mode == "longlora" else plan.length + 1
+    most = 2 * plan.length if tokens is None else tokens
+    if whole and most < least:
+        raise InvalidParameterError(f"--tokens must be at least {least:,}, one more than the length; found {most:,}.")
+    found = read_corpus(loaded, text, tokens=least, whole=whole, bos=bos, **texts)
+    return found.cut(most) if whole else found

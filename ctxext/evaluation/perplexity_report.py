@@ -1,0 +1,168 @@
+"""A perplexity measurement in a terminal and as a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from ctxext.evaluation._plots import COLOURS, FAINT, STYLE, label_of, require_matplotlib, tokens_label
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus
+from ctxext.evaluation.perplexity import PairedDifference
+from ctxext.evaluation.perplexity_plan import Plan
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, Reading, Score
+
+__all__ = ["announce", "save_figure", "show"]
+
+REFERENCES = {"unpatched": "#C45500", "truncated": "#6E6E6E"}
+EXTENSION = "#0072B2"
+TITLES = {
+    "position": "Perplexity up to a length",
+    "sliding": "Sliding-window perplexity by window",
+    "yarn": "YaRN's perplexity by window",
+    "longlora": "LongLoRA's perplexity by window",
+}
+
+
+def announce(console: Console, checkpoint: Checkpoint, corpus: Corpus, plan: Plan) -> None:
+    """Say what is about to be measured, on what."""
+    short = corpus.read - len(corpus.documents)
+    names = [document.name for document in corpus.documents]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    console.print(
+        f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
+        f"{checkpoint.dtype_note}, reads {corpus.tokens:,} tokens of {shown}"
+        + (f" ({short} shorter documents left out)" if short else "")
+        + f"; in front of each: {corpus.prefix}."
+    )
+
+
+def show(result: PerplexityResult, console: Console) -> None:
+    """Print the tables, the notes and the sentence."""
+    kinds = {"Perplexity by position": POSITIONS} if result.mode == "position" else {}
+    for title, kind in (kinds | {TITLES[result.mode]: LENGTH}).items():
+        console.print(f"\n{title}\n")
+        console.print(_table(result, kind, lambda score: _number(score.perplexity), "-"))
+    kind = POSITIONS if kinds else LENGTH
+    if any(score.versus_truncation for reading in result.readings for score in reading.at(kind)):
+        console.print("\nLoss minus that of feeding only the last tokens, nats per token ± standard error\n")
+        console.print(_table(result, kind, lambda score: _difference(score.versus_truncation), ""))
+    extension = result.extension
+    if extension is not None and extension.in_window is not None:
+        inside = extension.in_window
+        console.print(
+            f"\nInside the trained window, {label_of(extension.name)} minus unpatched: {inside} nats per token, "
+            f"perplexity x{math.exp(inside.mean):.3f}."
+        )
+    console.print()
+    for note in result.notes:
+        console.print(Padding(f"- {note}", (0, 0, 0, 2), expand=False), markup=False)
+    console.print(f"\n{result.sentence()}", style="bold", markup=False)
+
+
+def save_figure(result: PerplexityResult, path: Path) -> None:
+    """Draw perplexity by position (or by length) on the left, the difference to the truncation baseline on the right.
+
+    Raises:
+        InvalidParameterError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kind = POSITIONS if result.mode == "position" else LENGTH
+    compared = [one for one in result.readings if any(score.versus_truncation for score in one.at(kind))]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.0 if compared else 6.5, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, 1 + bool(compared), squeeze=False)[0]
+        title = f"{result.provenance.checkpoint}: {', '.join(result.provenance.documents[:3])}"
+        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        _draw_perplexity(axes[0], result, kind)
+        if compared:
+            _draw_differences(axes[1], compared, kind)
+        figure.savefig(path, dpi=160)
+
+
+def _table(result: PerplexityResult, kind: str, cell: Callable[[Score], str], missing: str) -> Table:
+    """One row per reading that has a cell, one column per span or length."""
+    filled = {
+        reading.name: {_span(score): cell(score) for score in reading.at(kind) if cell(score)}
+        for reading in result.readings
+    }
+    columns = [_span(score) for score in result.readings[-1].at(kind)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", overflow="fold")
+    for name, cells in filled.items():
+        if cells:
+            style = "dim" if name == "truncated" else None
+            table.add_row(label_of(name), *(cells.get(column, missing) for column in columns), style=style)
+    return table
+
+
+def _difference(difference: PairedDifference | None) -> str:
+    return "" if difference is None else str(difference).replace(" ± ", "\n±")
+
+
+def _span(score: Score) -> str:
+    start = f"{tokens_label(score.start)}-" if score.kind == POSITIONS else ""
+    return f"{start}{tokens_label(score.stop)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def _draw_perplexity(axes: Any, result: PerplexityResult, kind: str) -> None:
+    for reading in result.readings:
+        scores = reading.at(kind)
+        x = [(score.start + score.stop) / 2 if kind == POSITIONS else score.stop for score in scores]
+        y = [score.perplexity for score in scores]
+        dashed = "--" if reading.name == "truncated" else "-"
+        axes.plot(x, y, color=_colour(reading), ls=dashed, marker="o", ms=4, lw=1.8, label=label_of(reading.name))
+    axes.axvline(result.trained_length, color=FAINT, lw=1.2, zorder=0)
+    values = [score.perplexity for reading in result.readings for score in reading.at(kind)]
+    if max(values) > 3 * min(values):
+        axes.set_yscale("log")
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens_label(int(value))))
+    step = 2 ** max(0, math.ceil(math.log2(result.lengths[-1] / 8)))
+    axes.set_xticks(range(0, result.lengths[-1] + 1, step))
+    axes.set_xlabel("position in the text, tokens" if kind == POSITIONS else "tokens in a window")
+    title = "Perplexity by position" if kind == POSITIONS else TITLES[result.mode]
+    axes.set_title(f"{title} (line: trained window)", loc="left", fontsize=10.5)
+    axes.legend(frameon=False, fontsize=9)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+
+
+def _draw_differences(axes: Any, readings: list[Reading], kind: str) -> None:
+    axes.axhline(0, color=REFERENCES["truncated"], lw=1.4, ls="--")
+    shown = [one for one in readings if one.name != "unpatched"] or readings
+    labels: list[str] = []
+    for reading in shown:
+        pairs = [(score, score.versus_truncation) for score in reading.at(kind) if score.versus_truncation]
+        labels = [_span(score) for score, _ in pairs]
+        means, errors = [pair.mean for _, pair in pairs], [2 * pair.standard_error for _, pair in pairs]
+        axes.errorbar(range(len(means)), means, yerr=errors, fmt="o", ms=5, lw=1.6, color=_colour(reading))
+    axes.set_xticks(range(len(labels)), labels, fontsize=9)
+    axes.margins(x=0.15, y=0.2)
+    axes.set_title("Loss minus truncation's, nats per token ± 2 s.e.", loc="left", fontsize=10.5)
+    axes.set_xlabel("below the line: the old text helps", fontsize=9)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+
+
+def _colour(reading: Reading) -> str:
+    return REFERENCES.get(reading.name) or COLOURS.get(reading.name, EXTENSION)

@@ -1,0 +1,182 @@
+"""What a perplexity measurement found, as frozen numbers: to JSON and back, and to rows for a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.perplexity import PairedDifference
+from ctxext.evaluation.provenance import Provenance
+
+__all__ = ["LENGTH", "POSITIONS", "PerplexityResult", "Reading", "Score"]
+
+FORMAT = 1
+# The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
+POSITIONS, LENGTH = "positions", "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One number of a reading.
+
+    Args:
+        kind: ``positions``: the mean loss at the positions ``start <= i < stop``. ``length``: the protocol's average
+            with texts or windows of ``stop`` tokens; in position mode that is the mean over all positions below.
+        start: tokens; 0 for a length.
+        stop: tokens.
+        tokens: losses that were averaged.
+        loss: nats per token.
+        versus_truncation: the loss minus the truncation baseline's on the same tokens, every token weighing the same;
+            None inside the trained window, where nothing is truncated, and for the baseline itself.
+    """
+
+    kind: str
+    start: int
+    stop: int
+    tokens: int
+    loss: float
+    versus_truncation: PairedDifference | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``, dimensionless."""
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One way to read the texts.
+
+    Args:
+        name: ``unpatched``, ``truncated``, or a method's name.
+        scores: positions first, then lengths.
+        in_window: the loss inside the trained window minus the unpatched model's on the same tokens; None where there
+            is no unpatched model to compare with, and for the references.
+        dynamic: whether positions follow the length of the text, so that every length took a pass of its own.
+        passes: forward passes.
+        tokens: that went through the model, in all passes.
+        seconds: of them all.
+    """
+
+    name: str
+    scores: tuple[Score, ...]
+    in_window: PairedDifference | None = None
+    dynamic: bool = False
+    passes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def at(self, kind: str) -> tuple[Score, ...]:
+        """The scores of one kind, by increasing length."""
+        return tuple(score for score in self.scores if score.kind == kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityResult:
+    """A whole measurement.
+
+    Args:
+        mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.evaluation.protocols``.
+        trained_length: tokens of the truncation baseline's window.
+        lengths: tokens, increasing.
+        stride: of the windows, in tokens; None in position mode.
+        readings: the extension, if there is one, and the references.
+        notes: what a reader must know.
+        provenance: what was measured, on what, with what.
+    """
+
+    mode: str
+    trained_length: int
+    lengths: tuple[int, ...]
+    stride: int | None
+    readings: tuple[Reading, ...]
+    notes: tuple[str, ...]
+    provenance: Provenance
+
+    def find(self, name: str) -> Reading | None:
+        """The reading of one name, None where it was not made."""
+        return next((reading for reading in self.readings if reading.name == name), None)
+
+    @property
+    def extension(self) -> Reading | None:
+        """The reading of the extended model, None where the checkpoint was measured as it is."""
+        return next((one for one in self.readings if one.name not in ("unpatched", "truncated")), None)
+
+    def sentence(self) -> str:
+        """Whether the extended model uses its window, in one sentence."""
+        measured = self.extension or self.find("unpatched")
+        scores = measured.scores if measured else ()
+        compared = [(score, score.versus_truncation) for score in scores if score.versus_truncation is not None]
+        positions = [pair for pair in compared if pair[0].kind == POSITIONS]
+        if measured is None or not compared:
+            return f"Nothing here lies beyond the trained {self.trained_length:,} tokens, so nothing was truncated."
+        score, difference = (positions or compared)[-1]
+        where = f"positions {score.start:,} to {score.stop:,}" if score.kind == POSITIONS else f"length {score.stop:,}"
+        answer = {"better": "yes", "worse": "no", "no difference": "not measurably"}[difference.verdict]
+        return (
+            f"Does {measured.name} at {where} beat feeding only the last {self.trained_length:,} tokens? {answer}: "
+            f"{difference} nats per token (over {difference.units} {difference.over})."
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per score, for CSV."""
+        rows = []
+        for reading in self.readings:
+            for score in reading.scores:
+                difference = score.versus_truncation
+                inside = reading.in_window
+                rows.append(
+                    {
+                        "checkpoint": self.provenance.checkpoint,
+                        "mode": self.mode,
+                        "reading": reading.name,
+                        "kind": score.kind,
+                        "start": score.start,
+                        "stop": score.stop,
+                        "tokens": score.tokens,
+                        "loss": score.loss,
+                        "perplexity": score.perplexity,
+                        "versus_truncation": difference.mean if difference else None,
+                        "versus_truncation_se": difference.standard_error if difference else None,
+                        "in_window_versus_unpatched": inside.mean if inside else None,
+                        "in_window_versus_unpatched_se": inside.standard_error if inside else None,
+                    }
+                )
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"format": FORMAT, **asdict(self), "provenance": self.provenance.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> PerplexityResult:
+        """From what ``to_dict`` made.
+
+        Raises:
+            InvalidParameterError: something else.
+        """
+        names = {item.name for item in fields(cls)}
+        if saved.get("format") != FORMAT or not names <= saved.keys():
+            raise InvalidParameterError(
+                f"This is not a perplexity result of format {FORMAT}: found format {saved.get('format')!r}, without "
+                f"{', '.join(sorted(names - saved.keys())) or 'anything missing'}."
+            )
+        values = {name: saved[name] for name in names}
+        values |= {name: tuple(values[name]) for name in ("lengths", "notes")}
+        values["readings"] = tuple(_reading(one) for one in saved["readings"])
+        values["provenance"] = Provenance.from_dict(saved["provenance"])
+        return cls(**values)
+
+
+def _reading(saved: Mapping[str, Any]) -> Reading:
+    scores = tuple(
+        Score(**{**one, "versus_truncation": _difference(one["versus_truncation"])}) for one in saved["scores"]
+    )
+    return Reading(**{**saved, "scores": scores, "in_window": _difference(saved["in_window"])})
+
+
+def _difference(saved: Mapping[str, Any] | None) -> PairedDifference | None:
+    return None if saved is None else PairedDifference(**saved)

@@ -1,0 +1,221 @@
+"""Measure the perplexity of an extended model, and of the references that it has to beat."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import ctxext
+from ctxext._api import base_model
+from ctxext.architectures.rope import already_extended
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus
+from ctxext.evaluation.perplexity import PairedDifference, document_difference, grouped_difference
+from ctxext.evaluation.perplexity_plan import Plan
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, Reading, Score
+from ctxext.evaluation.perplexity_work import Losses, Work
+from ctxext.evaluation.progress import Progress, turning_point
+from ctxext.evaluation.protocols import Spread, alone
+from ctxext.evaluation.provenance import provenance_of
+
+__all__ = ["run", "total_cost"]
+
+UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
+Timed = tuple[str, Losses, float]
+
+
+def run(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    reference: Checkpoint | None = None,
+    spread: Spread = alone,
+    progress: Progress = lambda *_: None,
+) -> PerplexityResult:
+    """Measure the references, then the extended model; it is patched in place and at the end what it was.
+
+    The references are read by the checkpoint unpatched. A checkpoint that comes extended may have been trained since,
+    so that taking its extension off gives a model that nobody uses: then they are read by ``reference``, or, without
+    one, the truncation baseline by the extended model itself and the short-context column is left out.
+
+    Args:
+        checkpoint: what to measure.
+        corpus: of the texts; each longer than the greatest length (longlora: all together).
+        plan: from ``make_plan``.
+        reference: the checkpoint as it was before it was extended and trained, with the same tokenizer.
+        spread: over documents or windows, perhaps on several processes.
+        progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
+
+    Raises:
+        CtxextError: as ``ctxext.patch`` and the evaluations do.
+    """
+    model = checkpoint.model
+    saved = plan.method is None and already_extended(base_model(model).config) is not None
+    measured = plan.method or (AS_SAVED if saved else UNPATCHED)
+    plain = _plain_model(checkpoint, plan, reference, saved)
+    work = Work(plan, corpus, spread, progress, turning_point(model))
+    provenance = provenance_of(checkpoint, corpus)
+    readings: list[Timed] = []
+    if plain is not None and measured != UNPATCHED:
+        provenance = provenance.with_extension(UNPATCHED, plain)
+        if work.has_control:
+            readings.append(_timed(UNPATCHED, lambda: work.read(plain, UNPATCHED, dynamic=False)))
+    truncated = _timed(TRUNCATED, lambda: work.read_truncated(model if plain is None else plain, TRUNCATED))
+    readings += [truncated] if truncated[1].at else []
+    with _patched(model, plan):
+        provenance = provenance.with_extension(measured, model)
+        found = _timed(measured, lambda: work.read(model, measured, dynamic=plan.dynamic))
+        own = _inside(work, model, found) if plain is not None and measured != UNPATCHED else None
+    inside = None
+    if plain is not None and own is not None:
+        inside = document_difference(own, _inside(work, plain, readings[0] if readings else (UNPATCHED, None, 0.0)))
+    readings.append(found)
+    return PerplexityResult(
+        mode=plan.mode,
+        trained_length=plan.trained_length,
+        lengths=plan.lengths,
+        stride=plan.stride,
+        readings=tuple(_reading(plan, one, found[1], truncated[1], measured, inside) for one in readings),
+        notes=_notes(checkpoint, corpus, plan, plain, reference),
+        provenance=provenance,
+    )
+
+
+def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: Plan) -> float:
+    """About what ``run`` reports to ``progress`` in all."""
+    return Work(plan, corpus, alone, lambda *_: None, turning_point(checkpoint.model)).cost()
+
+
+def _plain_model(checkpoint: Checkpoint, plan: Plan, reference: Checkpoint | None, saved: bool) -> nn.Module | None:
+    """The model of the references, as far as there is one."""
+    if reference is None:
+        return None if saved else checkpoint.model
+    if already_extended(base_model(reference.model).config):
+        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
+    if reference.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
+        raise InvalidParameterError(
+            f"The reference {reference.name} has another tokenizer than {checkpoint.name}; losses per token cannot be "
+            f"compared."
+        )
+    return reference.model
+
+
+@contextlib.contextmanager
+def _patched(model: nn.Module, plan: Plan) -> Iterator[None]:
+    if plan.method is None:
+        yield
+        return
+    ctxext.patch(model, plan.method, **plan.arguments)
+    try:
+        yield
+    finally:
+        ctxext.unpatch(model)
+
+
+def _timed(name: str, read: Callable[[], Losses]) -> Timed:
+    began = time.perf_counter()
+    losses = read()
+    return name, losses, time.perf_counter() - began
+
+
+def _inside(work: Work, model: nn.Module, known: tuple[str, Losses | None, float]) -> Sequence[Tensor]:
+    """The losses inside the trained window: out of what was read, or from a pass over just that."""
+    name, losses, _ = known
+    in_order = work.plan.mode == "position" or (name == TRUNCATED and work.plan.mode != "longlora")
+    if losses is None or not in_order:
+        return work.pass_over(model, name, work.window)
+    nearest = next(scored for length, scored in losses.at.items() if length >= work.window)
+    return [part[: work.window] for part in nearest.losses]
+
+
+def _reading(
+    plan: Plan, timed: Timed, measured: Losses, truncated: Losses, name: str, inside: PairedDifference | None
+) -> Reading:
+    own, losses, seconds = timed
+    baseline = truncated if own != TRUNCATED else None
+    scores = _position_scores(plan, losses, baseline) if plan.mode == "position" else []
+    for length, scored in losses.at.items():
+        # The tokens that the protocol scores, averaged as the protocol does it, for the baseline too.
+        weights = measured.at[length]
+        cut = [part[: len(like)] for part, like in zip(scored.losses, weights.losses, strict=True)]
+        difference = None
+        if baseline is not None and length > plan.trained_length:
+            other = [part[: len(like)] for part, like in zip(baseline.at[length].losses, cut, strict=True)]
+            difference = _difference(plan, length, cut, other)
+        scores.append(
+            Score(
+                kind=LENGTH,
+                start=0,
+                stop=length,
+                tokens=sum(map(len, cut)),
+                loss=weights.average(cut),
+                versus_truncation=difference,
+            )
+        )
+    return Reading(
+        name=own,
+        scores=tuple(scores),
+        in_window=inside if own == name else None,
+        dynamic=plan.dynamic and own == name,
+        passes=losses.passes,
+        tokens=losses.tokens,
+        seconds=seconds,
+    )
+
+
+def _position_scores(plan: Plan, losses: Losses, baseline: Losses | None) -> list[Score]:
+    """Mean losses between consecutive lengths; a dynamic method's come from the pass at the greater one."""
+    scores = []
+    for start, stop in itertools.pairwise((0, *plan.lengths)):
+        parts = [part[start:stop] for part in losses.at[stop].losses]
+        difference = None
+        if baseline is not None and start >= plan.trained_length:
+            difference = document_difference(parts, [part[start:stop] for part in baseline.at[stop].losses])
+        tokens = sum(map(len, parts))
+        mean = sum(part.double().sum().item() for part in parts) / tokens
+        scores.append(
+            Score(kind=POSITIONS, start=start, stop=stop, tokens=tokens, loss=mean, versus_truncation=difference)
+        )
+    return scores
+
+
+def _difference(plan: Plan, length: int, losses: list[Tensor], other: list[Tensor]) -> PairedDifference | None:
+    if plan.mode != "longlora":
+        return document_difference(losses, other)
+    # Neighbouring windows hold the same tokens; runs as long as a window are as good as independent.
+    run = -(-length // (plan.stride or length))
+    sides = [[torch.cat(side[at : at + run]) for at in range(0, len(side), run)] for side in (losses, other)]
+    return grouped_difference(*sides, over="runs") if len(sides[0]) > 1 else None
+
+
+def _notes(
+    checkpoint: Checkpoint, corpus: Corpus, plan: Plan, plain: nn.Module | None, reference: Checkpoint | None
+) -> tuple[str, ...]:
+    found = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
+    if plan.dynamic and plan.mode == "position":
+        found.append("Positions follow the length here: every length has a pass of its own, at that length.")
+    if plan.mode == "yarn":
+        form = "texts cut to the length" if plan.truncate else f"windows every {plan.stride} tokens"
+        found.append(f"YaRN's published protocol ({form}): the mean loss of each window counts the same.")
+    if plan.mode == "longlora":
+        found.append(
+            "LongLoRA's published protocol: texts joined, every window scores all its tokens, so this is the mean over "
+            "all context lengths below the window's."
+        )
+    if plain is None:
+        found.append(
+            "The checkpoint came extended, so the extended model itself is the truncation baseline; name the original "
+            "with --reference to compare with that, inside the window too."
+        )
+    elif reference is not None:
+        found.append(f"The references are read by {reference.name}.")
+    if plan.cached is not None:
+        found.append(f"To fit the memory budget, texts were read {plan.cached:,} tokens at a time with a KV cache.")
+    return tuple(found)

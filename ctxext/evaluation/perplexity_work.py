@@ -1,0 +1,192 @@
+"""The passes of a perplexity measurement: every mode's losses at every length, and the same tokens truncated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ctxext.evaluation.corpus import Corpus
+from ctxext.evaluation.perplexity import loss_by_position
+from ctxext.evaluation.perplexity_plan import Plan, groups_by_positions
+from ctxext.evaluation.progress import Progress, pass_cost, ticking
+from ctxext.evaluation.protocols import Scored, Spread, longlora, longlora_windows, sliding, yarn
+
+__all__ = ["Losses", "Work"]
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """What one reading gave.
+
+    Args:
+        at: by length, in increasing order.
+        passes: forward passes.
+        tokens: that went through the model.
+    """
+
+    at: dict[int, Scored]
+    passes: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What can be asked of a model for one plan and corpus.
+
+    Args:
+        plan: from ``make_plan``.
+        corpus: of the texts.
+        spread: over documents or windows.
+        progress: called with what is being done and its cost.
+        turning_point: of the model's cost, see ``pass_cost``.
+    """
+
+    plan: Plan
+    corpus: Corpus
+    spread: Spread
+    progress: Progress
+    turning_point: int
+
+    @property
+    def texts(self) -> list[Tensor]:
+        """Token ids of each text, [1, tokens], the prefix in front."""
+        return [document.input_ids for document in self.corpus.documents]
+
+    @property
+    def prefix(self) -> int:
+        """Tokens in front of each text that are not of the text."""
+        return self.corpus.documents[0].prefix
+
+    @property
+    def bare(self) -> list[Tensor]:
+        """Token ids of each text without the prefix: published protocols put one in front themselves, or none."""
+        return [ids[:, self.prefix :] for ids in self.texts]
+
+    @property
+    def bos(self) -> int | None:
+        """The token of the prefix; None where there is none."""
+        return int(self.texts[0][0, 0]) if self.prefix else None
+
+    @property
+    def window(self) -> int:
+        """Positions inside the trained window that every text has, up to the greatest length."""
+        return min(self.plan.trained_length, self.plan.length, *(ids.shape[1] - 1 for ids in self.texts))
+
+    @property
+    def has_control(self) -> bool:
+        """Whether the unextended model is read beyond its window too, to see it break."""
+        plan = self.plan
+        return plan.mode == "position" and plan.unpatched and plan.length > plan.trained_length
+
+    def cost(self) -> float:
+        """About what the readings cost, in the units of ``pass_cost``; for a progress bar."""
+        plan, window = self.plan, self.plan.trained_length
+        sizes = [ids.shape[1] - 1 for ids in self.texts]
+        own = 0.0
+        for length in groups_by_positions(plan) if plan.mode == "position" else plan.lengths:
+            own += self._windows(length, sizes) * pass_cost(length, self.turning_point)
+        control = len(sizes) * pass_cost(plan.length, self.turning_point) if self.has_control else 0.0
+        stride = self._baseline_stride
+        if plan.mode == "position" or plan.truncate:
+            sizes = [min(size, plan.length) for size in sizes]
+        passes = sum(1 + -(-max(0, size - window) // stride) for size in sizes)
+        if plan.mode == "longlora":
+            passes = sum(self._windows(n, sizes) * (1 - (window - n) // stride) for n in plan.lengths if n > window)
+        beyond = passes if plan.length > window else 0
+        return own + control + beyond * pass_cost(window, self.turning_point)
+
+    def read(self, model: nn.Module, name: str, *, dynamic: bool) -> Losses:
+        """The losses at every length, as the mode has it.
+
+        Args:
+            model: as it is to be read.
+            name: to show.
+            dynamic: whether its positions follow the length of the text, so that one pass does not serve all lengths.
+        """
+        plan = self.plan
+        if plan.mode != "position":
+            at = {length: self._protocol(model, name, length) for length in plan.lengths}
+            return Losses(at, sum(one.passes for one in at.values()), sum(one.tokens for one in at.values()))
+        groups = groups_by_positions(plan) if dynamic else {plan.length: list(plan.lengths)}
+        at = {}
+        for longest, lengths in groups.items():
+            whole = self.pass_over(model, name, longest)
+            at |= {
+                length: Scored(tuple(one[:length] for one in whole), None, len(whole), longest) for length in lengths
+            }
+        documents = len(self.texts)
+        return Losses(dict(sorted(at.items())), len(groups) * documents, sum(groups) * documents)
+
+    def read_truncated(self, model: nn.Module, name: str) -> Losses:
+        """The losses of the tokens that ``read`` scores beyond the trained length, when the model sees only the last.
+
+        Args:
+            model: that is shown the last ``trained_length`` tokens.
+            name: to show.
+        """
+        lengths = [length for length in self.plan.lengths if length > self.plan.trained_length]
+        if not lengths:
+            return Losses({}, 0, 0)
+        with ticking(model, name, pass_cost(self.plan.trained_length, self.turning_point), self.progress):
+            if self.plan.mode == "longlora":
+                at = {length: self._truncated(model, self.stream_of(length), prefix=0) for length in lengths}
+                return Losses(at, sum(one.passes for one in at.values()), sum(one.tokens for one in at.values()))
+            most = self.plan.length + 1 if self.plan.mode == "position" or self.plan.truncate else None
+            whole = self._truncated(model, [ids[:, :most] for ids in self.texts], prefix=self.prefix)
+        shown = self.plan.lengths if self.plan.mode == "position" else lengths
+        return Losses(dict.fromkeys(shown, whole), whole.passes, whole.tokens)
+
+    def pass_over(self, model: nn.Module, name: str, positions: int) -> tuple[Tensor, ...]:
+        """The losses of the first ``positions`` positions of each text, from one pass each."""
+        cut = [ids[:, : positions + 1] for ids in self.texts]
+        with ticking(model, name, pass_cost(positions, self.turning_point), self.progress):
+            return tuple(self.spread(cut, lambda ids: loss_by_position(model, ids, cached=self.plan.cached)[0]))
+
+    def stream_of(self, length: int) -> list[Tensor]:
+        """LongLoRA's windows, [1, length] each."""
+        stride = self.plan.stride or length
+        return [one.input_ids for one in longlora_windows(self.bare, length=length, stride=stride)]
+
+    @property
+    def _baseline_stride(self) -> int:
+        """Positions per pass of the truncation baseline: a quarter of the window."""
+        window = self.plan.trained_length
+        return max(1, min(window // 4, window - self.prefix))
+
+    def _windows(self, length: int, sizes: list[int]) -> int:
+        """Passes of a mode at one length over texts of so many positions."""
+        stride = self.plan.stride or length
+        if self.plan.mode == "position" or self.plan.truncate:
+            return len(sizes)
+        if self.plan.mode == "longlora":
+            return max(0, len(range(0, sum(sizes) - length, stride)) - 1)
+        return sum(1 + -(-max(0, size - length) // stride) for size in sizes)
+
+    def _truncated(self, model: nn.Module, texts: list[Tensor], *, prefix: int) -> Scored:
+        window = self.plan.trained_length
+        return sliding(
+            model,
+            texts,
+            length=window,
+            stride=self._baseline_stride,
+            prefix=prefix,
+            spread=self.spread,
+            cached=self.plan.cached,
+        )
+
+    def _protocol(self, model: nn.Module, name: str, length: int) -> Scored:
+        plan = self.plan
+        options: dict[str, Any] = {
+            "length": length,
+            "stride": plan.stride,
+            "spread": self.spread,
+            "cached": plan.cached,
+        }
+        with ticking(model, name, pass_cost(length, self.turning_point), self.progress):
+            if plan.mode == "sliding":
+                return sliding(model, self.texts, prefix=self.prefix, **options)
+            if plan.mode == "yarn":
+                return yarn(model, self.bare, bos=self.bos, truncate=plan.truncate, **options)
+            return longlora(model, self.bare, **options)

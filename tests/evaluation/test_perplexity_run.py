@@ -1,0 +1,288 @@
+"""A whole measurement: what is read by whom, every length from one pass, references, and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import ctxext
+from ctxext.cli import app
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation import protocols
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus, Document, corpus_of
+from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.perplexity_plan import make_plan
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
+from ctxext.evaluation.perplexity_run import run, total_cost
+
+TRAINED = 64
+Make = Callable[..., tuple[Checkpoint, Corpus]]
+
+
+@pytest.fixture
+def make(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> Make:
+    """A checkpoint trained for 64 tokens, and texts of so many tokens."""
+    model.config.max_position_embeddings = TRAINED
+
+    def made(tokens: int, documents: int = 2, **options: Any) -> tuple[Checkpoint, Corpus]:
+        generator = torch.Generator().manual_seed(3)
+        texts = []
+        for number in range(documents):
+            letters = torch.randint(97, 123, (400,), generator=generator).tolist()
+            texts.append(Document(f"text {number}", "".join(map(chr, letters))))
+        return Checkpoint("tiny", model, bos_tokenizer), corpus_of(texts, bos_tokenizer, tokens=tokens, **options)
+
+    return made
+
+
+def mean(parts: Sequence[torch.Tensor]) -> float:
+    return torch.cat([part.flatten() for part in parts]).double().mean().item()
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk"])
+def test_every_length_from_one_pass_is_what_a_pass_of_its_own_gives(make: Make, method: str) -> None:
+    checkpoint, corpus = make(257)
+    plan = make_plan(checkpoint.model, method=method, lengths=[256], arguments={"factor": 4.0})
+    assert plan.lengths == (16, 32, 64, 112, 160, 208, 256)
+    found = run(checkpoint, corpus, plan)
+    assert [reading.name for reading in found.readings] == ["unpatched", "truncated", method]
+    assert "_ctxext" not in checkpoint.model.__dict__
+    extension = found.extension
+    assert extension is not None
+    assert (extension.passes, extension.tokens) == (2, 512)
+    ctxext.patch(checkpoint.model, method, factor=4.0)
+    for score in extension.at(LENGTH):
+        own = [loss_by_position(checkpoint.model, one.input_ids[:, : score.stop + 1]) for one in corpus.documents]
+        assert score.loss - mean(own) == 0.0  # not close: equal, at multiples of what kernels take at a time
+    whole = [loss_by_position(checkpoint.model, one.input_ids) for one in corpus.documents]
+    assert extension.at(POSITIONS)[4].loss == pytest.approx(mean([part[:, 112:160] for part in whole]))
+
+
+def test_references_and_differences_by_hand(make: Make) -> None:
+    checkpoint, corpus = make(257)
+    plan = make_plan(checkpoint.model, method="pi", lengths=[128, 256], arguments={"factor": 4.0})
+    assert plan.lengths == (64, 128, 256)
+    found = run(checkpoint, corpus, plan)
+    model, ids = checkpoint.model, [one.input_ids for one in corpus.documents]
+    plain = [loss_by_position(model, one) for one in ids]
+    cut = [truncated_loss(model, one, window=64, stride=16, prefix=1) for one in ids]
+    ctxext.patch(model, "pi", factor=4.0)
+    patched = [loss_by_position(model, one) for one in ids]
+    unpatched, truncated, extension = found.readings
+    assert [score.loss for score in unpatched.at(LENGTH)] == pytest.approx(
+        [mean([p[:, :n] for p in plain]) for n in plan.lengths]
+    )
+    assert [score.loss for score in truncated.at(POSITIONS)] == pytest.approx(
+        [mean([p[:, a:b] for p in cut]) for a, b in ((0, 64), (64, 128), (128, 256))]
+    )
+    assert truncated.at(POSITIONS)[0] == unpatched.at(POSITIONS)[0]
+    assert [score.versus_truncation is None for score in extension.scores] == [True, False, False, True, False, False]
+    last = extension.at(POSITIONS)[-1].versus_truncation
+    assert last is not None
+    assert (last.tokens, last.over) == (256, "blocks")
+    assert last.mean == pytest.approx(
+        mean([p[:, 128:] - c[:, 128:] for p, c in zip(patched, cut, strict=True)]), abs=1e-6
+    )
+    assert extension.in_window is not None
+    inside = mean([p[:, :64] - q[:, :64] for p, q in zip(patched, plain, strict=True)])
+    assert extension.in_window.mean == pytest.approx(inside, abs=1e-6)
+    assert (unpatched.in_window, truncated.in_window) == (None, None)
+    assert "beat feeding only the last 64 tokens?" in found.sentence()
+
+
+def test_a_dynamic_method_has_a_pass_per_length(make: Make) -> None:
+    checkpoint, corpus = make(129)
+    plan = make_plan(checkpoint.model, method="dynamic_ntk", lengths=[32, 64, 96, 128], arguments={"factor": 2.0})
+    found = run(checkpoint, corpus, plan)
+    extension = found.extension
+    assert extension is not None
+    # 32 and 64 tokens have the same positions, those of the unpatched model.
+    assert (extension.passes, extension.tokens, extension.dynamic) == (6, 2 * (64 + 96 + 128), True)
+    assert any("a pass of its own" in note for note in found.notes)
+    assert extension.in_window is not None
+    assert extension.in_window.mean == 0.0
+    ctxext.patch(checkpoint.model, "dynamic_ntk", factor=2.0)
+    for score in extension.at(POSITIONS):
+        own = [loss_by_position(checkpoint.model, one.input_ids[:, : score.stop + 1]) for one in corpus.documents]
+        assert score.loss == pytest.approx(mean([part[:, score.start :] for part in own]), abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sliding", "yarn", "longlora"])
+def test_windows(make: Make, mode: str) -> None:
+    checkpoint, corpus = make(257, whole=True)
+    plan = make_plan(checkpoint.model, mode=mode, method="yarn", lengths=[128], stride=40)
+    assert plan.arguments == {"target_length": 128}
+    costs: list[float] = []
+    found = run(checkpoint, corpus, plan, progress=lambda _, cost: costs.append(cost))
+    truncated, extension = found.readings
+    (score,), (baseline,) = extension.scores, truncated.scores
+    ids = [one.input_ids for one in corpus.documents]
+    protocol = getattr(protocols, mode)
+    own = {"prefix": 1} if mode == "sliding" else {"bos": 256} if mode == "yarn" else {}
+    texts = ids if mode == "sliding" else [one[:, 1:] for one in ids]
+    inside_plain = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
+    cut = [truncated_loss(checkpoint.model, one, window=64, stride=16, prefix=1)[0] for one in ids]
+    ctxext.patch(checkpoint.model, "yarn", factor=2.0)
+    expected = protocol(checkpoint.model, texts, length=128, stride=40, **own)
+    assert (score.loss, extension.passes, extension.tokens) == (expected.loss, expected.passes, expected.tokens)
+    assert extension.in_window is not None
+    inside = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
+    assert extension.in_window.mean == pytest.approx(mean(inside) - mean(inside_plain), abs=1e-6)
+    assert score.versus_truncation is not None
+    assert score.versus_truncation.tokens == baseline.tokens == sum(map(len, expected.losses))
+    assert score.versus_truncation.over == ("runs" if mode == "longlora" else "blocks")
+    if mode != "longlora":
+        assert baseline.loss == pytest.approx(expected.average(cut), abs=1e-6)
+        assert score.versus_truncation.mean == pytest.approx(mean(expected.losses) - mean(cut), abs=1e-6)
+    assert sum(costs) == pytest.approx(total_cost(checkpoint, corpus, plan), rel=0.2)
+
+
+def test_a_saved_extension_is_measured_as_saved(make: Make, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    checkpoint, corpus = make(129)
+    ctxext.patch(checkpoint.model, "yarn", factor=2.0)
+    plan = make_plan(checkpoint.model)
+    assert (plan.trained_length, plan.length) == (64, 128)
+    alone = run(checkpoint, corpus, plan)
+    assert [reading.name for reading in alone.readings] == ["truncated", "as saved"]
+    assert alone.extension is not None
+    assert alone.extension.in_window is None
+    assert any("--reference" in note for note in alone.notes)
+    cut = [truncated_loss(checkpoint.model, one.input_ids, window=64, stride=16, prefix=1) for one in corpus.documents]
+    assert alone.readings[0].at(LENGTH)[-1].loss == pytest.approx(mean(cut))
+    torch.manual_seed(0)
+    original = Checkpoint(
+        "original", LlamaForCausalLM(checkpoint.model.config.__class__(**SHAPE)).eval(), bos_tokenizer
+    )
+    beside = run(checkpoint, corpus, plan, reference=original)
+    assert [reading.name for reading in beside.readings] == ["unpatched", "truncated", "as saved"]
+    assert beside.extension is not None
+    assert beside.extension.in_window is not None
+    with pytest.raises(InvalidParameterError, match="extended itself"):
+        run(checkpoint, corpus, plan, reference=checkpoint)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": TRAINED,
+}
+
+
+def test_bad_plans(make: Make) -> None:
+    model = make(20)[0].model
+    for options, error, message in (
+        ({"mode": "slidign"}, UnknownNameError, "Did you mean 'sliding'"),
+        ({"stride": 8}, InvalidParameterError, "stride has no meaning in mode 'position'"),
+        ({"mode": "sliding", "truncate": True}, InvalidParameterError, "truncate has no meaning"),
+        ({"arguments": {"factor": 2.0}}, InvalidParameterError, "factor: only with a method"),
+        ({"lengths": [1]}, InvalidParameterError, "at least 2 tokens"),
+        (
+            {"lengths": [200], "method": "yarn", "arguments": {"factor": 2.0}},
+            InvalidParameterError,
+            "200 tokens is beyond what the model is extended for: 128",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            make_plan(model, **options)  # type: ignore[arg-type]
+    assert "_ctxext" not in model.__dict__
+
+
+@pytest.fixture
+def folder(make: Make, tmp_path: Path) -> Path:
+    checkpoint, _ = make(20)
+    checkpoint.model.save_pretrained(tmp_path / "checkpoint")  # type: ignore[operator]
+    checkpoint.tokenizer.save_pretrained(tmp_path / "checkpoint")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {n}, " for n in range(60)), encoding="utf-8")
+    return tmp_path
+
+
+def call(folder: Path, *options: str) -> Result:
+    texts = ["-t", str(folder / "one.txt"), "-t", str(folder / "two.txt")]
+    return CliRunner().invoke(
+        app, ["eval", "perplexity", str(folder / "checkpoint"), *texts, *options], env={"COLUMNS": "160"}
+    )
+
+
+def test_command_to_files_and_back(folder: Path) -> None:
+    files = [folder / name for name in ("result.json", "rows.csv", "loss.png")]
+    found = call(folder, "-m", "yarn", "-f", "2", *(part for file in files for part in ("-o", str(file))))
+    assert found.exit_code == 0, found.output
+    for words in (
+        "in front of each: <s> (id 256)",
+        "bf16 (stored in float32)",
+        "Loss minus that of feeding only the last tokens",
+        "Inside the trained window, YaRN minus unpatched",
+        "Does yarn at positions",
+    ):
+        assert words in found.output
+    result = PerplexityResult.from_dict(json.loads(files[0].read_text(encoding="utf-8")))
+    assert result.provenance.documents == ("one", "two")
+    assert set(result.provenance.extensions) == {"unpatched", "yarn"}
+    assert PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    with files[1].open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(result.rows()) == 3 * 14
+    assert float(rows[-1]["loss"]) == result.readings[-1].scores[-1].loss
+    assert files[2].read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(InvalidParameterError, match="not a perplexity result of format 1: found format 0"):
+        PerplexityResult.from_dict({**result.to_dict(), "format": 0})
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        (["sliding", "--stride", "32"], "Sliding-window perplexity"),
+        (["yarn", "--truncate", "--bos", "none"], "texts cut to the length"),
+        (["longlora", "--tokens", "300"], "LongLoRA's published protocol"),
+    ],
+)
+def test_command_in_every_mode(folder: Path, mode: list[str], words: str) -> None:
+    written = [folder / "loss.svg", folder / "result.json"]
+    outputs = [part for path in written for part in ("-o", str(path))]
+    found = call(folder, "-m", "dynamic_yarn", "-l", "96", "-l", "128", *outputs, "--mode", *mode)
+    assert found.exit_code == 0, found.output
+    assert words in found.output
+    assert written[0].stat().st_size > 1000
+    saved = json.loads(written[1].read_text(encoding="utf-8"))
+    assert [reading["name"] for reading in saved["readings"]] == ["truncated", "dynamic_yarn"]
+
+
+def test_command_for_programs(folder: Path) -> None:
+    found = call(folder, "-l", "48", "--json")
+    printed = json.loads(found.stdout)
+    assert ([one["name"] for one in printed["readings"]], printed["lengths"]) == (["unpatched"], [12, 24, 48])
+    assert call(folder, "-l", "48", "--csv").stdout.splitlines()[0].startswith("checkpoint,mode,reading,kind,start")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-l", "5000", "-m", "yarn"], "0 of 2 documents have the 5,001 tokens"),
+        (["-n", "3", "-l", "64"], "2 of 2 documents have the 65 tokens asked for, and 3 are wanted"),
+        (["--json", "--csv"], "both print"),
+        (["-o", "nowhere/x.json"], "no directory nowhere"),
+        (["-o", "x.gif2"], "Unknown picture format"),
+        (["--memory", "2 apples"], "written like 2GiB"),
+        (["--memory", "1MiB"], "found --memory"),
+        (["--tokens", "99"], "for windows that slide"),
+        (["--mode", "longlora", "--bos", "bos", "-l", "32"], "nothing in front"),
+        (["--mode", "sliding", "-l", "32", "--tokens", "32"], "at least 33"),
+    ],
+)
+def test_bad_commands(folder: Path, options: list[str], message: str) -> None:
+    found = call(folder, *options)
+    assert found.exit_code == 1
+    assert message in found.output

@@ -1,0 +1,185 @@
+"""Sliding window, YaRN's and LongLoRA's protocols, each against its definition written out with the plain model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation import protocols
+from ctxext.evaluation._memory import cached_tokens_for, parse_bytes, pass_bytes
+from ctxext.evaluation.perplexity import document_difference, grouped_difference, loss_by_position
+
+CLOSE: dict[str, Any] = {"rel": 1e-5}
+
+
+@pytest.fixture
+def texts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 256, (1, n), generator=generator) for n in (90, 71, 40)]
+
+
+def scored_by_hugging_face(model: LlamaForCausalLM, tokens: list[int], ignored: int) -> float:
+    """The loss that the published scripts take: transformers' own, with the first labels masked."""
+    ids = torch.tensor([tokens])
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    with torch.no_grad():
+        return float(model(ids, labels=labels).loss)
+
+
+def test_sliding_window_by_hand(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
+    """Every token once, alone: which tokens does it see, and what does the plain model charge?"""
+    window, stride, prefix = 24, 7, 1
+    losses = []
+    for ids in texts:
+        tokens = ids[0].tolist()
+        for target in range(1, len(tokens)):
+            seen_from = 1
+            if target > window:
+                group = (target - 1 - window) // stride
+                end = min(window + (group + 1) * stride, len(tokens) - 1)
+                seen_from = end - window + prefix
+            seen = tokens[:prefix] + tokens[seen_from:target]
+            with torch.no_grad():
+                log_probabilities = model(torch.tensor([seen])).logits[0, -1].double().log_softmax(dim=0)
+            losses.append(-log_probabilities[tokens[target]].item())
+    found = protocols.sliding(model, texts, length=window, stride=stride, prefix=prefix)
+    assert found.loss == pytest.approx(sum(losses) / len(losses), **CLOSE)
+    assert [len(part) for part in found.losses] == [89, 70, 39]
+    assert found.passes == 3 + sum(math.ceil((n - window) / stride) for n in (89, 70, 39))
+
+
+@pytest.mark.parametrize(("length", "stride", "bos"), [(32, 8, 256), (32, 8, None), (25, 24, 256), (200, 16, 256)])
+def test_yarn_is_its_published_loop(
+    model: LlamaForCausalLM, texts: list[Tensor], length: int, stride: int, bos: int | None
+) -> None:
+    room = length if bos is None else length - 1
+    means = []
+    for ids in texts:
+        tokens, done, begin = ids[0].tolist(), 0, 0
+        while True:
+            end = min(begin + room, len(tokens))
+            window = ([] if bos is None else [bos]) + tokens[begin:end]
+            means.append(scored_by_hugging_face(model, window, max(0, len(window) - (end - done))))
+            done = end
+            if end == len(tokens):
+                break
+            begin += stride
+    found = protocols.yarn(model, texts, length=length, stride=stride, bos=bos)
+    assert found.loss == pytest.approx(sum(means) / len(means), **CLOSE)
+    assert (found.passes, sum(map(len, found.losses))) == (len(means), 201 if bos else 198)
+    # Not the mean over tokens: that is what this form is kept for.
+    assert abs(found.loss - torch.cat(found.losses).mean().item()) > 1e-4 or length == 200
+
+
+def test_yarn_truncated_is_the_published_figure(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
+    means = [scored_by_hugging_face(model, [256, *ids[0, :29].tolist()], 1) for ids in texts]
+    found = protocols.yarn(model, texts, length=30, bos=256, truncate=True)
+    assert found.loss == pytest.approx(sum(means) / 3, **CLOSE)
+    assert [len(part) for part in found.losses] == [29, 29, 29]
+    with pytest.raises(InvalidParameterError, match="from 1 to 29"):
+        protocols.yarn(model, texts, length=30, stride=30, bos=256)
+
+
+def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
+    data = np.concatenate([ids[0].numpy() for ids in texts]).astype(np.uint16)
+    length, stride = 32, 24
+    starts = list(range(0, len(data) - length, stride))
+    starts.pop()
+    means = [scored_by_hugging_face(model, data[i : i + length].astype(int).tolist(), 0) for i in starts]
+    found = protocols.longlora(model, texts, length=length, stride=stride)
+    assert found.loss == pytest.approx(sum(means) / len(means), **CLOSE)
+    # The seams at 90 and 161 are read across, and tokens are scored again and again.
+    assert any(i < 90 < i + length for i in starts)
+    assert sum(map(len, found.losses)) == len(starts) * (length - 1) > 201
+    with pytest.raises(InvalidParameterError, match=r"more than 225 tokens in all.*found 201"):
+        protocols.longlora(model, texts, length=201, stride=stride)
+
+
+def test_a_baseline_is_averaged_as_the_protocol_does(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
+    found = protocols.yarn(model, texts, length=32, stride=8, bos=256)
+    assert found.average([part + 1 for part in found.losses]) == pytest.approx(found.loss + 1)
+
+
+def test_spread_changes_nothing(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
+    def backwards(items: Any, work: Any) -> list[Any]:
+        return [work(item) for item in items[::-1]][::-1]
+
+    for protocol in (protocols.sliding, protocols.yarn, protocols.longlora):
+        alone = protocol(model, texts, length=30, stride=10)
+        assert protocol(model, texts, length=30, stride=10, spread=backwards).loss == alone.loss
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk", "alibi"])
+def test_cached_pieces_give_the_losses_of_one_pass(
+    model: LlamaForCausalLM, input_ids: Tensor, method: str | None
+) -> None:
+    model.config.max_position_embeddings = 32
+    if method is not None:
+        ctxext.patch(model, method, factor=4.0)
+    whole = loss_by_position(model, input_ids)
+    calls = []
+    hook = model.model.register_forward_hook(lambda *_: calls.append(1))
+    for piece in (7, 32, 88):
+        torch.testing.assert_close(
+            loss_by_position(model, input_ids, cached=piece, chunk=20), whole, rtol=1e-4, atol=1e-4
+        )
+    assert len(calls) == 13 + 3 + 2
+    hook.remove()
+    with pytest.raises(InvalidParameterError, match="cached must be"):
+        loss_by_position(model, input_ids, cached=0)
+
+
+def test_cached_pieces_refuse_stock_positions_that_follow_the_length(input_ids: Tensor) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = AutoConfig.for_model("llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config.update({"rope_parameters": rope, "vocab_size": 257, "max_position_embeddings": 32})
+    stock = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(IncompatibleError, match="follow the length"):
+        loss_by_position(stock, input_ids, cached=20)
+
+
+def test_memory_budget(model: LlamaForCausalLM) -> None:
+    assert [parse_bytes(text) for text in ("2GiB", "1.5 GB", "800MiB", "7k")] == [2**31, 15 * 10**8, 800 * 2**20, 7000]
+    for text in ("", "GiB", "2 GiBs", "-1GB", "0GB"):
+        with pytest.raises(InvalidParameterError, match="written like 2GiB"):
+            parse_bytes(text)
+    assert cached_tokens_for(model, 4096, None) is None
+    model.set_attn_implementation("eager")  # scores of all queries and keys: where a cache is worth its while
+    whole, pieces = (pass_bytes(model, 4096, cached=cached) for cached in (None, 256))
+    assert whole > 4 * pieces
+    head = 128 * 2**20
+    assert cached_tokens_for(model, 4096, whole + head) is None
+    assert cached_tokens_for(model, 4096, whole + head - 1) == 2048
+    assert cached_tokens_for(model, 4096, pieces + head) == 256
+    with pytest.raises(InvalidParameterError, match=r"in one pass and .* in cached pieces of 256"):
+        cached_tokens_for(model, 4096, pieces + head - 1)
+
+
+def test_document_differences_by_hand() -> None:
+    ones = [torch.ones(n) for n in (2, 3, 4, 1, 2)]
+    losses = [one + shift for one, shift in zip(ones, (0.0, 1.0, 2.0, 3.0, 4.0), strict=True)]
+    found = document_difference(losses, ones)
+    # Sums 0, 3, 8, 3, 8 over 12 tokens: the mean is 22 / 12.
+    mean = 22 / 12
+    residuals = [total - n * mean for total, n in zip((0, 3, 8, 3, 8), (2, 3, 4, 1, 2), strict=True)]
+    error = math.sqrt(5 / 4 * sum(one**2 for one in residuals)) / 12
+    assert (found.mean, found.standard_error) == (pytest.approx(mean), pytest.approx(error))
+    assert (found.units, found.over, found.tokens, found.verdict) == (5, "documents", 12, "worse")
+    few = document_difference(losses[:2], ones[:2], block=1)
+    assert (few.units, few.over) == (5, "blocks")
+    assert document_difference(losses[:1], ones[:1]).units == 2
+    assert grouped_difference(losses[:2], ones[:2], over="runs").units == 2
+    for bad in (losses[:4], [*losses[:4], torch.ones(9)]):
+        with pytest.raises(InvalidParameterError, match="same tokens"):
+            document_difference(bad, ones)
+    with pytest.raises(InvalidParameterError, match="at least two groups"):
+        grouped_difference(losses[:1], ones[:1], over="runs")
