@@ -1,0 +1,230 @@
+"""LongPPL: perplexity over key tokens, of one checkpoint extended in several ways, on the same key tokens.
+
+The key tokens stand at the end of each text. Every length reads that end with more of the text before it, so that all
+numbers are of the same tokens, and the only thing that changes is how far back the model can see.
+
+**What a difference means.** The evaluator's own losses on its key tokens are lower than on tokens like them: being
+predicted well by it is what made them key tokens. So on key tokens every other reading looks a little worse beside the
+unpatched model than it is, the truncation baseline least. Differences between extensions, and between lengths of one
+extension, are free of that.
+
+Source: Fang et al., arXiv:2410.23771.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import ctxext
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation._reach import check_reach
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus
+from ctxext.evaluation.key_tokens import KeyTokens, ending
+from ctxext.evaluation.longppl_result import LongPplReading, LongPplResult, LongPplScore
+from ctxext.evaluation.perplexity import PairedDifference, grouped_difference, loss_by_position, truncated_loss
+from ctxext.evaluation.progress import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.provenance import provenance_of
+from ctxext.methods import Method
+
+__all__ = ["run", "total_cost"]
+
+UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
+# As in `perplexity`: fewer documents say too little about how documents differ, and blocks of text stand in for them.
+ENOUGH_DOCUMENTS, BLOCK = 5, 64
+
+
+def run(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    keys: KeyTokens,
+    *,
+    lengths: Sequence[int],
+    methods: Sequence[Method] = (),
+    reference: Checkpoint | None = None,
+    trained_length: int | None = None,
+    progress: Progress = lambda *_: None,
+) -> LongPplResult:
+    """Measure the references, then the checkpoint extended by each method; it is at the end what it was.
+
+    Args:
+        checkpoint: what to measure.
+        corpus: the texts of ``keys``, each longer than the greatest length.
+        keys: from ``find_key_tokens`` with the same tokenizer.
+        lengths: tokens, each at least ``keys.window``, which is added to them.
+        methods: to extend by; none measures the checkpoint as it was saved, extended.
+        reference: the unextended original, which reads the references of a checkpoint that comes extended.
+        trained_length: as for ``ctxext.patch``.
+        progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
+
+    Raises:
+        InvalidParameterError: key tokens of other texts, a length out of range, a method twice, or no unextended model
+            for the references.
+        CtxextError: as ``ctxext.patch`` and the evaluations do.
+    """
+    plain = _plain(checkpoint, reference, methods)
+    keys.check(checkpoint, corpus)
+    lengths = _lengths(lengths, keys)
+    work = _Work(corpus, keys, progress, turning_point(checkpoint.model))
+    provenance = provenance_of(checkpoint, corpus).with_extension(UNPATCHED, plain)
+    window = ctxext.describe(plain).trained_length or keys.window
+    (unpatched,) = work.read(UNPATCHED, plain, [keys.window])
+    truncated = work.truncate(TRUNCATED, plain, window, lengths[-1])
+    readings = [work.reading(UNPATCHED, [unpatched], None), work.reading(TRUNCATED, [truncated], None)]
+    for name, method in _named(methods):
+        with _extended(checkpoint.model, method, trained_length):
+            check_reach(checkpoint.model, lengths[-1], beyond=False)
+            provenance = provenance.with_extension(name, checkpoint.model)
+            found = work.read(name, checkpoint.model, lengths)
+        readings.append(work.reading(name, found, truncated))
+    return LongPplResult(keys=keys, readings=tuple(readings), provenance=provenance)
+
+
+def total_cost(
+    checkpoint: Checkpoint, corpus: Corpus, keys: KeyTokens, *, lengths: Sequence[int], methods: int
+) -> float:
+    """About what ``run`` reports to ``progress`` in all; ``methods`` is how many extensions are measured."""
+    point = turning_point(checkpoint.model)
+    lengths = _lengths(lengths, keys)
+    strides = -(-keys.searched // max(1, keys.window // 4))
+    passes = (1 + strides) * pass_cost(keys.window, point) + methods * sum(pass_cost(n, point) for n in lengths)
+    return len(corpus.documents) * passes
+
+
+@dataclass(frozen=True, eq=False)
+class _Losses:
+    """The losses of one reading at one length: all tokens that could have been key tokens, [tokens] per text."""
+
+    length: int
+    losses: list[Tensor]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """The passes of a measurement."""
+
+    corpus: Corpus
+    keys: KeyTokens
+    progress: Progress
+    turning_point: int
+
+    def read(self, name: str, model: nn.Module, lengths: Sequence[int]) -> list[_Losses]:
+        """The end of every text after what comes before it, at every length."""
+
+        def losses(length: int) -> list[Tensor]:
+            start = length - self.keys.searched
+            with ticking(model, name, pass_cost(length, self.turning_point), self.progress):
+                return [loss_by_position(model, ending(one, length), start=start)[0] for one in self.corpus.documents]
+
+        return [_timed(length, functools.partial(losses, length)) for length in lengths]
+
+    def truncate(self, name: str, model: nn.Module, window: int, length: int) -> _Losses:
+        """The same tokens when the model sees the last ``window`` tokens before each."""
+
+        def losses() -> list[Tensor]:
+            start = length - self.keys.searched
+            with ticking(model, name, pass_cost(window, self.turning_point), self.progress):
+                return [
+                    truncated_loss(model, ending(one, length), window=window, start=start, prefix=one.prefix)[0]
+                    for one in self.corpus.documents
+                ]
+
+        return _timed(window, losses)
+
+    def reading(self, name: str, found: Sequence[_Losses], baseline: _Losses | None) -> LongPplReading:
+        """What the losses of all lengths add up to."""
+        scores = tuple(self._score(one, baseline) for one in found)
+        return LongPplReading(name=name, scores=scores, seconds=sum(one.seconds for one in found))
+
+    def _score(self, found: _Losses, baseline: _Losses | None) -> LongPplScore:
+        key = [losses[places] for losses, places in zip(found.losses, self._places(), strict=True)]
+        return LongPplScore(
+            length=found.length,
+            key_loss=torch.cat(key).double().mean().item(),
+            all_loss=torch.cat(found.losses).double().mean().item(),
+            versus_truncation=None if baseline is None else self._difference(found, baseline, keys_only=True),
+            versus_truncation_all=None if baseline is None else self._difference(found, baseline, keys_only=False),
+        )
+
+    def _difference(self, found: _Losses, baseline: _Losses, *, keys_only: bool) -> PairedDifference | None:
+        """Over documents, or over blocks of text where they are few; None where a single group is left."""
+        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+        documents = len(found.losses) >= ENOUGH_DOCUMENTS
+        for own, other, places in zip(found.losses, baseline.losses, self._places(), strict=True):
+            wanted = places if keys_only else torch.arange(len(own))
+            groups = torch.zeros_like(wanted) if documents else wanted // BLOCK
+            for group in sorted(set(groups.tolist())):
+                for side, losses in zip(sides, (own, other), strict=True):
+                    side.append(losses[wanted[groups == group]])
+        if len(sides[0]) < 2:
+            return None
+        return grouped_difference(*sides, over="documents" if documents else "blocks")
+
+    def _places(self) -> list[Tensor]:
+        """Where the key tokens of each text are among its losses."""
+        last = self.keys.searched - 1
+        return [torch.tensor([last - n for n in one.from_end]).sort().values for one in self.keys.passages]
+
+
+def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequence[Method]) -> nn.Module:
+    """The model that reads the references."""
+    extended = ctxext.describe(checkpoint.model).method is not None
+    if not extended and not methods:
+        raise InvalidParameterError("Nothing is extended: give at least one method, or a checkpoint saved extended.")
+    if reference is None and extended:
+        raise InvalidParameterError(
+            f"{checkpoint.name} comes extended, and may have been trained since. Give the checkpoint that it was made "
+            f"from as the reference, which reads the last tokens only."
+        )
+    if reference is not None and ctxext.describe(reference.model).method is not None:
+        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
+    return checkpoint.model if reference is None else reference.model
+
+
+def _named(methods: Sequence[Method]) -> list[tuple[str, Method | None]]:
+    """Each extension with a name of its own: the method's, with its factor where a method comes twice."""
+    if not methods:
+        return [(AS_SAVED, None)]
+    short = [method.name for method in methods]
+    names = [
+        name if short.count(name) == 1 else f"{name} x{m.factor:g}" for name, m in zip(short, methods, strict=True)
+    ]
+    if len(set(names)) < len(names):
+        raise InvalidParameterError(f"Give each method once at each factor; found {', '.join(names)}.")
+    return list(zip(names, methods, strict=True))
+
+
+def _lengths(lengths: Sequence[int], keys: KeyTokens) -> list[int]:
+    found = sorted({*lengths, keys.window})
+    if found[0] < keys.window:
+        raise InvalidParameterError(
+            f"A length must be at least the {keys.window:,} tokens in which the key tokens were found, found "
+            f"{found[0]:,}."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _extended(model: nn.Module, method: Method | None, trained_length: int | None) -> Iterator[None]:
+    if method is None:
+        yield
+        return
+    ctxext.patch(model, method, trained_length=trained_length)
+    try:
+        yield
+    finally:
+        ctxext.unpatch(model)
+
+
+def _timed(length: int, losses: Callable[[], list[Tensor]]) -> _Losses:
+    began = time.perf_counter()
+    found = losses()
+    return _Losses(length, found, time.perf_counter() - began)

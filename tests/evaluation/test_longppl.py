@@ -1,0 +1,223 @@
+"""Key tokens against a transcription of the authors' loop, and LongPPL against plain forward passes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import ctxext
+from ctxext.errors import InvalidParameterError, PatchStateError
+from ctxext.evaluation import longppl
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus, Document, corpus_of
+from ctxext.evaluation.key_tokens import KeyTokens, ending, find_key_tokens, search_cost
+from ctxext.evaluation.longppl_result import LongPplResult
+from ctxext.evaluation.perplexity import truncated_loss
+
+TRAINED = 512
+# A random model predicts nothing well; these thresholds leave a few key tokens.
+LOOSE = {"short": 96, "stride": 32, "alpha": 0.5, "beta": -6.0}
+TEXTS = [
+    Document(name, "".join(f"{word} {(i * i) % 97} of {word}, " for i in range(100)))
+    for name, word in (("one", "rain"), ("two", "river"))
+]
+
+
+@pytest.fixture
+def checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Checkpoint:
+    return Checkpoint("tiny", model, tokenizer)
+
+
+def corpus(tokenizer: PreTrainedTokenizerFast, length: int = 900) -> Corpus:
+    return corpus_of(TEXTS, tokenizer, tokens=length + 1)
+
+
+@torch.no_grad()
+def token_losses(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """The loss of every token but the first, by its index less one."""
+    return functional.cross_entropy(model(ids[None, :-1]).logits[0].float(), ids[1:], reduction="none")
+
+
+def published(model: LlamaForCausalLM, ids: Tensor, trunc_len: int, sliding_window: int, alpha: float, beta: float):  # type: ignore[no-untyped-def]
+    """find_key_token of PKU-ML/LongPPL@1decd2a, by its definition: the indices of key tokens."""
+    full = token_losses(model, ids)
+    found = []
+    for start in range(0, len(ids) - trunc_len, sliding_window):
+        stop = min(start + trunc_len + sliding_window, len(ids))
+        short = token_losses(model, ids[start:stop])
+        for token in range(start + trunc_len, stop):
+            gain = short[token - start - 1] - full[token - 1]
+            if gain > alpha and full[token - 1] < -beta:
+                found.append(token)
+    return found
+
+
+@pytest.mark.parametrize(("window", "stride"), [(TRAINED, 32), (400, 45)])
+def test_key_tokens_are_the_published_ones(checkpoint: Checkpoint, window: int, stride: int) -> None:
+    texts = corpus(checkpoint.tokenizer)
+    found = find_key_tokens(checkpoint, texts, window=window, **{**LOOSE, "stride": stride})
+    assert found.tokens > 4
+    for document, passage in zip(texts.documents, found.passages, strict=True):
+        ids = document.input_ids[0, -window - 1 :]
+        expected = published(checkpoint.model, ids, 96, stride, 0.5, -6.0)
+        assert sorted(window - from_end for from_end in passage.from_end) == expected
+        assert all(96 + stride <= token <= window for token in expected)
+
+
+def test_a_short_context_keeps_the_prefix(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    loaded = Checkpoint("tiny", model, bos_tokenizer)
+    texts = corpus(bos_tokenizer)
+    found = find_key_tokens(loaded, texts, window=300, **LOOSE)
+    ids = ending(texts.documents[0], 300)[0]
+    assert len(ids) == 301
+    assert ids[0] == bos_tokenizer.bos_token_id
+    full = token_losses(model, ids)
+    expected = []
+    for token in range(96 + 32, 301):
+        start = (token - 96) // 32 * 32
+        short = token_losses(model, torch.cat([ids[:1], ids[start + 1 : token + 1]]))[-1]
+        if short - full[token - 1] > 0.5 and full[token - 1] < 6.0:
+            expected.append(token)
+    assert sorted(300 - from_end for from_end in found.passages[0].from_end) == expected
+    assert expected
+
+
+def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
+    model = checkpoint.model
+    texts = corpus(checkpoint.tokenizer)
+    steps: list[tuple[str, float]] = []
+    keys = find_key_tokens(checkpoint, texts, **LOOSE, progress=lambda *step: steps.append(step))
+    assert (keys.window, keys.searched) == (TRAINED, TRAINED - 96 + 1)
+    cost = search_cost(model, 2, short=96, stride=32)
+    assert sum(done for _, done in steps) == pytest.approx(cost)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    steps.clear()
+    methods = [ctxext.method("pi", factor=2), ctxext.method("dynamic_ntk", factor=2)]
+    found = longppl.run(
+        checkpoint, texts, keys, lengths=[900], methods=methods, progress=lambda *step: steps.append(step)
+    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    total = longppl.total_cost(checkpoint, texts, keys, lengths=[900], methods=2)
+    assert sum(done for _, done in steps) == pytest.approx(total, rel=0.1)
+    assert [reading.name for reading in found.readings] == ["unpatched", "truncated", "pi", "dynamic_ntk"]
+    assert [score.length for score in found.find("pi").scores] == [TRAINED, 900]
+
+    def by_hand(length: int) -> tuple[list[Tensor], list[Tensor]]:
+        key, everything = [], []
+        for document, passage in zip(texts.documents, keys.passages, strict=True):
+            losses = token_losses(model, document.input_ids[0, -length - 1 :])
+            key.append(torch.stack([losses[-1 - n] for n in reversed(passage.from_end)]))
+            everything.append(losses[-keys.searched :])
+        return key, everything
+
+    plain = found.find("unpatched").scores[0]
+    assert plain.key_loss == pytest.approx(torch.cat(by_hand(TRAINED)[0]).mean().item(), rel=1e-5)
+    assert plain.longppl == pytest.approx(math.exp(plain.key_loss))
+    truncated = [
+        truncated_loss(model, document.input_ids, window=TRAINED, start=900 - keys.searched)[0]
+        for document in texts.documents
+    ]
+    lost = [
+        torch.stack([losses[-1 - n] for n in reversed(passage.from_end)])
+        for losses, passage in zip(truncated, keys.passages, strict=True)
+    ]
+    assert found.find("truncated").scores[0].key_loss == pytest.approx(torch.cat(lost).mean().item(), rel=1e-5)
+    for name, method in zip(("pi", "dynamic_ntk"), methods, strict=True):
+        ctxext.patch(model, method)
+        for score in found.find(name).scores:
+            key, everything = by_hand(score.length)
+            assert score.key_loss == pytest.approx(torch.cat(key).mean().item(), rel=1e-5)
+            assert score.perplexity == pytest.approx(torch.cat(everything).double().mean().exp().item(), rel=1e-5)
+            difference = score.versus_truncation
+            assert difference is not None
+            assert difference.mean == pytest.approx(
+                torch.cat(key).mean().item() - torch.cat(lost).mean().item(), abs=1e-5
+            )
+            assert (difference.tokens, difference.over) == (keys.tokens, "blocks")
+            assert score.versus_truncation_all is not None
+            assert score.versus_truncation_all.tokens == 2 * keys.searched
+        ctxext.unpatch(model)
+    assert LongPplResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    rows = found.rows()
+    assert len(rows) == 6
+    assert rows[0]["versus_truncation"] is None
+    assert rows[-1]["longppl"] == pytest.approx(found.find("dynamic_ntk").scores[-1].longppl)
+
+
+def test_key_tokens_are_kept_and_checked(
+    checkpoint: Checkpoint, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    texts = corpus(checkpoint.tokenizer)
+    keys = find_key_tokens(checkpoint, texts, window=300, **LOOSE)
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps(keys.to_dict()), encoding="utf-8")
+    assert KeyTokens.load(path) == keys
+    keys.check(checkpoint, texts)
+    # Longer texts with the same end are the same texts; the same texts cut elsewhere are not.
+    keys.check(checkpoint, Corpus(tuple(replace(d, input_ids=d.input_ids[:, 50:]) for d in texts.documents), "none", 2))
+    with pytest.raises(InvalidParameterError, match=r"other texts \(the end of 'one' is another\).*--skip"):
+        keys.check(checkpoint, corpus(checkpoint.tokenizer, 800))
+    with pytest.raises(InvalidParameterError, match=r"other texts \(2 texts then, 1 now\)"):
+        keys.check(checkpoint, replace(texts, documents=texts.documents[:1]))
+    with pytest.raises(InvalidParameterError, match="with another tokenizer"):
+        replace(keys, tokenizer_sha256="0" * 12).check(checkpoint, texts)
+    for content, message in (
+        ("{", "Cannot read key tokens"),
+        ("[]", "not a file of key tokens"),
+        ('{"kind": "longppl", "format": 1}', "found kind 'longppl'"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(InvalidParameterError, match=message):
+            KeyTokens.load(path)
+    with pytest.raises(InvalidParameterError, match=r"Cannot read key tokens.*none\.json"):
+        KeyTokens.load(tmp_path / "none.json")
+    with pytest.raises(InvalidParameterError, match="not a LongPPL result"):
+        LongPplResult.from_dict({"kind": "key tokens"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 600}, "at most the trained 512; found short=150"),
+        ({"short": 600}, "found short=600"),
+        ({"stride": 0}, "stride=0"),
+        ({"alpha": 0.0}, "alpha must be above 0"),
+        ({"beta": 1.0}, "beta at most 0"),
+        ({"alpha": 50.0}, r"None of 770 tokens is a key token \(alpha=50, beta=-2\).*128 tokens of context"),
+    ],
+)
+def test_finding_refuses(checkpoint: Checkpoint, change: dict[str, float], message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        find_key_tokens(checkpoint, corpus(checkpoint.tokenizer), **change)  # type: ignore[arg-type]
+
+
+def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> None:
+    texts = corpus(checkpoint.tokenizer)
+    keys = find_key_tokens(checkpoint, texts, window=400, **LOOSE)
+    pi = ctxext.method("pi", factor=1.5)
+    for arguments, message in (
+        ({"lengths": [900], "methods": [pi]}, r"900 tokens are more than the 768 .* by pi"),
+        ({"lengths": [300], "methods": [pi]}, r"at least the 400 tokens in which .* found 300"),
+        ({"lengths": [700], "methods": [pi, pi]}, "each method once at each factor; found pi x1.5, pi x1.5"),
+        ({"lengths": [700]}, "Nothing is extended"),
+        (
+            {"lengths": [2000], "methods": [ctxext.method("pi", factor=8)]},
+            "'one' has 901 tokens; this length needs 2,001",
+        ),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            longppl.run(checkpoint, texts, keys, **arguments)  # type: ignore[arg-type]
+        assert ctxext.describe(model).method is None
+    ctxext.patch(model, pi)
+    with pytest.raises(PatchStateError, match="tiny is extended"):
+        find_key_tokens(checkpoint, texts)
+    with pytest.raises(InvalidParameterError, match=r"comes extended.*as the reference"):
+        longppl.run(checkpoint, texts, keys, lengths=[700])
