@@ -1,0 +1,294 @@
+"""A LoRA training step of the stock Trainer against the same step held by ctxext: peak memory per token, time, loss.
+
+    python scripts/bench_training.py                                           # SmolLM2-135M, 4K and 8K, on the CPU
+    python scripts/bench_training.py --model llama-8b --lengths 65536,131072   # on an 80 GB GPU
+    python scripts/bench_training.py --model llama-8b --longest 1048576        # and the longest that fits
+
+Weights are random, made on the device: time and memory do not depend on them. Every measurement is a process of its
+own that lets a ``Trainer`` take a step to warm up and then the measured ones, on the same tokens; the variants of a
+length take turns, round after round. "Stock" is activation checkpointing as ``TrainingArguments`` sets it, and nothing
+else. Memory is what the steps add, at their peak, to what the process held with its model: adapters' gradients and
+optimizer state included, weights not.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
+from rich.console import Console
+from rich.table import Table
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import logging
+
+from ctxext.training import Memory, return_freed_memory
+from ctxext.training.lora import attach_lora
+
+STOCK = "stock"
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "llama-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+}
+VARIANTS: dict[str, dict[str, Memory]] = {
+    "cpu": {
+        STOCK: Memory(loss_chunk=None),
+        "ctxext": Memory(),
+        "ctxext, attention kept": Memory(save_attention=True),
+    },
+    "cuda": {
+        STOCK: Memory(loss_chunk=None),
+        "ctxext": Memory(),
+        "ctxext, attention kept": Memory(save_attention=True),
+        "ctxext, offload": Memory(offload=True),
+        "ctxext, offload, tiled MLP": Memory(offload=True, mlp_tile=8192),
+        "ctxext, offload, tiled MLP, attention kept": Memory(offload=True, mlp_tile=8192, save_attention=True),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measurement.
+
+    Args:
+        shape: a key of ``SHAPES``.
+        length: tokens of the one sequence of a step.
+        variant: a key of ``VARIANTS[device]``.
+        device: cpu or cuda.
+        dtype: a key of ``DTYPES``.
+        rank: of LoRA on all linear layers.
+        whole: whether norms and embeddings are trained too, as the recipe does.
+        layers: fewer layers than the shape has.
+        steps: measured ones, after one to warm up.
+        threads: of the CPU; None for torch's own choice.
+    """
+
+    shape: str
+    length: int
+    variant: str
+    device: str
+    dtype: str = "bf16"
+    rank: int = 16
+    whole: bool = False
+    layers: int | None = None
+    steps: int = 1
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps took: the median time of one, the memory of all, the loss of each; or why there is nothing."""
+
+    seconds: float = math.nan
+    added_mib: float = math.nan
+    losses: tuple[float, ...] = ()
+    why_not: str = ""
+
+
+class StepTimes(TrainerCallback):  # type: ignore[misc]
+    """Seconds of every step, of the optimizer's too."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        synchronize(self.device)
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop it."""
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def build(setting: Setting) -> Any:
+    """Return a model with random weights and an adapter, ready to be trained."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[setting.shape], use_cache=False)
+    config.num_hidden_layers = setting.layers or config.num_hidden_layers
+    with torch.device(setting.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting.dtype])
+    return attach_lora(model.train(), rank=setting.rank, norms=setting.whole, embeddings=setting.whole)
+
+
+def measure(setting: Setting) -> Measured:
+    """Take the steps; run it in a fresh process."""
+    logging.set_verbosity_error()
+    if setting.threads is not None:
+        torch.set_num_threads(setting.threads)
+    if setting.variant != STOCK:
+        return_freed_memory()
+    model = build(setting)
+    VARIANTS[setting.device][setting.variant].apply(model)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(SHAPES[setting.shape]["vocab_size"], (setting.length,), generator=generator)
+    rows = [{"input_ids": ids, "labels": ids}] * (setting.steps + 1)
+    times = StepTimes(setting.device)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            max_steps=len(rows),
+            per_device_train_batch_size=1,
+            learning_rate=1e-4,
+            bf16=setting.dtype == "bf16",
+            use_cpu=setting.device == "cpu",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to=[],
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[times])
+        trainer.remove_callback(PrinterCallback)
+        try:
+            added = added_memory(setting.device, trainer.train)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            return Measured(why_not=str(error).splitlines()[0][:90])
+    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    return Measured(statistics.median(times.seconds[1:]), math.nan if added is None else added, losses)
+
+
+def in_a_process(setting: Setting) -> Measured:
+    """Measure in a process of its own; one that the system kills for its memory is a finding."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(measure, setting).result()
+    except concurrent.futures.process.BrokenProcessPool:
+        return Measured(why_not="killed: out of memory")
+
+
+def compared(setting: Setting, names: list[str], rounds: int, say: Any) -> dict[str, Measured]:
+    """Measure the variants in turn, round after round: the median time, the largest memory."""
+    found: dict[str, list[Measured]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names:
+            if not any(measured.why_not for measured in found[name]):
+                say(f"{setting.shape}, {setting.length:,} tokens, {name}, round {number + 1} of {rounds}")
+                found[name].append(in_a_process(replace(setting, variant=name)))
+    return {
+        name: Measured(
+            statistics.median(m.seconds for m in measured),
+            max(m.added_mib for m in measured),
+            measured[0].losses,
+            next((m.why_not for m in measured if m.why_not), ""),
+        )
+        for name, measured in found.items()
+    }
+
+
+def longest(setting: Setting, limit: int, say: Any) -> tuple[int, Measured]:
+    """The largest length up to ``limit`` that fits, to one part in 16, and what its step took."""
+    fits, measured, step = 0, Measured(why_not="nothing fits"), limit
+    while step >= max(1024, limit // 16):
+        length = fits + step
+        say(f"{setting.shape}, {setting.variant}: do {length:,} tokens fit?")
+        tried = in_a_process(replace(setting, length=length))
+        if not tried.why_not:
+            fits, measured = length, tried
+        if fits == limit:
+            break
+        step //= 2
+    return fits, measured
+
+
+COLUMNS = ("tokens", "variant", "seconds", "tokens/s", "time", "adds MiB", "KiB/token", "memory", "loss")
+
+
+def cells(length: int, name: str, measured: Measured, stock: Measured | None) -> list[str]:
+    """Return a row of the table as text; ``time`` and ``memory`` are ratios to stock."""
+    if measured.why_not:
+        return [f"{length:,}", name, measured.why_not, *[""] * 6]
+    ratios = ("", "")
+    if stock is not None and not stock.why_not:
+        ratios = (f"{measured.seconds / stock.seconds:.2f}", f"{measured.added_mib / stock.added_mib:.2f}")
+    return [
+        f"{length:,}",
+        name,
+        f"{measured.seconds:.1f}",
+        f"{length / measured.seconds:,.0f}",
+        ratios[0],
+        f"{measured.added_mib:,.0f}",
+        f"{measured.added_mib * 1024 / length:.0f}",
+        ratios[1],
+        f"{measured.losses[0]:.5f}",
+    ]
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "smollm2",
+    lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "4096,8192",
+    only: Annotated[str, typer.Option(help="variants, semicolon-separated; all if empty")] = "",
+    dtype: Annotated[str, typer.Option(help=f"of {', '.join(DTYPES)}")] = "bf16",
+    rank: Annotated[int, typer.Option(help="of LoRA on all linear layers", min=1)] = 16,
+    whole: Annotated[bool, typer.Option(help="train norms and embeddings too")] = False,
+    layers: Annotated[int, typer.Option(help="fewer layers than the shape has; 0 for all", min=0)] = 0,
+    rounds: Annotated[int, typer.Option(help="processes per variant and length", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="measured steps per process", min=1)] = 1,
+    threads: Annotated[int, typer.Option(help="of the CPU; 0 for torch's own choice", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
+    longest_up_to: Annotated[int, typer.Option("--longest", help="also look for the longest that fits", min=0)] = 0,
+    markdown: Annotated[Path | None, typer.Option(help="also write the table here")] = None,
+) -> None:
+    """Measure a LoRA training step with and without ctxext."""
+    names = [name for name in VARIANTS[device] if not only or name in [part.strip() for part in only.split(";")]]
+    setting = Setting(model, 0, names[0], device, dtype, rank, whole, layers or None, steps, threads or None)
+    rows: list[list[str]] = []
+    console = Console()
+    with console.status("") as status:
+        for length in [int(part) for part in lengths.split(",") if part]:
+            found = compared(replace(setting, length=length), names, rounds, status.update)
+            rows += [cells(length, name, measured, found.get(STOCK)) for name, measured in found.items()]
+        if longest_up_to:
+            for name in names:
+                length, measured = longest(replace(setting, variant=name), longest_up_to, status.update)
+                rows.append(cells(length, f"{name}: longest", measured, None))
+    trained = "LoRA, norms and embeddings" if whole else "LoRA"
+    shape = f"{model}{f', {layers} layers' if layers else ''}, {dtype}, {trained} of rank {rank}"
+    title = f"One training step of a random model of the shape of {shape}; {machine(device)}"
+    table = Table(*COLUMNS, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    if markdown is not None:
+        markdown.write_text(markdown_table(title, COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
