@@ -11,7 +11,7 @@ import torch
 from ctxext.evaluation import provenance
 from ctxext.evaluation.checkpoint import DTYPES
 
-__all__ = ["DTYPES", "added_memory", "machine", "markdown_table", "synchronize"]
+__all__ = ["DTYPES", "added_memory", "machine", "markdown_table", "peak_resident", "synchronize"]
 
 
 def synchronize(device: str) -> None:
@@ -34,6 +34,13 @@ def added_memory(device: str, call: Callable[[], object]) -> float | None:
     resident = _resident("VmRSS")
     call()
     return _resident("VmHWM") - resident
+
+
+def peak_resident(device: str) -> float | None:
+    """Return the most bytes that this process has held, on the device for CUDA; None if that cannot be known."""
+    if device == "cuda":
+        return float(torch.cuda.max_memory_allocated())
+    return _resident("VmHWM") * 2**20 if Path("/proc/self/status").exists() else None
 
 
 def _resident(field: str) -> float:
