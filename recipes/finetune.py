@@ -8,32 +8,29 @@ Read it from top to bottom, copy it, change it. Every setting is explained in ``
 them can be given on the command line, by its dotted name or, where that is unambiguous, by the last part of it.
 
 In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.load`` restores it with its extension),
-``merged`` if asked for (stock transformers loads it) and ``run.json``: settings, extension, versions, loss curve.
+``merged`` if asked for (stock transformers loads it), ``run.json`` with all that was set and found, and ``loss.png``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 import ctxext
-from ctxext.errors import CheckpointError, CtxextError
+from ctxext.errors import CtxextError
 from ctxext.evaluation.checkpoint import load_checkpoint
-from ctxext.evaluation.provenance import command, machine, versions
-from ctxext.training import ExtensionCallback
-from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point
+from ctxext.evaluation.provenance import command, git_state, machine, versions
+from ctxext.training import ExtensionCallback, Memory, return_freed_memory
+from ctxext.training.checkpoints import CompleteCheckpoints, resume_point, saving
 from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.figure import save_training_figure
 from ctxext.training.lora import attach_lora, merged
-from ctxext.training.loss import chunk_loss
 from ctxext.training.progress import TrainingProgress
+from ctxext.training.report import now, peak_memory, trained_weights, write_json
 from ctxext.training.sequences import TrainingSequences
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.trainer import LongTrainer
@@ -53,8 +50,9 @@ def main() -> None:
 
 def finetune(settings: Settings, *, resume: bool = False) -> None:
     """The whole recipe."""
-    output = Path(settings.output)
+    output, started = Path(settings.output), now()
     checkpoint = resume_point(settings, resume=resume)
+    return_freed_memory()  # on a CPU, where it would not be used again
     arguments = training_arguments(settings)
     set_seed(settings.seed)
 
@@ -71,9 +69,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     description = ctxext.describe(model)
     model = attach_lora(model, **settings.lora.model_dump())
     model.config.use_cache = False
-    chunk_loss(model)  # logits of all tokens would be the largest thing in memory
-    if settings.training.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    Memory(**settings.memory.model_dump()).apply(model)
 
     # 2. The data: documents, cut into as many sequences as there will be steps to read them.
     data, training = settings.data, settings.training
@@ -100,43 +96,46 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     if trainer.is_world_process_zero():
-        say(f"{description}\n\n{sequences}\n{trained(model)}\n")
-    try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    except OSError as error:
-        raise CheckpointError(
-            f"Saving failed: {error}. The last whole checkpoint is {last_checkpoint(output)}; make room and go on from "
-            f"it with --resume."
-        ) from error
-    finally:
-        progress.close()
+        say(f"{description}\n\n{sequences}\n{trained_weights(model)}\n")
+    with saving(output):
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            progress.close()
 
     # 4. What is left of it.
     if not trainer.is_world_process_zero():
         return
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     model.config.use_cache = True
-    ctxext.save(model, output / "adapter")
-    tokenizer.save_pretrained(output / "adapter")
     report = {
         "command": command(),
+        "started": started,
+        "finished": now(),
         "settings": settings.model_dump(),
         "checkpoint": {"name": loaded.name, "sha256": loaded.sha256, "dtype": loaded.dtype_note},
         "extension": model.config.ctxext,
         "data": str(sequences),
-        "trained": trained(model),
+        "trained": trained_weights(model),
         "loss": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "training_seconds": progress.total_seconds,
         "tokens_per_second": progress.tokens_per_second,
         "peak_memory_bytes": peak_memory(arguments.device),
         "processes": arguments.world_size,
         "machine": machine(arguments.device.type),
         "versions": versions(),
+        "git": git_state(),
     }
-    write_json(output / "run.json", report)
-    if settings.merge:
-        merged(model).save_pretrained(output / "merged")
-        tokenizer.save_pretrained(output / "merged")
-    say(f"Saved in {output}: adapter, run.json{', merged' if settings.merge else ''}")
+    with saving(output):
+        ctxext.save(model, output / "adapter")
+        tokenizer.save_pretrained(output / "adapter")
+        write_json(output / "run.json", report)
+        title = f"{loaded.name}, {settings.extension.method} to {description.target_length:,} tokens"
+        save_training_figure(output / "loss.png", report["loss"], title=title)
+        if settings.merge:
+            merged(model).save_pretrained(output / "merged")
+            tokenizer.save_pretrained(output / "merged")
+    say(f"Saved in {output}: adapter, run.json, loss.png{', merged' if settings.merge else ''}")
 
 
 def training_arguments(settings: Settings) -> TrainingArguments:
@@ -166,28 +165,6 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         disable_tqdm=True,
         report_to=[],
     )
-
-
-def trained(model: Any) -> str:
-    """How much of the model is trained."""
-    total = sum(weight.numel() for weight in model.get_base_model().parameters())
-    some = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    return f"{some:,} of {total:,} weights are trained"
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU's memory, or the process's largest resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def say(text: str) -> None:

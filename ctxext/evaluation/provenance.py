@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -22,7 +23,7 @@ from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 
-__all__ = ["Extended", "Provenance", "extended", "machine", "provenance_of", "versions"]
+__all__ = ["Extended", "Provenance", "command", "extended", "git_state", "machine", "provenance_of", "versions"]
 
 # What two runs may differ in and still be of the same thing.
 CIRCUMSTANCES = ("command", "date", "machine", "versions", "device", "extensions")
@@ -168,6 +169,23 @@ def command(arguments: Sequence[str] | None = None) -> str:
     """What was called, as it could be typed again in the same folder."""
     program, *rest = sys.argv if arguments is None else arguments
     return shlex.join([Path(program).name, *rest])
+
+
+def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
+    """The commit that a directory stands at and whether files that git tracks differ from it; None outside of git.
+
+    Args:
+        directory: inside of the work tree; default the working directory.
+    """
+    git = ["git", "-C", str(directory)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git here, no repository, or one without commits
+        return None
+    return {"commit": commit.stdout.strip(), "dirty": bool(changes.stdout.strip())}
 
 
 def _processor() -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
-from ctxext.training.settings import Settings
+from ctxext.training.settings import Settings, checked_settings
 
-__all__ = ["CompleteCheckpoints", "last_checkpoint", "resume_point"]
+__all__ = ["CompleteCheckpoints", "last_checkpoint", "resume_point", "saving"]
 
 COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
@@ -60,7 +62,8 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
         return None
     if checkpoint is None or not stored.is_file():
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
-    before, now = _flat(json.loads(stored.read_text(encoding="utf-8"))), _flat(settings.model_dump())
+    earlier = checked_settings(json.loads(stored.read_text(encoding="utf-8")), str(stored))
+    before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
     other = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
     other = [line for line in other if line.partition("=")[0] not in FREE]
     if other:
@@ -69,6 +72,21 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
             f"run in another --output."
         )
     return checkpoint
+
+
+@contextlib.contextmanager
+def saving(output: str | Path) -> Iterator[None]:
+    """What is written inside goes to a run's directory.
+
+    Raises:
+        CheckpointError: it could not be; the message names the checkpoint from which the run can go on.
+    """
+    try:
+        yield
+    except OSError as error:
+        last = last_checkpoint(output)
+        rest = "There is no whole checkpoint yet" if last is None else f"The last whole checkpoint is {last}"
+        raise CheckpointError(f"Saving failed: {error}. {rest}; make room, then go on with --resume.") from error
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,12 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 __all__ = ["TrainingProgress"]
 
 
-class TrainingProgress(TrainerCallback):  # type: ignore[misc]
+class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
     """A bar on a terminal; elsewhere a line on stderr for every time the Trainer logs.
+
+    Checkpoints hold the time that training took, so that the time of a resumed run is the time of all its parts.
 
     Args:
         tokens_per_step: of all processes together.
@@ -24,7 +27,7 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc]
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
         self.steps, self.seconds, self.loss = 0, 0.0, float("nan")
-        self._started = 0.0
+        self._started = self._before = 0.0
         self._bar: Progress | None = None
 
     @property
@@ -32,9 +35,21 @@ class TrainingProgress(TrainerCallback):  # type: ignore[misc]
         """Since training began or was resumed, saving included; NaN before the first step."""
         return self.steps * self.tokens_per_step / self.seconds if self.steps else float("nan")
 
+    @property
+    def total_seconds(self) -> float:
+        """Of training, up to the last step, in all parts of a resumed run."""
+        return self._before + self.seconds
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer stores in ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"total_seconds": self.total_seconds}}
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
         self._started, self.steps, self.seconds = time.monotonic(), 0, 0.0
+        if state.global_step:
+            stored = state.stateful_callbacks.get(type(self).__name__)
+            self._before = stored["attributes"]["total_seconds"] if stored else 0.0
         if state.is_world_process_zero and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))

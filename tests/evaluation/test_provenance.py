@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, safe_dtype, weights_digest
 from ctxext.evaluation.corpus import Document, corpus_of
-from ctxext.evaluation.provenance import Provenance, command, provenance_of
+from ctxext.evaluation.provenance import Provenance, command, git_state, provenance_of
 
 
 @pytest.fixture
@@ -105,3 +106,20 @@ def test_provenance_round_trip_and_differences(model: LlamaForCausalLM, bos_toke
 
 def test_the_command_can_be_typed_again() -> None:
     assert command(["/usr/bin/ctxext", "eval", "a b"]) == "ctxext eval 'a b'"
+
+
+def test_git_state(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert git_state(tmp_path) is None, "no commit yet"
+    (tmp_path / "a").write_text("1", encoding="utf-8")
+    subprocess.run([*git, "add", "a"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
+    clean = git_state(tmp_path)
+    assert clean is not None
+    assert (len(clean["commit"]), clean["dirty"]) == (40, False)
+    (tmp_path / "untracked").touch()
+    assert git_state(tmp_path) == clean
+    (tmp_path / "a").write_text("2", encoding="utf-8")
+    assert git_state(tmp_path) == clean | {"dirty": True}

@@ -125,6 +125,9 @@ def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, caps
     assert report["settings"]["training"]["steps"] == STEPS
     assert report["extension"]["method"]["method"] == "yarn"
     assert report["tokens_per_second"] > 0
+    assert report["training_seconds"] > 0
+    assert report["started"] < report["finished"] or report["started"] == report["finished"]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert report["peak_memory_bytes"] > 2**20
     assert [entry["step"] for entry in report["loss"]] == [1, 2, 3, 4]
     adapter = ctxext.load(run / "adapter", dtype=torch.bfloat16).eval()

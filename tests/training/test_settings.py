@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.training import Memory
 from ctxext.training.settings import Settings, read_settings
 
 FILE = """
@@ -45,6 +46,10 @@ def test_file_and_command_line(read: Any) -> None:
     free = read("--train", "a", "--extension.parameters.beta_slow", "1e0").extension.parameters
     assert free == {"beta_fast": 16, "beta_slow": 1.0}
     assert isinstance(free["beta_slow"], float)
+    assert read("--train", "a", "--checkpointing", "no").memory.checkpointing is False
+    assert Memory(**settings.memory.model_dump()) == Memory(), "the same defaults as the library's"
+    earlier = FILE + "  activation_checkpointing: false\n"
+    assert read("--train", "a", text=earlier).memory.checkpointing is False, "what was written before it was moved"
     by_length = read("--train", "a", "--target_length", "32768").extension
     assert (by_length.factor, by_length.target_length) == (None, 32768), "what is said last holds"
     assert read("--train", "a", text=FILE + "lora: {rank: 8}").lora.rank == 8

@@ -1,0 +1,137 @@
+"""The figure of a training run: its loss, its learning rate, and what was gained; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ctxext.evaluation._plots import COLOURS, FAINT, NOTE, STYLE, require_matplotlib, tokens_label
+from ctxext.evaluation.perplexity import PairedDifference
+
+__all__ = ["Gain", "save_training_figure", "smoothed"]
+
+# Loss minus truncation's, by positions (first, stop).
+Gain = Sequence[tuple[tuple[int, int], PairedDifference]]
+BEFORE, AFTER = "#999999", COLOURS["yarn"]
+# Entries over which the mean reaches back, as a share of all.
+SHARE = 0.1
+
+
+def smoothed(losses: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
+    """The mean of the past, each entry weighing less the longer ago it was; no start value pulls at the first ones.
+
+    Args:
+        losses: in order.
+        weights: how much each entry counts, the steps that it is the mean of; default all the same.
+    """
+    decay = 1 - 1 / max(1.0, SHARE * len(losses))
+    total, mass, means = 0.0, 0.0, []
+    for loss, weight in zip(losses, weights or [1.0] * len(losses), strict=True):
+        total, mass = decay * total + weight * loss, decay * mass + weight
+        means.append(total / mass)
+    return means
+
+
+def save_training_figure(
+    path: Path, entries: Sequence[Mapping[str, Any]], *, title: str, gains: Mapping[str, Gain] | None = None
+) -> None:
+    """Draw a run: its loss above, its learning rate below, and on the right the loss against the model's truncation.
+
+    Args:
+        path: of the PNG; it appears whole or not at all.
+        entries: each with ``step``, ``loss`` (nats per token) and ``learning_rate``.
+        title: one line.
+        gains: before and after training; without any the right part is left out.
+
+    Raises:
+        InvalidParameterError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    gains = {name: gain for name, gain in (gains or {}).items() if gain}
+    widths = (1.65, 1) if gains else (1,)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.0 if gains else 7.0, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        grid = figure.add_gridspec(2, len(widths), height_ratios=(4, 1), width_ratios=widths)
+        above, below = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
+        below.sharex(above)
+        _draw_loss(above, entries)
+        _draw_learning_rate(below, entries)
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if gains:
+            _draw_gains(figure.add_subplot(grid[:, 1]), gains)
+        partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+        figure.savefig(partial, dpi=160)
+        partial.replace(path)
+
+
+def _draw_loss(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
+    steps, losses = [entry["step"] for entry in entries], [entry["loss"] for entry in entries]
+    weights = [float(step - before) for before, step in zip([0, *steps], steps, strict=False)]
+    axes.plot(steps, losses, color=BEFORE, lw=0.8, marker="o" if len(steps) < 40 else None, ms=2.5, alpha=0.7)
+    means = smoothed(losses, weights)
+    axes.plot(steps, means, color=AFTER, lw=1.8, solid_capstyle="round")
+    axes.annotate(
+        f"{means[-1]:.3f}",
+        xy=(1.01, means[-1]),
+        xycoords=axes.get_yaxis_transform(),
+        color=AFTER,
+        fontsize=9.5,
+        va="center",
+        annotation_clip=False,
+    )
+    axes.set_title("Training loss, nats per token; its running mean", loc="left", fontsize=10.5)
+    axes.tick_params(labelbottom=False)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def _draw_learning_rate(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
+    rates = [entry["learning_rate"] for entry in entries]
+    axes.plot([entry["step"] for entry in entries], rates, color=NOTE, lw=1.2)
+    axes.set_ylim(0, max(rates) * 1.25 or 1.0)
+    axes.set_yticks([0, max(rates)], ["0", f"{max(rates):.0e}".replace("e-0", "e-")])
+    axes.text(0.995, 0.9, "learning rate", transform=axes.transAxes, ha="right", va="top", fontsize=8.5, color=NOTE)
+    axes.set_xlabel("step")
+
+
+def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
+    """Means with two standard errors, before and after side by side."""
+    spans = [span for span, _ in next(iter(gains.values()))]
+    axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=(0, (3, 1.5)), zorder=2)
+    for place, (name, gain) in enumerate(gains.items()):
+        offset = 0.24 * (place - (len(gains) - 1) / 2)
+        axes.errorbar(
+            [index + offset for index in range(len(spans))],
+            [difference.mean for _, difference in gain],
+            yerr=[2 * difference.standard_error for _, difference in gain],
+            fmt="o",
+            ms=5,
+            lw=1.6,
+            color=(BEFORE, AFTER)[place % 2],
+            label=f"{name} training",
+        )
+    axes.set_xlim(-0.6, len(spans) - 0.4)
+    axes.margins(y=0.2)
+    axes.set_xticks(range(len(spans)), [f"{tokens_label(a)}-{tokens_label(b)}" for a, b in spans], fontsize=9)
+    axes.set_xlabel("positions, tokens")
+    axes.set_title("Loss minus its own truncation's", loc="left", fontsize=10.5)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=9, loc="best", handletextpad=0.2, labelcolor="linecolor")
+    axes.text(
+        0.985,
+        0.02,
+        "below the line: the old text helps",
+        transform=axes.transAxes,
+        ha="right",
+        fontsize=8.5,
+        color=NOTE,
+    )

