@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,81 +17,14 @@ from ctxext.architectures._sliding import is_windowed
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import Method
+from ctxext.runtimes.base import STOCK_TYPES, Export, Extended
+from ctxext.runtimes.llama_cpp import to_llama_cpp
+from ctxext.runtimes.vllm import to_vllm
 
-__all__ = ["TARGETS", "Export", "Extended", "export", "export_config"]
+__all__ = ["TARGETS", "export", "export_config"]
 
-TARGETS = ("vllm", "llama.cpp")
-STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """What to tell another runtime.
-
-    Args:
-        target: "vllm" or "llama.cpp".
-        flags: command-line arguments, one string each, to pass on as they are.
-        notes: sentences that the person who deploys must know.
-        exact: whether the target then computes the same positions as the model patched in place, at every length.
-    """
-
-    target: str
-    flags: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    exact: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extended:
-    """An extension as its config says it, independent of what wrote it.
-
-    Args:
-        config: the extended config.
-        layer_type: the layer type whose positions were extended; None where all layers share them.
-        trained_length: tokens before the extension, where the config says so.
-        target_length: tokens that the extended model is meant for.
-        scale: what cos and sin are multiplied by.
-        unsaid: config fields that the files to be served do not hold yet.
-    """
-
-    config: Any
-    layer_type: str | None
-    trained_length: int
-    target_length: int
-    scale: float
-    unsaid: dict[str, Any]
-
-    @property
-    def text(self) -> Any:
-        """The part of the config that describes the decoder."""
-        return self.config.get_text_config(decoder=True)
-
-    @property
-    def rope(self) -> dict[str, Any]:
-        """The rope dict that was extended."""
-        whole = self.text.rope_parameters
-        return dict(whole if self.layer_type is None else whole[self.layer_type])
-
-    @property
-    def rope_type(self) -> str:
-        """What the config calls the scaling."""
-        return str(self.rope.get("rope_type", "default"))
-
-    @property
-    def stock(self) -> bool:
-        """Whether the rope type is one of stock transformers."""
-        return self.rope_type in STOCK_TYPES
-
-    @property
-    def loses_factor(self) -> bool:
-        """Whether its factor is one that vLLM and llama.cpp never look at."""
-        return self.rope_type == "proportional" and self.rope.get("factor", 1.0) != 1.0
-
-    @property
-    def method(self) -> str:
-        """The method's name, or the rope type where ctxext did not make the extension."""
-        saved = getattr(self.config, "ctxext", None)
-        return str(saved["method"]["method"]) if saved else self.rope_type
+RUNTIMES = {"vllm": to_vllm, "llama.cpp": to_llama_cpp}
+TARGETS = tuple(RUNTIMES)
 
 
 def export(
@@ -146,11 +78,8 @@ def export(
 
 def export_config(config: Any, *, to: str, served: Any = None) -> Export:
     """Export the extension that ``config`` holds; ``served`` is the config in the files, where it is another one."""
-    from ctxext._export_llamacpp import to_llama_cpp
-    from ctxext._export_vllm import to_vllm
-
     _check_target(to)
-    return {"vllm": to_vllm, "llama.cpp": to_llama_cpp}[to](read_extended(config, served))
+    return RUNTIMES[to](read_extended(config, served))
 
 
 def _check_target(to: str) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ctxext._adapters import EXTENSION_FILE, is_adapter
 from ctxext._api import architecture_of, describe, describe_saved, patch, unpatch
 from ctxext._checkpoint_source import checked_path, read_config, read_json
-from ctxext._export import TARGETS, Export, export_config
+from ctxext._export import TARGETS, export_config
 from ctxext.architectures import Request
 from ctxext.architectures._alibi import AlibiArchitecture
 from ctxext.architectures._hf import restoring
@@ -23,6 +23,7 @@ from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method
+from ctxext.runtimes.base import Export
 from ctxext.spec import Description, RopeSpec
 
 __all__ = [

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ctxext._checkpoint import Written
-from ctxext._export import TARGETS, Export
+from ctxext._export import TARGETS
 from ctxext._inspect import Inspection, Verdict
 from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
 __all__ = [

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import ctxext
 from ctxext._checkpoint import patch_checkpoint
-from ctxext._export import Export, export, export_config
+from ctxext._export import export, export_config
 from ctxext._load import extended_config
 from ctxext.errors import (
     CheckpointError,
@@ -29,6 +29,7 @@ from ctxext.errors import (
     UnknownNameError,
 )
 from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)

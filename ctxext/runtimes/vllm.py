@@ -6,8 +6,8 @@ import json
 import math
 from typing import Any
 
-from ctxext._export import Export, Extended
 from ctxext.errors import IncompatibleError
+from ctxext.runtimes.base import Export, Extended
 
 __all__ = ["to_vllm"]
 

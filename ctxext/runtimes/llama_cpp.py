@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ctxext._export import Export, Extended
 from ctxext.errors import IncompatibleError
+from ctxext.runtimes.base import Export, Extended
 
 __all__ = ["to_llama_cpp"]
 

@@ -1,0 +1,80 @@
+"""What every runtime is told from, and what it is told in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["STOCK_TYPES", "Export", "Extended"]
+
+STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What to tell another runtime.
+
+    Args:
+        target: "vllm" or "llama.cpp".
+        flags: command-line arguments, one string each, to pass on as they are.
+        notes: sentences that the person who deploys must know.
+        exact: whether the target then computes the same positions as the model patched in place, at every length.
+    """
+
+    target: str
+    flags: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    exact: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extended:
+    """An extension as its config says it, independent of what wrote it.
+
+    Args:
+        config: the extended config.
+        layer_type: the layer type whose positions were extended; None where all layers share them.
+        trained_length: tokens before the extension, where the config says so.
+        target_length: tokens that the extended model is meant for.
+        scale: what cos and sin are multiplied by.
+        unsaid: config fields that the files to be served do not hold yet.
+    """
+
+    config: Any
+    layer_type: str | None
+    trained_length: int
+    target_length: int
+    scale: float
+    unsaid: dict[str, Any]
+
+    @property
+    def text(self) -> Any:
+        """The part of the config that describes the decoder."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rope dict that was extended."""
+        whole = self.text.rope_parameters
+        return dict(whole if self.layer_type is None else whole[self.layer_type])
+
+    @property
+    def rope_type(self) -> str:
+        """What the config calls the scaling."""
+        return str(self.rope.get("rope_type", "default"))
+
+    @property
+    def stock(self) -> bool:
+        """Whether the rope type is one of stock transformers."""
+        return self.rope_type in STOCK_TYPES
+
+    @property
+    def loses_factor(self) -> bool:
+        """Whether its factor is one that vLLM and llama.cpp never look at."""
+        return self.rope_type == "proportional" and self.rope.get("factor", 1.0) != 1.0
+
+    @property
+    def method(self) -> str:
+        """The method's name, or the rope type where ctxext did not make the extension."""
+        saved = getattr(self.config, "ctxext", None)
+        return str(saved["method"]["method"]) if saved else self.rope_type
