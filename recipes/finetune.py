@@ -30,6 +30,7 @@ from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
 from ctxext.training.lora import attach_lora, merged
 from ctxext.training.progress import TrainingProgress
+from ctxext.training.referee import Referee, gain, summary
 from ctxext.training.report import now, peak_memory, trained_weights, write_json
 from ctxext.training.sequences import TrainingSequences
 from ctxext.training.settings import Settings, read_settings
@@ -59,13 +60,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     # 1. The model, extended, then its adapter.
     loaded = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=arguments.device)
     model, tokenizer = loaded.model, loaded.tokenizer
-    extension = settings.extension
-    ctxext.patch(
-        model,
-        extension.method,
-        **extension.model_dump(exclude={"method", "parameters"}, exclude_none=True),
-        **extension.parameters,
-    )
+    referee = Referee(loaded, settings)
+    ctxext.patch(model, settings.extension.method, **settings.extension.arguments())
     description = ctxext.describe(model)
     model = attach_lora(model, **settings.lora.model_dump())
     model.config.use_cache = False
@@ -98,15 +94,17 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     if trainer.is_world_process_zero():
         say(f"{description}\n\n{sequences}\n{trained_weights(model)}\n")
     with saving(output):
+        before = referee.before(model, output / "before.json")
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finally:
             progress.close()
 
     # 4. What is left of it.
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    after = referee.measure(model)
     if not trainer.is_world_process_zero():
         return
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     model.config.use_cache = True
     report = {
         "command": command(),
@@ -118,6 +116,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "data": str(sequences),
         "trained": trained_weights(model),
         "loss": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "evaluation": {"before": before, "after": after},
         "training_seconds": progress.total_seconds,
         "tokens_per_second": progress.tokens_per_second,
         "peak_memory_bytes": peak_memory(arguments.device),
@@ -131,10 +130,13 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         tokenizer.save_pretrained(output / "adapter")
         write_json(output / "run.json", report)
         title = f"{loaded.name}, {settings.extension.method} to {description.target_length:,} tokens"
-        save_training_figure(output / "loss.png", report["loss"], title=title)
+        gains = {"before": gain(before), "after": gain(after)}
+        save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
         if settings.merge:
             merged(model).save_pretrained(output / "merged")
             tokenizer.save_pretrained(output / "merged")
+    for when, found in report["evaluation"].items():
+        say(f"{when} training: {summary(found)}" if found else f"{when} training nothing was measured")
     say(f"Saved in {output}: adapter, run.json, loss.png{', merged' if settings.merge else ''}")
 
 

@@ -24,7 +24,7 @@ from ctxext.evaluation.progress import Progress, turning_point
 from ctxext.evaluation.protocols import Spread, alone
 from ctxext.evaluation.provenance import provenance_of
 
-__all__ = ["run", "total_cost"]
+__all__ = ["run", "total_cost", "window_losses"]
 
 UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
 Timed = tuple[str, Losses, float]
@@ -36,6 +36,8 @@ def run(
     plan: Plan,
     *,
     reference: Checkpoint | None = None,
+    inside: Sequence[Tensor] | None = None,
+    name: str | None = None,
     spread: Spread = alone,
     progress: Progress = lambda *_: None,
 ) -> PerplexityResult:
@@ -50,6 +52,9 @@ def run(
         corpus: of the texts; each longer than the greatest length (longlora: all together).
         plan: from ``make_plan``.
         reference: the checkpoint as it was before it was extended and trained, with the same tokenizer.
+        inside: instead of ``reference``, where the original is there no more: what ``window_losses`` found then. The
+            truncation baseline is read by the extended model itself.
+        name: of what is measured; default the method's.
         spread: over documents or windows, perhaps on several processes.
         progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
 
@@ -58,8 +63,8 @@ def run(
     """
     model = checkpoint.model
     saved = plan.method is None and already_extended(base_model(model).config) is not None
-    measured = plan.method or (AS_SAVED if saved else UNPATCHED)
-    plain = _plain_model(checkpoint, plan, reference, saved)
+    measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
+    plain = None if inside is not None else _plain_model(checkpoint, plan, reference, saved)
     work = Work(plan, corpus, spread, progress, turning_point(model))
     provenance = provenance_of(checkpoint, corpus)
     readings: list[Timed] = []
@@ -72,20 +77,36 @@ def run(
     with _patched(model, plan):
         provenance = provenance.with_extension(measured, model)
         found = _timed(measured, lambda: work.read(model, measured, dynamic=plan.dynamic))
-        own = _inside(work, model, found) if plain is not None and measured != UNPATCHED else None
-    inside = None
+        comparable = measured != UNPATCHED and (inside is not None or plain is not None)
+        own = _inside(work, model, found) if comparable else None
     if plain is not None and own is not None:
-        inside = document_difference(own, _inside(work, plain, readings[0] if readings else (UNPATCHED, None, 0.0)))
+        inside = _inside(work, plain, readings[0] if readings else (UNPATCHED, None, 0.0))
+    change = document_difference(own, inside) if own is not None and inside is not None else None
     readings.append(found)
     return PerplexityResult(
         mode=plan.mode,
         trained_length=plan.trained_length,
         lengths=plan.lengths,
         stride=plan.stride,
-        readings=tuple(_reading(plan, one, found[1], truncated[1], measured, inside) for one in readings),
-        notes=_notes(checkpoint, corpus, plan, plain, reference),
+        readings=tuple(_reading(plan, one, found[1], truncated[1], measured, change) for one in readings),
+        notes=_notes(checkpoint, corpus, plan, plain, reference, inside is not None),
         provenance=provenance,
     )
+
+
+def window_losses(
+    checkpoint: Checkpoint, corpus: Corpus, plan: Plan, *, progress: Progress = lambda *_: None
+) -> tuple[Tensor, ...]:
+    """The losses inside the trained window, nats per token, [tokens] for each text.
+
+    Args:
+        checkpoint: as it is before it is extended and trained.
+        corpus: that it will be measured on.
+        plan: that it will be measured by.
+        progress: as for ``run``.
+    """
+    work = Work(plan, corpus, alone, progress, turning_point(checkpoint.model))
+    return work.pass_over(checkpoint.model, UNPATCHED, work.window)
 
 
 def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: Plan) -> float:
@@ -196,7 +217,12 @@ def _difference(plan: Plan, length: int, losses: list[Tensor], other: list[Tenso
 
 
 def _notes(
-    checkpoint: Checkpoint, corpus: Corpus, plan: Plan, plain: nn.Module | None, reference: Checkpoint | None
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    plan: Plan,
+    plain: nn.Module | None,
+    reference: Checkpoint | None,
+    remembered: bool,
 ) -> tuple[str, ...]:
     found = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
     if plan.dynamic and plan.mode == "position":
@@ -209,7 +235,9 @@ def _notes(
             "LongLoRA's published protocol: texts joined, every window scores all its tokens, so this is the mean over "
             "all context lengths below the window's."
         )
-    if plain is None:
+    if remembered:
+        found.append("The truncation baseline is read by the extended model itself.")
+    elif plain is None:
         found.append(
             "The checkpoint came extended, so the extended model itself is the truncation baseline; name the original "
             "with --reference to compare with that, inside the window too."

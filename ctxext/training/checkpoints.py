@@ -19,7 +19,7 @@ COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 SETTINGS = "settings.json"
 # What may change between the two parts of a run without changing its losses.
-FREE = ("output", "merge", "training.checkpoint_every", "training.keep", "training.log_every")
+FREE = ("output=", "merge=", "training.checkpoint_every=", "training.keep=", "training.log_every=", "evaluation.")
 
 
 class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
@@ -65,7 +65,7 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
     earlier = checked_settings(json.loads(stored.read_text(encoding="utf-8")), str(stored))
     before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
     other = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
-    other = [line for line in other if line.partition("=")[0] not in FREE]
+    other = [line for line in other if not line.startswith(FREE)]
     if other:
         raise InvalidParameterError(
             f"The run in {output} had other settings: {'; '.join(other)}. Resume with the same ones, or start a new "

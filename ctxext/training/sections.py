@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["Data", "Extension", "Lora", "Memory", "Section", "Settings", "Training"]
+__all__ = ["Data", "Evaluation", "Extension", "Lora", "Memory", "Section", "Settings", "Training"]
 
-OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str | int | float) else value)
 
 
 class Section(BaseModel):
@@ -43,6 +43,10 @@ class Extension(Section):
         if (self.factor is None) == (self.target_length is None):
             raise ValueError("give one of factor and target_length")
         return self
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``ctxext.patch`` takes beside model and method."""
+        return {**self.model_dump(exclude={"method", "parameters"}, exclude_none=True), **self.parameters}
 
 
 class Data(Section):
@@ -136,6 +140,49 @@ class Memory(Section):
     mlp_tile: int | None = Field(default=None, ge=1)
 
 
+class Evaluation(Section):
+    """What is measured before and after training, with the adapter at its start and at its end; nothing by default.
+
+    With ``text``: the loss by position, against the same model that sees only the last tokens, and inside the trained
+    window against the checkpoint as it came. With ``passkey_lengths``: whether a key is found in so long a text.
+
+    Args:
+        text: files, folders or data sets, as ``data.train``; other documents than those.
+        split: of a data set.
+        column: that holds the text.
+        documents: read that many, the first that are long enough; None reads all of these.
+        skip: tokens left out at the start of each document.
+        lengths: tokens, as for ``ctxext eval perplexity``; default the extended window, in spans.
+        window: tokens that the truncation baseline sees; None for the trained length.
+        passkey_lengths: tokens of prompts.
+        passkey_depths: where in them the key lies, from 0 (start) to 1 (end).
+        passkey_trials: prompts of each length and depth.
+    """
+
+    text: Annotated[list[str], OneOrMore] = []
+    split: str | None = None
+    column: str | None = None
+    documents: int | None = Field(default=None, ge=1)
+    skip: int = Field(default=0, ge=0)
+    lengths: Annotated[list[Annotated[int, Field(ge=2)]], OneOrMore] = []
+    window: int | None = Field(default=None, ge=2)
+    passkey_lengths: Annotated[list[Annotated[int, Field(ge=1)]], OneOrMore] = []
+    passkey_depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], OneOrMore, Field(min_length=1)] = [
+        0.1,
+        0.3,
+        0.5,
+        0.7,
+        0.9,
+    ]
+    passkey_trials: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _window_among_lengths(self) -> Evaluation:
+        if self.window is not None and not self.lengths:
+            raise ValueError("window needs lengths")
+        return self
+
+
 class Settings(Section):
     """A whole run.
 
@@ -158,3 +205,4 @@ class Settings(Section):
     lora: Lora = Lora()
     memory: Memory = Memory()
     training: Training
+    evaluation: Evaluation = Evaluation()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 from _models import tiny
+from _recipe import CONFIGS
 from _tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from ctxext.training.settings import Settings, read_settings
 
 LENGTHS = (400, 90, 200, 20)
 
@@ -48,3 +52,26 @@ def checkpoint(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Temp
     tiny(vocab_size=257, tie_word_embeddings=True).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def settings(checkpoint: Path, corpus: Path, tmp_path: Path) -> Any:
+    """Settings of a config, made small."""
+
+    def make(*overrides: str, config: Path = CONFIGS[0]) -> Settings:
+        small = {
+            "checkpoint": str(checkpoint),
+            "data.train": str(corpus),
+            "output": str(tmp_path / "run"),
+            "data.length": "32",
+            "training.steps": "4",
+            "training.warmup": "1",
+            "training.checkpoint_every": "2",
+            "training.learning_rate": "1e-2",
+            "lora.rank": "4",
+            "dtype": "fp32",
+        }
+        words = [word for key, value in small.items() for word in (f"--{key}", value)]
+        return read_settings(config, [*words, *overrides])
+
+    return make

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,52 +10,15 @@ from typing import Any
 import pytest
 import torch
 from _models import logits, tokens
+from _recipe import CONFIGS, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.training.checkpoints import last_checkpoint
-from ctxext.training.settings import Settings, read_settings
 from ctxext.training.trainer import LongTrainer, NotANumberError
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))
 STEPS = 4
-
-
-def load_recipe() -> Any:
-    spec = importlib.util.spec_from_file_location("finetune", RECIPES / "finetune.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recipe = load_recipe()
-
-
-@pytest.fixture
-def settings(checkpoint: Path, corpus: Path, tmp_path: Path) -> Any:
-    """Settings of a config, made small."""
-
-    def make(*overrides: str, config: Path = CONFIGS[0]) -> Settings:
-        small = {
-            "checkpoint": str(checkpoint),
-            "data.train": str(corpus),
-            "output": str(tmp_path / "run"),
-            "data.length": "32",
-            "training.steps": str(STEPS),
-            "training.warmup": "1",
-            "training.checkpoint_every": "2",
-            "training.learning_rate": "1e-2",
-            "lora.rank": "4",
-            "dtype": "fp32",
-        }
-        words = [word for key, value in small.items() for word in (f"--{key}", value)]
-        return read_settings(config, [*words, *overrides])
-
-    return make
 
 
 def losses(run: Path) -> dict[int, float]:

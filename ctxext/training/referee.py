@@ -1,0 +1,151 @@
+"""The same measurement before and after training: does the model use its window, and what did that cost it inside?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from torch import nn
+
+from ctxext._api import base_model
+from ctxext._progress import Stages
+from ctxext.evaluation import passkey
+from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
+from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
+from ctxext.evaluation.perplexity_plan import Plan, make_plan
+from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
+from ctxext.evaluation.perplexity_run import run, total_cost, window_losses
+from ctxext.training.figure import Gain
+from ctxext.training.report import write_json
+from ctxext.training.sections import Settings
+
+__all__ = ["Referee", "gain", "summary"]
+
+
+class Referee:
+    """Measures a model that is being trained, as ``settings.evaluation`` says.
+
+    Args:
+        checkpoint: as it came, before it is extended: it reads the reference inside the trained window here.
+        settings: of the run.
+
+    Raises:
+        CtxextError: what is to be measured cannot be: texts too short, a length beyond the window, ...
+    """
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        self.checkpoint, self.settings = checkpoint, settings
+        self.plan: Plan | None = None
+        if settings.evaluation.text:
+            self.plan = self._plan()
+            self.corpus = self._corpus(self.plan)
+            with self._arithmetic(), _bar(self._cost(self.plan)) as progress:
+                self.inside = window_losses(checkpoint, self.corpus, self.plan, progress=progress)
+
+    def before(self, model: nn.Module, path: Path) -> dict[str, Any]:
+        """``measure``, or what ``path`` holds of the same measurement from before the run was interrupted.
+
+        Args:
+            model: with its adapter as it begins.
+            path: where the result is kept.
+        """
+        asked = self.settings.evaluation.model_dump()
+        if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
+            found: dict[str, Any] = stored["found"]
+            return found
+        found = self.measure(model)
+        if PartialState().is_main_process:
+            write_json(path, {"evaluation": asked, "found": found})
+        return found
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, Any]:
+        """What was asked for, as plain JSON values: ``perplexity`` (with its ``answer``) and ``passkey``.
+
+        Args:
+            model: extended; it is in evaluation mode afterwards.
+        """
+        evaluation = self.settings.evaluation
+        model.eval()
+        found: dict[str, Any] = {}
+        if self.plan is not None:
+            now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
+            with self._arithmetic(), _bar(self._cost(self.plan)) as progress:
+                result = run(now, self.corpus, self.plan, inside=self.inside, name="extended", progress=progress)
+            found["perplexity"] = result.to_dict() | {"answer": result.sentence()}
+        if evaluation.passkey_lengths:
+            cells = len(evaluation.passkey_lengths) * len(evaluation.passkey_depths) * evaluation.passkey_trials
+            with self._arithmetic(), _bar(float(cells)) as bar:
+                bar("passkey", 0.0)
+                keys = passkey.run(
+                    model,
+                    self.checkpoint.tokenizer,
+                    lengths=evaluation.passkey_lengths,
+                    depths=evaluation.passkey_depths,
+                    trials=evaluation.passkey_trials,
+                    seed=self.settings.seed,
+                    on_trial=lambda _: bar("passkey", 1.0),
+                )
+            found["passkey"] = {"accuracy": keys.accuracy, "cells": [asdict(cell) for cell in keys.cells]}
+        return found
+
+    def _plan(self) -> Plan:
+        """The extension is made once to see how far it reaches, and taken off again; later the model brings it."""
+        evaluation, extension = self.settings.evaluation, self.settings.extension
+        lengths = [*evaluation.lengths, *([evaluation.window] if evaluation.window else [])]
+        model = self.checkpoint.model
+        plan = make_plan(model, lengths=lengths, method=extension.method, arguments=extension.arguments())
+        return replace(plan, method=None, arguments={}, trained_length=evaluation.window or plan.trained_length)
+
+    def _corpus(self, plan: Plan) -> Corpus:
+        evaluation = self.settings.evaluation
+        return corpus_of(
+            read_documents(evaluation.text, split=evaluation.split, column=evaluation.column),
+            self.checkpoint.tokenizer,
+            tokens=plan.length + 1,
+            skip=evaluation.skip,
+            limit=evaluation.documents,
+        )
+
+    def _cost(self, plan: Plan) -> float:
+        return total_cost(self.checkpoint, self.corpus, plan)
+
+    def _arithmetic(self) -> torch.autocast:
+        """What is trained is held in float32: it computes in the model's own dtype under autocast, as in training."""
+        dtype = self.settings.dtype
+        device = base_model(self.checkpoint.model).device.type
+        return torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
+
+
+def _bar(total: float) -> Stages:
+    """Of the first process; the others measure the same, since engines that share weights need all of them."""
+    return Stages(Console(stderr=True, quiet=not PartialState().is_main_process), total)
+
+
+def summary(found: dict[str, Any]) -> str:
+    """A measurement in a few sentences; empty where nothing was measured."""
+    said = []
+    if "perplexity" in found:
+        extension = PerplexityResult.from_dict(found["perplexity"]).extension
+        said.append(found["perplexity"]["answer"])
+        if extension is not None and extension.in_window is not None:
+            said.append(
+                f"Inside the trained window it differs from the checkpoint as it came by {extension.in_window}."
+            )
+    if "passkey" in found:
+        said.append(f"Passkeys found: {found['passkey']['accuracy']:.0%}.")
+    return " ".join(said)
+
+
+def gain(found: dict[str, Any]) -> Gain:
+    """Of a measurement: the loss minus truncation's, by positions, as far as it has them."""
+    if "perplexity" not in found:
+        return []
+    extension = PerplexityResult.from_dict(found["perplexity"]).extension
+    scores = extension.at(POSITIONS) if extension is not None else ()
+    return [((one.start, one.stop), one.versus_truncation) for one in scores if one.versus_truncation is not None]

@@ -1,0 +1,76 @@
+"""What a run says about itself, before and after training, against the same numbers by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _recipe import recipe
+from torch import Tensor
+
+import ctxext
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.training.referee import Referee
+
+LONG = (0, 2)  # the documents that are longer than the extended window of 128
+PASSKEY = ("--passkey_lengths", "400", "--passkey_depths", "0.5", "--passkey_trials", "2")
+
+
+def by_position(model: Any, texts: list[Tensor], first: int, stop: int) -> float:
+    return torch.cat([loss_by_position(model, ids)[0, first:stop] for ids in texts]).double().mean().item()
+
+
+def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_path: Path) -> None:
+    given = settings("--evaluation.text", str(corpus), "--evaluation.lengths", "96", "128", "--factor", "8", *PASSKEY)
+    recipe.finetune(given)
+    report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    plain = load_checkpoint(given.checkpoint, dtype="fp32")
+    ids = [plain.tokenizer(texts[number], return_tensors="pt").input_ids[:, :129] for number in LONG]
+    unextended = by_position(plain.model, ids, 0, 64)
+    extended = ctxext.patch(load_checkpoint(given.checkpoint, dtype="fp32").model, "yarn", factor=8)
+    trained = ctxext.load(tmp_path / "run" / "adapter").eval()
+    for when, model in (("before", extended), ("after", trained)):
+        found = report["evaluation"][when]
+        own, truncated = found["perplexity"]["readings"][1], found["perplexity"]["readings"][0]
+        assert (own["name"], truncated["name"]) == ("extended", "truncated")
+        assert own["in_window"]["mean"] == pytest.approx(by_position(model, ids, 0, 64) - unextended, abs=1e-5)
+        cut = [truncated_loss(model, one, window=64, stride=16, prefix=1)[0, 96:] for one in ids]
+        last = next(score for score in own["scores"] if score["start"] == 96)
+        difference = by_position(model, ids, 96, 128) - torch.cat(cut).double().mean().item()
+        assert last["versus_truncation"]["mean"] == pytest.approx(difference, abs=1e-5)
+        assert "beat feeding only the last 64 tokens?" in found["perplexity"]["answer"]
+        assert [(cell["length"], cell["trials"]) for cell in found["passkey"]["cells"]] == [(400, 2)]
+    before, after = (report["evaluation"][when]["perplexity"]["readings"][1] for when in ("before", "after"))
+    assert before["in_window"]["mean"] != after["in_window"]["mean"]
+
+
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    settings: Any,
+    tmp_path: Path,
+) -> None:
+    nothing = settings()
+    loaded: Checkpoint = load_checkpoint(nothing.checkpoint, dtype="fp32")
+    kept = tmp_path / "before.json"
+    assert Referee(loaded, nothing).before(loaded.model, kept) == {}
+    kept.write_text(kept.read_text(encoding="utf-8").replace("{}", '{"kept": 1}'), encoding="utf-8")
+    assert Referee(loaded, nothing).before(loaded.model, kept) == {"kept": 1}
+    assert Referee(loaded, settings("--passkey_trials", "2")).before(loaded.model, kept) == {}, "asked something else"
+
+
+def test_what_cannot_be_measured_is_said_before_anything_is_trained(
+    settings: Any,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InvalidParameterError, match=r"0 of 4 documents have the 1,025 tokens asked for"):
+        recipe.finetune(settings("--evaluation.text", str(corpus), "--factor", "16"))
+    with pytest.raises(InvalidParameterError, match=r"beyond"):
+        recipe.finetune(settings("--passkey_lengths", "400"))
+    with pytest.raises(InvalidParameterError, match=r"evaluation: window needs lengths"):
+        settings("--window", "64")
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
