@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +44,13 @@ class CleanCommand(TyperCommand):
         """Run the command."""
         with _clean():
             return super().invoke(ctx)
+
+
+def run_script(command: Callable[..., None]) -> None:
+    """Run one command as a program of its own."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    app.command(cls=CleanCommand)(command)
+    app()
 
 
 class Window(StrEnum):

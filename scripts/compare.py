@@ -12,14 +12,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import typer
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ctxext._cli_options import CleanCommand
+from ctxext._cli_options import run_script
 from ctxext.evaluation.commands.compare import compare
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-    app.command(cls=CleanCommand)(compare)
-    app()
+    run_script(compare)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._proportion import wilson_interval
 from ctxext.evaluation.provenance import Provenance
 
-__all__ = ["PasskeyCell", "PasskeyResult", "PasskeyTrial"]
+__all__ = ["PasskeyCell", "PasskeyReport", "PasskeyResult", "PasskeyTrial"]
+
+FORMAT, KIND = 1, "passkey"
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class PasskeyTrial:
     """The outcome of one prompt.
 
     Args:
-        length: tokens in the prompt.
+        length: tokens asked for: in the prompt, or, in a grid, that prompt and answer fit into.
         depth: 0 to 1, as asked for.
         distance: tokens between the key and the answer.
         seed: of this cell.
@@ -38,7 +43,7 @@ class PasskeyCell:
     """All trials of one length and depth.
 
     Args:
-        length: tokens in the prompts.
+        length: tokens, as in the trials.
         depth: 0 to 1.
         correct: trials in which greedy decoding would produce the key.
         trials: how many there were.
@@ -64,17 +69,19 @@ class PasskeyCell:
 
 @dataclass(frozen=True)
 class PasskeyResult:
-    """All trials of a run, in the order they were made.
+    """All trials of one way to read, in the order they were made.
 
     Args:
         trials: of all cells.
         haystack: what the key was hidden in.
-        provenance: of the model; None where nobody asked for it.
+        reading: ``unpatched``, ``truncated``, ``as saved``, or how the model was extended.
+        label: the same, as a reader wants it.
     """
 
     trials: tuple[PasskeyTrial, ...]
     haystack: str = "noise"
-    provenance: Provenance | None = None
+    reading: str = "unpatched"
+    label: str = "unpatched"
 
     @property
     def accuracy(self) -> float:
@@ -92,6 +99,16 @@ class PasskeyResult:
         return sum(trial.loss for trial in self.trials) / len(self.trials)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens, ascending."""
+        return tuple(sorted({trial.length for trial in self.trials}))
+
+    @property
+    def depths(self) -> tuple[float, ...]:
+        """Ascending."""
+        return tuple(sorted({trial.depth for trial in self.trials}))
+
+    @property
     def cells(self) -> tuple[PasskeyCell, ...]:
         """One per length and depth, by length and then by depth."""
         found: dict[tuple[int, float], list[PasskeyTrial]] = {}
@@ -104,4 +121,55 @@ class PasskeyResult:
 
     def at(self, length: int) -> PasskeyResult:
         """The trials of one length alone."""
-        return replace(self, trials=tuple(trial for trial in self.trials if trial.length == length))
+        return self.between(length, length)
+
+    def between(self, least: int, most: int) -> PasskeyResult:
+        """The trials of the lengths from ``least`` to ``most``."""
+        return replace(self, trials=tuple(trial for trial in self.trials if least <= trial.length <= most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasskeyReport:
+    """A whole measurement: the same prompts, read in several ways.
+
+    Args:
+        readings: the unextended model first, where it was asked too.
+        trained_length: tokens that the checkpoint was trained for.
+        provenance: what was measured, on what, with what.
+    """
+
+    readings: tuple[PasskeyResult, ...]
+    trained_length: int
+    provenance: Provenance
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per trial, for CSV."""
+        return [
+            {"checkpoint": self.provenance.checkpoint, "reading": reading.reading, "haystack": reading.haystack}
+            | asdict(trial)
+            for reading in self.readings
+            for trial in reading.trials
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"format": FORMAT, "kind": KIND, **asdict(self), "provenance": self.provenance.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> PasskeyReport:
+        """From what ``to_dict`` made.
+
+        Raises:
+            InvalidParameterError: something else.
+        """
+        if (saved.get("format"), saved.get("kind")) != (FORMAT, KIND):
+            raise InvalidParameterError(
+                f"This is not a passkey report of format {FORMAT}: found kind {saved.get('kind')!r}, format "
+                f"{saved.get('format')!r}."
+            )
+        readings = tuple(
+            PasskeyResult(**{**one, "trials": tuple(PasskeyTrial(**trial) for trial in one["trials"])})
+            for one in saved["readings"]
+        )
+        provenance = Provenance.from_dict(saved["provenance"])
+        return cls(readings=readings, trained_length=saved["trained_length"], provenance=provenance)

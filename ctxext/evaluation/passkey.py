@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,18 +23,34 @@ from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._logits import logits_in_chunks
-from ctxext.evaluation._passkey_result import PasskeyCell, PasskeyResult, PasskeyTrial
+from ctxext.evaluation._passkey_result import PasskeyCell, PasskeyReport, PasskeyResult, PasskeyTrial
 from ctxext.evaluation._reach import check_reach
 from ctxext.evaluation.corpus import special_prefix
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
 
-__all__ = ["Passkey", "PasskeyCell", "PasskeyResult", "PasskeyTrial", "build", "measure", "run"]
+__all__ = [
+    "DEPTHS",
+    "Passkey",
+    "PasskeyCell",
+    "PasskeyReport",
+    "PasskeyResult",
+    "PasskeyTrial",
+    "Prompt",
+    "ask",
+    "build",
+    "make_prompts",
+    "measure",
+    "run",
+]
 
 OPENING = "A pass key is hidden somewhere in the long text below. Find it and remember it. You will be asked for it.\n"
 KEY_BEFORE = "\nThe pass key is"
 KEY_AFTER = ". Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 DIGITS = 5
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Tokens of a length that a prompt leaves for the answer.
+ANSWER_ROOM = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +80,27 @@ class Passkey:
     def distance(self) -> int:
         """Tokens between the key and the place where the answer begins."""
         return self.length - self.key_position
+
+    def last(self, tokens: int, *, prefix: int = 0) -> Passkey:
+        """What a model sees that is fed the last ``tokens`` only; the first ``prefix`` of them stay in front."""
+        dropped = self.length - tokens
+        kept = torch.cat([self.prompt[:prefix], self.prompt[prefix + dropped :]])
+        return replace(self, prompt=kept, key_position=self.key_position - dropped)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One passkey prompt of a grid.
+
+    Args:
+        length: tokens that prompt and answer fit into.
+        seed: of the prompt.
+        passkey: the prompt.
+    """
+
+    length: int
+    seed: int
+    passkey: Passkey
 
 
 def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack: Haystack | None = None) -> Passkey:
@@ -133,54 +170,95 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
     return PasskeyTrial(passkey.length, passkey.depth, passkey.distance, seed, passkey.key, correct, loss)
 
 
+def make_prompts(
+    tokenizer: Any,
+    lengths: Iterable[int],
+    depths: Iterable[float],
+    *,
+    trials: int = 1,
+    seed: int = 0,
+    haystack: Haystack | None = None,
+) -> tuple[Prompt, ...]:
+    """Passkey prompts at every length and depth.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        lengths: tokens that prompt and answer fit into.
+        depths: each from 0 to 1.
+        trials: prompts per length and depth; they use the seeds ``seed``, ``seed + 1``, ...
+        seed: of the first prompt of each length and depth.
+        haystack: see ``build``.
+
+    Raises:
+        InvalidParameterError: as ``build``.
+    """
+    haystack = haystack or noise(tokenizer)
+    depths = tuple(depths)
+    return tuple(
+        Prompt(length, n, build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=n, haystack=haystack))
+        for length in lengths
+        for depth in depths
+        for n in range(seed, seed + trials)
+    )
+
+
+def ask(model: nn.Module, prompt: Prompt, *, window: int | None = None, prefix: int = 0) -> PasskeyTrial:
+    """Ask a prompt of a grid, by ``measure``.
+
+    Args:
+        model: a causal language model in eval mode.
+        prompt: from ``make_prompts``.
+        window: tokens that the end of the prompt and the answer have to fit into; None feeds the whole prompt.
+        prefix: leading special tokens, which stay in front of that end.
+
+    Raises:
+        IncompatibleError: as in ``measure``.
+    """
+    asked = prompt.passkey
+    if window is not None and window < prompt.length:
+        asked = asked.last(asked.length - (prompt.length - window), prefix=prefix)
+    return replace(measure(model, asked, seed=prompt.seed), length=prompt.length)
+
+
 def run(
     model: nn.Module,
     tokenizer: Any,
     *,
     lengths: Iterable[int],
-    depths: Iterable[float],
+    depths: Iterable[float] = DEPTHS,
     trials: int = 1,
     seed: int = 0,
     haystack: Haystack | None = None,
     beyond: bool = False,
-    finished: Iterable[PasskeyTrial] = (),
-    on_trial: Callable[[PasskeyTrial], None] | None = None,
+    on_trial: Callable[[PasskeyTrial], None] = lambda _: None,
 ) -> PasskeyResult:
     """Measure every length at every depth, ``trials`` times.
 
     Args:
         model: a causal language model in eval mode.
         tokenizer: its tokenizer.
-        lengths: prompt lengths, in tokens.
+        lengths: tokens that prompt and answer fit into.
         depths: each from 0 to 1.
         trials: prompts per cell, at least 1; they use the seeds ``seed``, ``seed + 1``, ...
         seed: of the first trial of each cell.
         haystack: see ``build``.
         beyond: allow lengths for which the model is not meant, to see how it fails.
-        finished: trials of an earlier run of the same model and haystack; they are not repeated.
-        on_trial: called after each new trial, for progress.
+        on_trial: called after each trial, for progress.
 
     Raises:
         InvalidParameterError: nothing to measure, an argument of ``build`` out of range, or a length that the model is
             not meant for.
         IncompatibleError: as in ``measure``.
     """
-    depths = tuple(depths)
-    cells = [(length, float(depth), seed + n) for length in lengths for depth in depths for n in range(trials)]
-    if not cells:
-        raise InvalidParameterError("There is no cell to measure; give at least one length, one depth and one trial.")
     haystack = haystack or noise(tokenizer)
-    prompts = [build(tokenizer, length=n, depth=depth, seed=cell, haystack=haystack) for n, depth, cell in cells]
+    prompts = make_prompts(tokenizer, lengths, depths, trials=trials, seed=seed, haystack=haystack)
+    if not prompts:
+        raise InvalidParameterError("There is no cell to measure; give at least one length, one depth and one trial.")
     check_reach(model, max(prompt.length for prompt in prompts), beyond=beyond)
-    known = {(trial.length, trial.depth, trial.seed): trial for trial in finished}
     done = []
-    for prompt, cell in zip(prompts, cells, strict=True):
-        trial = known.get(cell)
-        if trial is None:
-            trial = measure(model, prompt, seed=cell[2])
-            if on_trial is not None:
-                on_trial(trial)
-        done.append(trial)
+    for prompt in prompts:
+        done.append(ask(model, prompt))
+        on_trial(done[-1])
     return PasskeyResult(tuple(done), haystack.name)
 
 

@@ -71,18 +71,18 @@ def lines(output: Path) -> list[str]:
 
 
 KILLED = """
-import os, signal, sys
-from ctxext.evaluation.comparison.store import CellStore
-append, count = CellStore._append, 0
-def dying(self, line):
+import json, os, signal, sys
+from ctxext.evaluation._journal import Journal
+append, count = Journal.append, 0
+def dying(self, entry):
     global count
     count += 1
     if count == 6:
-        with open(self._lines, "a") as file:
-            file.write(line[:30])
+        with open(self.path, "a") as file:
+            file.write(json.dumps(entry)[:30])
         os.kill(os.getpid(), signal.SIGKILL)
-    append(self, line)
-CellStore._append = dying
+    append(self, entry)
+Journal.append = dying
 from ctxext.cli import app
 app(sys.argv[1:])
 """

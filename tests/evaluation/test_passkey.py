@@ -135,19 +135,23 @@ def test_sentences(text: str, pieces: list[str]) -> None:
 def test_run_covers_the_grid(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     seen: list[PasskeyTrial] = []
     found = run(model, tokenizer, lengths=[400, 410], depths=[0.0, 1.0], trials=2, seed=5, on_trial=seen.append)
+    assert tuple(seen) == found.trials
     cells = [(trial.length, trial.depth, trial.seed) for trial in found.trials]
     assert cells == [(n, d, s) for n in (400, 410) for d in (0.0, 1.0) for s in (5, 6)]
-    assert tuple(seen) == found.trials
+    # A length is that of prompt and answer, for which eight tokens are left.
+    prompt = build(tokenizer, length=402, depth=1.0, seed=6)
+    assert found.trials[-1] == replace(measure(model, prompt, seed=6), length=410)
+    assert found.between(0, 400).trials == found.trials[:4]
     with pytest.raises(InvalidParameterError, match="no cell"):
         run(model, tokenizer, lengths=[400], depths=[])
-    # What is finished is not measured again.
-    kept = tuple(replace(trial, correct=True, loss=0.5) for trial in found.trials[1:3])
-    seen.clear()
-    again = run(
-        model, tokenizer, lengths=[400, 410], depths=[0.0, 1.0], trials=2, seed=5, finished=kept, on_trial=seen.append
-    )
-    assert again.trials == (found.trials[0], *kept, *found.trials[3:])
-    assert len(seen) == 6
+
+
+def test_the_last_tokens_of_a_prompt(bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = build(bos_tokenizer, length=500, depth=0.8)
+    cut = whole.last(300, prefix=1)
+    assert cut.prompt.tolist() == [whole.prompt[0].item(), *whole.prompt[-299:].tolist()]
+    assert (cut.length, cut.distance, cut.key) == (300, whole.distance, whole.key)
+    assert torch.equal(cut.prompt[cut.key_position : cut.key_position + 6], whole.answer)
 
 
 def test_lengths_that_the_model_is_not_meant_for(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

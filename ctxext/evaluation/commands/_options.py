@@ -46,6 +46,45 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto (bf16 where it is safe
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default cuda if there is one.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of everything random.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print one row per number, for spreadsheets.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        "-m",
+        help='Repeatable, with parameters where needed: -m "yarn ramp=turns". Default: the checkpoint as it is.',
+        show_default=False,
+    ),
+]
+Factors = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--factor",
+        "-f",
+        help="Target length / trained length; repeatable. Default: what the greatest length needs.",
+        show_default=False,
+    ),
+]
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--length",
+        "-l",
+        help="Tokens of prompt and answer; repeatable. Default: the trained length and what each method reaches.",
+        show_default=False,
+    ),
+]
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        "--reference", help="The original of a checkpoint that was saved extended, for the references.", metavar="PATH"
+    ),
+]
+Unpatched = Annotated[
+    bool, typer.Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")
+]
+Beyond = Annotated[
+    bool, typer.Option("--beyond", help="Allow lengths for which a model is not meant, to see how it fails.")
+]
 Output = Annotated[
     list[Path] | None,
     typer.Option(

@@ -88,10 +88,10 @@ def compare(
 
     from ctxext._progress import Later
     from ctxext.evaluation.checkpoint import load_checkpoint
-    from ctxext.evaluation.comparison.plan import DEPTHS
     from ctxext.evaluation.comparison.report import require_report
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.comparison.team import team_of_launcher
+    from ctxext.evaluation.passkey import DEPTHS
 
     require_report()
     team = team_of_launcher()

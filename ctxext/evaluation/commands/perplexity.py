@@ -17,9 +17,11 @@ from ctxext.evaluation.commands._options import (
     Documents,
     Dtype,
     Output,
+    Reference,
     Skip,
     Split,
     Text,
+    Unpatched,
     read_corpus,
 )
 from ctxext.evaluation.commands._outputs import check_outputs, write_outputs
@@ -55,12 +57,8 @@ def perplexity(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of each text that windows slide over; default twice the length.")
     ] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="The original of a checkpoint that was saved extended, for the references.")
-    ] = None,
-    unpatched: Annotated[
-        bool, typer.Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")
-    ] = True,
+    reference: Reference = None,
+    unpatched: Unpatched = True,
     memory: Annotated[str | None, typer.Option(help="Budget for weights and passes, such as 2GiB.")] = None,
     split: Split = None,
     column: Column = None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,14 +16,29 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison.plan import LOSS, Cell, Plan
 from ctxext.evaluation.comparison.readings import TRUNCATED, Wardrobe
 from ctxext.evaluation.comparison.store import CellStore, Outcome
-from ctxext.evaluation.passkey import Passkey
 from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
 from ctxext.evaluation.progress import Progress, ticking
 
-__all__ = ["measure_cells", "share_of"]
+__all__ = ["measure_cells", "share_of", "told_of_memory"]
 
 
-def share_of(cells: Sequence[Cell], process: int, processes: int) -> tuple[Cell, ...]:
+@runtime_checkable
+class Work(Protocol):
+    """A piece of work that one process does."""
+
+    @property
+    def key(self) -> str:
+        """Its name, unlike every other's."""
+
+    @property
+    def cost(self) -> float:
+        """In the units of ``pass_cost``."""
+
+
+Piece = TypeVar("Piece", bound=Work)
+
+
+def share_of(cells: Sequence[Piece], process: int, processes: int) -> tuple[Piece, ...]:
     """The cells that one of several processes computes: about the same cost for each, the same split in each.
 
     Args:
@@ -69,13 +86,8 @@ def measure_cells(
 
 def _measured(model: nn.Module, plan: Plan, cell: Cell, where: str) -> Outcome:
     began = time.perf_counter()
-    try:
+    with told_of_memory(where):
         outcome = _losses(model, plan, cell) if cell.kind == LOSS else _passkey(model, plan, cell)
-    except torch.OutOfMemoryError as error:
-        raise InvalidParameterError(
-            f"Out of memory at {where}. Finished cells are kept; ask for smaller lengths, or run the same command on a "
-            f"device with more memory."
-        ) from error
     values = outcome.losses if outcome.losses is not None else torch.tensor(outcome.loss)
     if not values.isfinite().all():
         raise IncompatibleError(
@@ -83,6 +95,18 @@ def _measured(model: nn.Module, plan: Plan, cell: Cell, where: str) -> Outcome:
             f"or leave this method out. Finished cells are kept."
         )
     return replace(outcome, seconds=time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def told_of_memory(where: str) -> Iterator[None]:
+    """Turn an out-of-memory error into what the user has to know: ``InvalidParameterError``."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InvalidParameterError(
+            f"Out of memory at {where}. What is finished is kept; ask for smaller lengths, or run the same command on "
+            f"a device with more memory."
+        ) from error
 
 
 def _losses(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
@@ -101,15 +125,6 @@ def _losses(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
 
 
 def _passkey(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
-    prompt = plan.prompts[cell.index]
-    asked = prompt.passkey
-    if cell.reading == TRUNCATED:
-        asked = _cut(asked, asked.length - (prompt.length - plan.trained_length), plan.documents[0].prefix)
-    trial = passkey.measure(model, asked, seed=prompt.seed)
+    window = plan.trained_length if cell.reading == TRUNCATED else None
+    trial = passkey.ask(model, plan.prompts[cell.index], window=window, prefix=plan.documents[0].prefix)
     return Outcome(correct=trial.correct, loss=trial.loss)
-
-
-def _cut(asked: Passkey, tokens: int, prefix: int) -> Passkey:
-    """The last ``tokens`` of a prompt, its prefix kept in front."""
-    kept = torch.cat([asked.prompt[:prefix], asked.prompt[len(asked.prompt) - (tokens - prefix) :]])
-    return replace(asked, prompt=kept)

@@ -10,19 +10,15 @@ from functools import cached_property
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison.readings import TRUNCATED, Reading, Refusal
 from ctxext.evaluation.comparison.series import edges_for
 from ctxext.evaluation.corpus import TokenisedDocument
-from ctxext.evaluation.passkey import Passkey
+from ctxext.evaluation.passkey import Passkey, Prompt
 from ctxext.evaluation.progress import pass_cost
 
-__all__ = ["DEPTHS", "LOSS", "PASSKEY", "Cell", "Plan", "Prompt", "make_plan", "make_prompts"]
+__all__ = ["LOSS", "PASSKEY", "Cell", "Plan", "make_plan"]
 
 LOSS, PASSKEY = "loss", "passkey"
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Tokens of a length that a passkey prompt leaves for the answer.
-ANSWER_ROOM = 8
 
 
 @dataclass(frozen=True)
@@ -48,21 +44,6 @@ class Cell:
     index: int
     cost: float
     passes: int = 1
-
-
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """One passkey prompt.
-
-    Args:
-        length: tokens that prompt and answer fit into.
-        seed: of the prompt.
-        passkey: the prompt.
-    """
-
-    length: int
-    seed: int
-    passkey: Passkey
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,22 +84,6 @@ class Plan:
     @cached_property
     def _places(self) -> dict[tuple[str, str, int, int], Cell]:
         return {(cell.reading, cell.kind, cell.length, cell.index): cell for cell in self.cells}
-
-
-def make_prompts(
-    tokenizer: Any, lengths: Sequence[int], depths: Sequence[float], *, trials: int = 1, seed: int = 0
-) -> tuple[Prompt, ...]:
-    """Passkey prompts at every length and depth.
-
-    Raises:
-        InvalidParameterError: a depth or length out of range.
-    """
-    return tuple(
-        Prompt(length, n, passkey.build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=n))
-        for length in lengths
-        for depth in depths
-        for n in range(seed, seed + trials)
-    )
 
 
 def make_plan(

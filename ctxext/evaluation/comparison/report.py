@@ -13,11 +13,11 @@ from rich import box
 from rich.table import Table as RichTable
 
 from ctxext.errors import InvalidParameterError, ResultsError
+from ctxext.evaluation._journal import write_whole
 from ctxext.evaluation._plots import require_matplotlib, tokens_label
 from ctxext.evaluation.comparison.drawing import VARIABLES
 from ctxext.evaluation.comparison.figures import drawings
 from ctxext.evaluation.comparison.result import ComparisonResult
-from ctxext.evaluation.comparison.store import write_whole
 from ctxext.evaluation.comparison.tables import Table, csv_rows, main_table, other_tables, passkey_grids
 from ctxext.evaluation.comparison.words import headline, sentences, verdict_line
 

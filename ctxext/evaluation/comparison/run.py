@@ -11,17 +11,18 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.assemble import assemble
 from ctxext.evaluation.comparison.choice import chosen_methods
 from ctxext.evaluation.comparison.measure import measure_cells, share_of
-from ctxext.evaluation.comparison.plan import DEPTHS, Cell, Plan, check_lengths, make_plan, make_prompts
+from ctxext.evaluation.comparison.plan import Cell, Plan, check_lengths, make_plan
 from ctxext.evaluation.comparison.readings import Wardrobe
 from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.comparison.store import CellStore
 from ctxext.evaluation.comparison.team import Team
 from ctxext.evaluation.corpus import Corpus
+from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.progress import Progress, turning_point
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.methods import Method
 
-__all__ = ["Comparison", "prepare"]
+__all__ = ["Comparison", "prepare", "setting_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,15 +139,15 @@ def prepare(
         prompts=make_prompts(checkpoint.tokenizer, wanted, depths, trials=trials, seed=seed),
         trained_length=wardrobe.trained_length,
         lengths=wanted,
-        setting=_setting(checkpoint, sliding_window),
+        setting=setting_of(checkpoint, sliding_window),
         turning_point=turning_point(model),
     )
     team = team or Team()
     return Comparison(checkpoint, texts, wardrobe, plan, CellStore(output, team.process), team, seed)
 
 
-def _setting(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, Any]:
-    """What every cell depends on, beside the reading and the tokens."""
+def setting_of(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, Any]:
+    """What every measured number depends on beside the reading and the tokens, as JSON values."""
     found = provenance_of(checkpoint)
     parameter = next(checkpoint.model.parameters())
     attention = getattr(checkpoint.model.config, "_attn_implementation", None)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import ResultsError
+from ctxext.evaluation._journal import Journal, parsed_object, told_of_disk, write_whole
 from ctxext.evaluation.comparison.plan import Cell
 
-__all__ = ["CellStore", "Outcome", "write_whole"]
+__all__ = ["CellStore", "Outcome"]
 
 IDENTITY, LOSSES = "comparison.json", "losses"
 FORMAT = 1
@@ -45,8 +43,7 @@ class Outcome:
 class CellStore:
     """A folder of finished cells: a line of ``cells*.jsonl`` each, and losses by position in a file beside.
 
-    Every process appends to a file of its own, so that none waits for another and a kill of one tears no line of
-    another; a line is written only after its losses are safe on disk. A last line that a kill tore is left out.
+    A line is written only after its losses are safe on disk.
 
     Args:
         folder: made if it is missing.
@@ -55,8 +52,7 @@ class CellStore:
 
     def __init__(self, folder: Path, process: int = 0) -> None:
         self.folder = folder
-        self._lines = folder / ("cells.jsonl" if process == 0 else f"cells.{process}.jsonl")
-        self._is_whole = False
+        self._lines = Journal(folder / "cells.jsonl", process)
 
     def claim(self, identity: Mapping[str, Any]) -> None:
         """Make the folder this comparison's, or see that it already is.
@@ -69,7 +65,7 @@ class CellStore:
                 be written.
         """
         path = self.folder / IDENTITY
-        with _told(self.folder, lambda: 0):
+        with told_of_disk(self.folder, lambda: 0):
             (self.folder / LOSSES).mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 if any(entry.name != LOSSES for entry in self.folder.iterdir()):
@@ -79,7 +75,7 @@ class CellStore:
                 made = {"made_by": "ctxext eval compare", "format": FORMAT, **identity}
                 write_whole(path, json.dumps(made, indent=1) + "\n")
                 return
-            found = _parsed(path.read_text(encoding="utf-8"))
+            found = parsed_object(path.read_text(encoding="utf-8"))
         if found.get("format") != FORMAT:
             raise ResultsError(f"{str(path)!r} is not of format {FORMAT} of a comparison; choose another --output.")
         for part, mine in identity.items():
@@ -94,11 +90,9 @@ class CellStore:
     def finished(self) -> dict[str, dict[str, Any]]:
         """The line of every finished cell, of all processes, by key."""
         found = {}
-        for path in sorted(self.folder.glob("cells*.jsonl")):
-            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what has no newline was torn
-                entry = _parsed(line)
-                if "key" in entry and ("file" not in entry or (self.folder / entry["file"]).is_file()):
-                    found[entry["key"]] = entry
+        for entry in self._lines.entries():
+            if "key" in entry and ("file" not in entry or (self.folder / entry["file"]).is_file()):
+                found[entry["key"]] = entry
         return found
 
     def outcome(self, entry: Mapping[str, Any]) -> Outcome:
@@ -122,7 +116,7 @@ class CellStore:
             ResultsError: it cannot be written; every cell before it is kept.
         """
         entry = {name: value for name, value in asdict(cell).items() if name not in ("cost", "passes", "index")}
-        with _told(self.folder, lambda: len(self.finished())):
+        with told_of_disk(self.folder, lambda: len(self.finished())):
             if outcome.losses is None:
                 entry |= {"correct": outcome.correct, "loss": outcome.loss}
             else:
@@ -130,61 +124,4 @@ class CellStore:
                 about = {"reading": cell.reading, "document": cell.item, "unit": "nats per token"}
                 content = safetensors.torch.save({"losses": outcome.losses.contiguous()}, metadata=about)
                 write_whole(self.folder / entry["file"], content)
-            self._append(json.dumps(entry | {"seconds": round(outcome.seconds, 3)}) + "\n")
-
-    def _append(self, line: str) -> None:
-        with open(self._lines, "ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end and not self._is_whole:
-                file.seek(0)
-                end = file.read().rfind(b"\n") + 1  # a line that a kill tore goes
-                file.truncate(end)
-            self._is_whole = True
-            try:
-                file.write(line.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(end)
-                raise
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a kill, meets the old one or the new one and never half of it.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
-    """
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(half, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
-    except OSError:
-        half.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _told(folder: Path, kept: Callable[[], int]) -> Any:
-    """Turn an ``OSError`` while writing into what the user has to know."""
-    try:
-        yield
-    except OSError as error:
-        what = "The disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"{error.strerror}"
-        raise ResultsError(
-            f"Cannot write to {str(folder)!r}: {what}. Finished cells are kept ({kept()} of them); make room there, or "
-            f"give the right to write, and run the same command again."
-        ) from error
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """A JSON object, or an empty one for what is none."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+            self._lines.append(entry | {"seconds": round(outcome.seconds, 3)})

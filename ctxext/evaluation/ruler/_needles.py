@@ -108,7 +108,7 @@ class InEssay(Needles):
     @classmethod
     def why_not(cls, sources: Sources) -> str | None:
         if sources.essay is None or not sources.essay.text.split():
-            return "it hides its needles in a long text, and there is none; give one"
+            return "it hides its needles in a long text, and there is none; give one (--text)"
         return None
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ctxext.evaluation.ruler.base import Setting, Sources, Task
 from ctxext.evaluation.ruler.result import RulerResult, RulerTrial
 from ctxext.evaluation.ruler.samples import Sample, draw
 
-__all__ = ["reply_to", "run"]
+__all__ = ["SAMPLES", "SEED", "Drawer", "ask", "make_drawers", "reply_to", "run"]
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.
 SEED, SAMPLES = 42, 10
@@ -35,8 +36,6 @@ def run(
     sources: Sources = NO_SOURCES,
     chat: bool = False,
     beyond: bool = False,
-    finished: Iterable[RulerTrial] = (),
-    on_trial: Callable[[RulerTrial], None] | None = None,
 ) -> RulerResult:
     """Measure every task at every length.
 
@@ -50,13 +49,52 @@ def run(
         sources: the text to hide things in, and the data sets of the two question answering tasks.
         chat: put each prompt into the tokenizer's chat template, as is right for a model tuned for dialogue.
         beyond: allow lengths for which the model is not meant, to see how it fails.
-        finished: trials of an earlier run with the same arguments; they are not repeated.
-        on_trial: called after each new trial.
 
     Raises:
         InvalidParameterError: nothing to measure, a length that a task cannot fill or that the model is not meant for,
             a task whose source is missing, or no chat template.
         UnknownNameError: an unknown task.
+    """
+    drawers = make_drawers(
+        tokenizer, lengths=lengths, tasks=tasks, samples=samples, seed=seed, sources=sources, chat=chat
+    )
+    check_reach(model, max(drawer.task.setting.length for drawer in drawers), beyond=beyond)
+    asked = [(drawer, drawer.sample(index)) for drawer in drawers for index in range(samples)]
+    return RulerResult(tuple(ask(model, tokenizer, drawer.task, sample, chat=chat) for drawer, sample in asked))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawer:
+    """Draws the prompts of one task at one length.
+
+    Args:
+        task: of that length.
+        seed: of all prompts.
+        size: of the first prompt, near which the search for the size of the others begins.
+    """
+
+    task: Task
+    seed: int
+    size: int
+
+    def sample(self, index: int) -> Sample:
+        """Prompt number ``index``."""
+        return draw(self.task, index=index, seed=self.seed, near=self.size)
+
+
+def make_drawers(
+    tokenizer: Any,
+    *,
+    lengths: Iterable[int],
+    tasks: Sequence[str] | None = None,
+    samples: int = SAMPLES,
+    seed: int = SEED,
+    sources: Sources = NO_SOURCES,
+    chat: bool = False,
+) -> list[Drawer]:
+    """Every task at every length, having drawn the first prompt of each, so that what cannot be drawn is said early.
+
+    Args as in ``run``; so are the errors.
     """
     lengths = sorted(set(lengths))
     chosen = choose(tasks, sources)
@@ -65,22 +103,32 @@ def run(
             f"There is nothing to measure: {len(chosen)} tasks, {len(lengths)} lengths, {samples} samples. Give at "
             f"least one of each."
         )
-    check_reach(model, lengths[-1], beyond=beyond)
     made = [task(_setting(tokenizer, length, sources, chat)) for length in lengths for task in chosen]
-    # What cannot be drawn is said before anything is computed.
-    sizes = {id(task): draw(task, index=0, seed=seed).size for task in made}
-    known = {(trial.task, trial.length, trial.index): trial for trial in finished}
-    trials = []
-    for task in made:
-        for index in range(samples):
-            trial = known.get((task.name, task.setting.length, index))
-            if trial is None:
-                trial = _ask(model, tokenizer, task, draw(task, index=index, seed=seed, near=sizes[id(task)]), chat)
-                if on_trial is not None:
-                    on_trial(trial)
-            trials.append(trial)
-    essay = sources.essay.name if sources.essay else None
-    return RulerResult(tuple(trials), seed=seed, chat=chat, essay=essay)
+    return [Drawer(task, seed, draw(task, index=0, seed=seed).size) for task in made]
+
+
+def ask(
+    model: nn.Module, tokenizer: Any, task: Task, sample: Sample, *, chat: bool = False, window: int | None = None
+) -> RulerTrial:
+    """Let the model reply to one prompt and score the reply.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: its tokenizer.
+        task: that the sample is of.
+        sample: from ``draw``.
+        chat: as the sample was drawn.
+        window: tokens that the end of the prompt and the reply have to fit into, special tokens in front of it; None
+            feeds the whole prompt.
+    """
+    prompt = _ids(tokenizer, sample.prompt, chat)
+    if window is not None and window - task.tokens_to_generate < len(prompt):
+        prefix = 0 if chat else len(special_prefix(tokenizer))
+        kept = window - task.tokens_to_generate - prefix
+        prompt = [*prompt[:prefix], *prompt[len(prompt) - kept :]]
+    reply = reply_to(model, tokenizer, prompt, tokens=task.tokens_to_generate)
+    score = task.score(reply, sample.answers)
+    return RulerTrial(sample.task, sample.length, sample.index, len(prompt), reply, sample.answers, score)
 
 
 def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int) -> str:
@@ -112,13 +160,6 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
         written = inner.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
     text: str = tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True)
     return text
-
-
-def _ask(model: nn.Module, tokenizer: Any, task: Task, sample: Sample, chat: bool) -> RulerTrial:
-    prompt = _ids(tokenizer, sample.prompt, chat)
-    reply = reply_to(model, tokenizer, prompt, tokens=task.tokens_to_generate)
-    score = task.score(reply, sample.answers)
-    return RulerTrial(sample.task, sample.length, sample.index, sample.prompt_tokens, reply, sample.answers, score)
 
 
 def _setting(tokenizer: Any, length: int, sources: Sources, chat: bool) -> Setting:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._proportion import wilson_interval
+from ctxext.evaluation.provenance import Provenance
 
-__all__ = ["KEPT", "RulerCell", "RulerResult", "RulerTrial", "relative_effective_length"]
+__all__ = ["KEPT", "RulerCell", "RulerReport", "RulerResult", "RulerTrial", "relative_effective_length"]
 
+FORMAT, KIND = 1, "ruler"
 KEPT = 0.85
 
 
@@ -35,6 +38,11 @@ class RulerTrial:
     answers: tuple[str, ...]
     score: float
 
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> RulerTrial:
+        """From its JSON values."""
+        return cls(**{**saved, "answers": tuple(saved["answers"])})
+
 
 @dataclass(frozen=True)
 class RulerCell:
@@ -59,19 +67,17 @@ class RulerCell:
 
 @dataclass(frozen=True)
 class RulerResult:
-    """All replies of a run, and what a reader must know about it.
+    """All replies of one way to read.
 
     Args:
         trials: in the order they were made.
-        seed: of the prompts.
-        chat: whether prompts stood in the model's chat template.
-        essay: the text that stands in for NVIDIA's essays, None where no task needed one.
+        reading: ``unpatched``, ``truncated``, ``as saved``, or how the model was extended.
+        label: the same, as a reader wants it.
     """
 
     trials: tuple[RulerTrial, ...]
-    seed: int
-    chat: bool
-    essay: str | None
+    reading: str = "unpatched"
+    label: str = "unpatched"
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -101,6 +107,60 @@ class RulerResult:
     def relative_effective_length(self) -> int | None:
         """See the function of this name, here of the averages over all tasks."""
         return relative_effective_length(self.averages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerReport:
+    """A whole measurement: the same prompts, read in several ways.
+
+    Args:
+        readings: the unextended model first, where it was asked too.
+        chat: whether prompts stood in the model's chat template.
+        essay: the text that stands in for NVIDIA's essays, None where no task needed one.
+        trained_length: tokens that the checkpoint was trained for.
+        left_out: why each task that is missing was not measured, by its name.
+        provenance: what was measured, on what, with what.
+    """
+
+    readings: tuple[RulerResult, ...]
+    chat: bool
+    essay: str | None
+    trained_length: int
+    left_out: Mapping[str, str]
+    provenance: Provenance
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per trial, for CSV."""
+        return [
+            {"checkpoint": self.provenance.checkpoint, "reading": reading.reading}
+            | asdict(trial)
+            | {"answers": "; ".join(trial.answers)}
+            for reading in self.readings
+            for trial in reading.trials
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"format": FORMAT, "kind": KIND, **asdict(self), "provenance": self.provenance.to_dict()}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> RulerReport:
+        """From what ``to_dict`` made.
+
+        Raises:
+            InvalidParameterError: something else.
+        """
+        if (saved.get("format"), saved.get("kind")) != (FORMAT, KIND):
+            raise InvalidParameterError(
+                f"This is not a RULER report of format {FORMAT}: found kind {saved.get('kind')!r}, format "
+                f"{saved.get('format')!r}."
+            )
+        readings = tuple(
+            RulerResult(**{**one, "trials": tuple(RulerTrial.from_dict(trial) for trial in one["trials"])})
+            for one in saved["readings"]
+        )
+        values = {name: saved[name] for name in ("chat", "essay", "trained_length", "left_out")}
+        return cls(readings=readings, provenance=Provenance.from_dict(saved["provenance"]), **values)
 
 
 def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:

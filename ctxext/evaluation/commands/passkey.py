@@ -1,0 +1,120 @@
+"""``ctxext eval passkey``, and the same as a script for several processes: ``scripts/passkey.py``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ctxext._cli_options import Json, SlidingWindow, Trained, Trust
+from ctxext.evaluation.commands._options import (
+    Beyond,
+    Checkpoint,
+    Column,
+    Csv,
+    Device,
+    Dtype,
+    Factors,
+    Lengths,
+    Methods,
+    Output,
+    Reference,
+    Seed,
+    Split,
+    Unpatched,
+)
+from ctxext.evaluation.commands._outputs import write_outputs
+from ctxext.evaluation.commands._surveys import conduct, first_document, provenance_with, set_up
+
+__all__ = ["passkey"]
+
+
+def passkey(
+    checkpoint: Checkpoint = None,
+    method: Methods = None,
+    factor: Factors = None,
+    length: Lengths = None,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--depth",
+            help="Of the key, 0 (start) to 1 (end); repeatable. Default: 0, 0.25, 0.5, 0.75, 1.",
+            show_default=False,
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Keys per length and depth.")] = 1,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text", "-t", help="Hide keys in this text, a needle test. Default: repeated noise.", show_default=False
+        ),
+    ] = None,
+    reference: Reference = None,
+    unpatched: Unpatched = True,
+    beyond: Beyond = False,
+    split: Split = None,
+    column: Column = None,
+    trained_length: Trained = None,
+    sliding_window: SlidingWindow = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
+    as_csv: Csv = False,
+    trust: Trust = False,
+) -> None:
+    """Ask for five digits hidden at every length and depth: unpatched, truncated, and extended.
+
+    With --output, every finished trial is kept: run the same command again after an interruption, and it goes on.
+
+    [bold]Example[/]: ctxext eval passkey Llama-3-8B --method yarn --factor 4 -o passkey.json -o passkey.png
+    """
+    from ctxext.evaluation.haystack import noise, of_text
+    from ctxext.evaluation.passkey import DEPTHS
+    from ctxext.evaluation.retrieval.figures import save_passkey_figure
+    from ctxext.evaluation.retrieval.passkeys import passkey_prompts, passkey_report
+    from ctxext.evaluation.retrieval.tables import show_passkeys
+
+    document = first_document(text, split, column)
+    scene = set_up(
+        checkpoint,
+        output=output,
+        as_json=as_json,
+        as_csv=as_csv,
+        dtype=dtype,
+        device=device,
+        trust=trust,
+        reference=reference,
+        sliding_window=sliding_window,
+        methods=method or (),
+        factors=factor or (),
+        lengths=length or (),
+        unpatched=unpatched,
+        beyond=beyond,
+        trained_length=trained_length,
+    )
+    tokenizer = scene.checkpoint.tokenizer
+    haystack = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
+    prompts = passkey_prompts(
+        scene.checkpoint,
+        haystack,
+        lengths=scene.panel.lengths,
+        depths=depth or DEPTHS,
+        trials=trials,
+        seed=seed,
+    )
+    survey = conduct(scene, "ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
+    if not scene.team.is_main:
+        return
+    report = passkey_report(survey, haystack, provenance_with(scene.checkpoint, document, seed))
+    if not (as_json or as_csv):
+        show_passkeys(report, scene.console)
+    write_outputs(
+        report.to_dict(),
+        report.rows(),
+        draw=lambda path: save_passkey_figure(report, path),
+        output=output,
+        as_json=as_json,
+        as_csv=as_csv,
+    )

@@ -1,0 +1,366 @@
+"""``ctxext eval passkey`` and ``ruler``: who reads what, trials that survive anything, and what is written."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import ctxext
+from ctxext.cli import app
+from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
+from ctxext.evaluation import passkey, ruler
+from ctxext.evaluation._proportion import wilson_interval
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult, PasskeyTrial
+from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.retrieval.figures import save_passkey_figure
+from ctxext.evaluation.retrieval.readers import make_panel
+from ctxext.evaluation.retrieval.store import TrialStore
+from ctxext.evaluation.retrieval.tables import passkey_sentences, ruler_sentences, show_passkeys
+from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
+
+ROOT = Path(__file__).parents[2]
+ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
+
+
+@pytest.fixture
+def checkpoint(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> str:
+    """A checkpoint on disk, trained for 512 tokens."""
+    model.save_pretrained(tmp_path / "tiny")
+    bos_tokenizer.save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+def call(*given: object) -> Result:
+    result = CliRunner().invoke(app, ["eval", *map(str, given)], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def read(path: Path) -> Any:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for circumstance in ("command", "date", "machine"):
+        del found["provenance"][circumstance]
+    return found
+
+
+def test_passkeys_are_those_of_the_evaluation(
+    checkpoint: str, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    outputs = [tmp_path / f"keys.{kind}" for kind in ("json", "csv", "png")]
+    shown = call("passkey", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)))
+    assert shown.exit_code == 0, shown.output
+    saved = json.loads(outputs[0].read_text(encoding="utf-8"))
+    report = PasskeyReport.from_dict(saved)
+    assert json.loads(json.dumps(report.to_dict())) == saved
+    names = ["unpatched", "truncated", "yarn x2", "dynamic_ntk x2"]
+    assert [reading.reading for reading in report.readings] == names
+    grid = [(length, depth) for length in (512, 1024) for depth in (0.0, 0.9)]
+    for reading, method in zip(report.readings, (None, None, "yarn", "dynamic_ntk"), strict=True):
+        assert [(trial.length, trial.depth) for trial in reading.trials] == grid
+        if method is not None:
+            ctxext.patch(model, method, factor=2)
+        for trial in reading.trials:
+            prompt = passkey.build(bos_tokenizer, length=trial.length - 8, depth=trial.depth)
+            if reading.reading == "truncated" and trial.length > 512:
+                last = torch.cat([prompt.prompt[:1], prompt.prompt[-(512 - 8 - 1) :]])
+                prompt = replace(prompt, prompt=last, key_position=prompt.key_position - 512)
+            expected = passkey.measure(model, prompt)
+            assert trial.loss == pytest.approx(expected.loss, rel=1e-5)
+            assert (trial.distance, trial.key, trial.correct) == (expected.distance, expected.key, expected.correct)
+        if method is not None:
+            fingerprint = ctxext.describe(model).fingerprint
+            assert report.provenance.extensions[reading.reading].fingerprint == fingerprint
+            ctxext.unpatch(model)
+    with open(outputs[1], encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [t.loss for one in report.readings for t in one.trials]
+    assert outputs[2].read_bytes().startswith(b"\x89PNG")
+    assert "14 trials" in shown.output
+    assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
+
+
+KILLED = """
+import json, os, signal, sys
+from ctxext.evaluation._journal import Journal
+append, count = Journal.append, 0
+def dying(self, entry):
+    global count
+    count += 1
+    if count == 5:
+        with open(self.path, "a") as file:
+            file.write(json.dumps(entry)[:30])
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(self, entry)
+Journal.append = dying
+from ctxext.cli import app
+app(["eval", *sys.argv[1:]])
+"""
+
+
+def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    arguments = ["passkey", checkpoint, *ASKED]
+    whole, killed, shared = (tmp_path / f"{name}.json" for name in ("whole", "killed", "shared"))
+    assert call(*arguments, "-o", whole).exit_code == 0
+    # Killed in the middle of a line, then interrupted, then finished.
+    command = [sys.executable, "-c", KILLED, *arguments, "-o", str(killed)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    real, asked = passkey.measure, 0
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    monkeypatch.setattr(passkey, "measure", interrupted)
+    stopped = call(*arguments, "-o", killed)
+    assert stopped.exit_code == 130
+    assert "Interrupted. 5 of 14 trials are finished and kept in" in stopped.output
+    assert not killed.exists()
+    asked = 3
+    resumed = call(*arguments, "-o", killed)
+    assert (resumed.exit_code, asked) == (0, 3 + 9)
+    assert "5 of them finished before" in resumed.output
+    assert read(killed) == read(whole)
+    # A method more costs that method alone.
+    more = call(*arguments, "-m", "pi", "-o", killed)
+    assert (more.exit_code, asked) == (0, 3 + 9 + 4)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [*launch, str(ROOT / "scripts" / "passkey.py"), *arguments[1:], "-o", str(shared)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Readings:") == 1, "one process talks"
+    shares = [len(path.read_text(encoding="utf-8").splitlines()) for path in tmp_path.glob("shared.trials*.jsonl")]
+    assert len(shares) == 2
+    assert min(shares) >= 5
+    assert read(shared) == read(whole)
+
+
+def test_saved_extended_checkpoints_are_read_as_saved(
+    checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """A patched checkpoint, an adapter, and the adapter merged; the original reads for the references."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    ctxext.patch(model, "yarn", factor=2)
+    model.save_pretrained(tmp_path / "patched")
+    torch.manual_seed(3)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.2)
+    ctxext.save(adapted, tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    losses = {}
+    for name in ("patched", "adapter", "merged"):
+        bos_tokenizer.save_pretrained(tmp_path / name)
+        given = ("passkey", tmp_path / name, "--dtype", "fp32", "--depth", "0")
+        shown = call(*given, "--reference", checkpoint, "-o", tmp_path / f"{name}.json")
+        assert shown.exit_code == 0, shown.output
+        report = PasskeyReport.from_dict(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")))
+        assert [one.reading for one in report.readings] == ["unpatched", "truncated", "as saved"]
+        assert report.readings[2].lengths == (512, 1024)
+        losses[name] = [[trial.loss for trial in one.trials] for one in report.readings]
+    assert losses["patched"][:2] == losses["adapter"][:2] == losses["merged"][:2]
+    assert losses["merged"][2] == pytest.approx(losses["adapter"][2], rel=1e-4)
+    assert losses["merged"][2] != pytest.approx(losses["patched"][2], rel=1e-2)
+    loaded = load_checkpoint(str(tmp_path / "merged"), dtype="fp32")
+    with pytest.raises(InvalidParameterError, match="The reference merged is extended itself; give the original"):
+        make_panel(loaded, reference=loaded)
+    # Without the original, the extended model itself reads the last tokens.
+    panel = make_panel(loaded, methods=["pi"], factors=[4.0])
+    assert [one.reading.name for one in panel.readers] == ["truncated", "as saved", "pi x4"]
+    assert [one.lengths for one in panel.readers] == [(512, 1024, 2048), (512, 1024), (512, 1024, 2048)]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"lengths": [600]}, InvalidParameterError, r"600 tokens are more than the 512 that this model is trained for"),
+        (
+            {"lengths": [2048], "methods": ["pi"], "factors": [2.0]},
+            InvalidParameterError,
+            r"2,048 tokens are more than the 1,024 that what is extended here reaches.*--beyond",
+        ),
+        ({"lengths": [400], "methods": ["pi"]}, InvalidParameterError, r"inside the trained 512.*Give a --factor"),
+        ({"factors": [2.0]}, InvalidParameterError, r"factor of 2 is for a method"),
+        ({"methods": ["alibi", "table inv_freq=[1.0]"]}, IncompatibleError, r"given frequencies"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    model: LlamaForCausalLM,
+    bos_tokenizer: PreTrainedTokenizerFast,
+    given: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    loaded = Checkpoint("tiny", model, bos_tokenizer)
+    with pytest.raises(kind, match=message):
+        make_panel(loaded, **given)
+    with pytest.raises(InvalidParameterError, match="is its own reference"):
+        make_panel(loaded, methods=["pi"], reference=loaded)
+    assert ctxext.describe(model).method is None
+
+
+def test_lengths_follow_from_methods_and_factors_from_lengths(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    loaded = Checkpoint("tiny", model, bos_tokenizer)
+
+    def readers(**given: Any) -> dict[str, tuple[int, ...]]:
+        return {one.reading.name: one.lengths for one in make_panel(loaded, **given).readers}
+
+    assert readers() == {"unpatched": (512,)}
+    assert readers(lengths=[600], beyond=True) == {"unpatched": (600,), "truncated": (600,)}
+    both = {"unpatched": (512, 1024), "truncated": (512, 1024), "yarn x2": (512, 1024)}
+    assert readers(methods=["yarn"]) == both
+    assert readers(methods=["yarn"], unpatched=False) == both | {"unpatched": (512,)}
+    assert readers(methods=["yarn"], lengths=[400, 768])["yarn x1.5"] == (400, 768)
+    several = readers(methods=["pi", "dynamic_ntk"], factors=[2.0, 4.0])
+    assert several["pi x2"] == (512, 1024)
+    assert several["pi x4"] == several["dynamic_ntk x2"] == several["truncated"] == (512, 1024, 2048)
+
+
+def test_the_file_of_trials_belongs_to_one_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, mine = tmp_path / "keys.trials.jsonl", {"name": "tiny", "sha256": "1"}
+    store = TrialStore(path)
+    store.claim("ctxext eval passkey", mine)
+    store.add("k0", "unpatched", {"loss": 0.1 + 0.2})
+    TrialStore(path, process=1).add("k1", "yarn x2", {"loss": 1.0})
+    (tmp_path / "keys.trials.old.jsonl").write_text('{"key": "k9", "trial": {}}\n')
+    again = TrialStore(path)
+    again.claim("ctxext eval passkey", mine)
+    assert again.finished() == {"k0": {"loss": 0.1 + 0.2}, "k1": {"loss": 1.0}}
+    with pytest.raises(ResultsError, match=r"another checkpoint: tiny \(sha256 1\), and this is other \(sha256 2\)"):
+        again.claim("ctxext eval passkey", {"name": "other", "sha256": "2"})
+    with pytest.raises(ResultsError, match=r"no trials of `ctxext eval ruler`.*found made_by='ctxext eval passkey'"):
+        again.claim("ctxext eval ruler", mine)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResultsError, match=r"The disk is full\. Finished trials are kept \(2 of them\)"):
+        again.add("k2", "unpatched", {"loss": 2.0})
+    monkeypatch.undo()
+    assert set(TrialStore(path).finished()) == {"k0", "k1"}
+
+
+def test_ruler_is_that_of_the_evaluation(
+    checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = 1024
+    (Path(checkpoint) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    prose = tmp_path / "prose.txt"
+    prose.write_text(" ".join(f"On day {day} it rained, and nobody came." for day in range(40)), encoding="utf-8")
+    short = {"niah_single_1": 8, "niah_single_2": 8}
+    for task, tokens in short.items():
+        monkeypatch.setattr(ruler.TASKS[task], "tokens_to_generate", tokens)
+    output = tmp_path / "ruler.json"
+    given = ["ruler", checkpoint, "--dtype", "fp32", "-m", "pi", "-l", "1024", "-l", "1400", "--samples", "2"]
+    given += ["--task", "niah_single_1", "--task", "niah_single_2", "-t", prose, "-o", output]
+    shown = call(*given, "-o", tmp_path / "ruler.svg")
+    assert shown.exit_code == 0, shown.output
+    report = RulerReport.from_dict(json.loads(output.read_text(encoding="utf-8")))
+    assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
+    model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    arguments: dict[str, Any] = {"lengths": [1024, 1400], "tasks": list(short), "samples": 2, "beyond": True}
+    sources = ruler.Sources(next(iter([ruler_document(prose)])))
+    by_name = {reading.reading: reading for reading in report.readings}
+    assert set(by_name) == {"unpatched", "truncated", "pi x1.36719"}
+    assert by_name["unpatched"].trials == ruler.run(model, bos_tokenizer, sources=sources, **arguments).trials
+    last = by_name["truncated"].trials[-1]
+    sample = ruler.draw(
+        ruler.make_drawers(bos_tokenizer, lengths=[1400], tasks=["niah_single_2"], sources=sources)[0].task,
+        index=1,
+        seed=42,
+    )
+    whole = bos_tokenizer(sample.prompt).input_ids
+    reply = ruler.reply_to(model, bos_tokenizer, [whole[0], *whole[-(1024 - 8 - 1) :]], tokens=8)
+    assert (last.reply, last.prompt_tokens) == (reply, 1024 - 8)
+    assert by_name["truncated"].trials[:4] == by_name["unpatched"].trials[:4]
+    ctxext.patch(model, "pi", target_length=1400)
+    patched = ruler.run(model, bos_tokenizer, sources=sources, **arguments).trials
+    assert by_name["pi x1.36719"].trials == patched
+    # Another sample more asks for what is new only; a text that is another asks again only what is hidden in it.
+    prose.write_text("It snowed. " * 60, encoding="utf-8")
+    again = call(*given)
+    assert "20 trials, 10 of them finished before" in again.output
+
+
+def ruler_document(path: Path) -> Any:
+    from ctxext.evaluation.corpus import read_documents
+
+    return next(read_documents([path]))
+
+
+def test_the_words_follow_the_numbers(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    def keys(name: str, found: str, lengths: tuple[int, ...]) -> PasskeyResult:
+        cells = [(length, depth) for length in lengths for depth in (0.0, 1.0)]
+        trials = [PasskeyTrial(n, d, 9, 0, "12345", c == "y", 0.5) for (n, d), c in zip(cells, found, strict=True)]
+        return PasskeyResult(tuple(trials), "noise", name, name)
+
+    provenance = provenance_of(Checkpoint("tiny", model, bos_tokenizer), seed=0)
+    readings = (keys("unpatched", "yynn", (512, 1024)), keys("yarn", "nyyy", (512, 1024)), keys("pi", "yy", (512,)))
+    report = PasskeyReport(readings=readings, trained_length=512, provenance=provenance)
+    low, high = wilson_interval(1.0, 2)
+    (sentence,) = passkey_sentences(report)
+    assert sentence.startswith("Beyond the trained 512 tokens, found: unpatched 0 of 2 (0% to 66%); yarn 2 of 2")
+    assert f"({low:.0%} to {high:.0%})." in sentence
+    assert "pi" not in sentence
+    inside = replace(report, readings=readings[2:])
+    assert passkey_sentences(inside)[0].startswith("Within the trained 512 tokens, found: pi 2 of 2")
+    console = Console(record=True, width=100)
+    show_passkeys(report, console)
+    text = console.export_text()
+    assert re.search(r"yarn +1/2 \(0\.50\) +2/2 \(0\.50\)", text)
+    assert re.search(r"pi +2/2 \(0\.50\) +-", text)
+    save_passkey_figure(report, tmp_path / "keys.svg")
+    drawn = (tmp_path / "keys.svg").read_text(encoding="utf-8")
+    assert "yarn: 75% found" in drawn
+    assert "Dashed: the trained window ends, at 512." in drawn
+
+    def scored(name: str, scores: dict[int, float]) -> RulerResult:
+        trials = [RulerTrial("vt", length, 0, 9, "x", ("a",), score) for length, score in scores.items()]
+        return RulerResult(tuple(trials), name, name)
+
+    told = ruler_sentences(
+        RulerReport(
+            readings=(scored("yarn", {512: 80.0, 1024: 70.0, 2048: 60.0}), scored("pi", {512: 0.0, 1024: 0.0})),
+            chat=False,
+            essay=None,
+            trained_length=512,
+            left_out={"qa_1": "it needs a data set"},
+            provenance=provenance,
+        )
+    )
+    assert told[0] == "yarn: relative effective length 1K (70.0 there, 80.0 at 512)."
+    assert told[1] == "pi: no relative effective length, since the shortest length scores 0."
+    assert any("not RULER's effective length" in sentence for sentence in told)
+    assert told[-1] == "Not measured: qa_1: it needs a data set."
