@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
 
-__all__ = ["Replay", "require_head", "require_pieces", "shell_of"]
+__all__ = ["Replay", "box_inputs_of_head", "require_head", "require_pieces", "shell_of"]
 
 
 def require_head(causal: PreTrainedModel) -> str:
@@ -94,6 +94,53 @@ def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
     # accelerate and others put a `forward` on the instance that is bound to the original module.
     shell.__dict__.pop("forward", None)
     return shell, replay
+
+
+class _Box:
+    """A tensor that nobody finds who looks for tensors among the inputs of a call."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Boxing(nn.Module):
+    """Stands in for the head and hands it its input in a box, to be opened after all hooks before its forward."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["real"], name)
+
+    def forward(self, hidden: Tensor) -> Any:
+        handle = self.real.register_forward_pre_hook(lambda _, inputs: (inputs[0].tensor,))
+        try:
+            return self.real(_Box(hidden))
+        finally:
+            handle.remove()
+
+
+def box_inputs_of_head(shell: PreTrainedModel) -> None:
+    """Let a shell call its head on several pieces although FSDP 2 holds the head's weights.
+
+    FSDP 2 takes the gradient of a call's input for the end of the backward pass through the weights of that call, and
+    of all modules in its group: it then sums up what gradients they have, over all processes. Other pieces, and a token
+    embedding that shares the weights, would come too late. An input that it does not find leaves the sum to the end.
+
+    Raises:
+        IncompatibleError: the head is not a child of the model.
+    """
+    head = shell.get_output_embeddings()
+    names = [name for name, child in shell._modules.items() if child is head]
+    if not names:
+        raise IncompatibleError(
+            f"The head of {type(shell).__name__} is not a child of it; under FSDP its loss cannot be computed in "
+            f"chunks. Train without chunk_loss."
+        )
+    for name in names:
+        shell._modules[name] = _Boxing(head)
 
 
 def require_pieces(causal: PreTrainedModel, replay: Replay, logits: Tensor) -> None:

@@ -28,7 +28,8 @@ from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.checkpoints import CompleteCheckpoints, resume_point, saving
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
-from ctxext.training.lora import attach_lora, merged
+from ctxext.training.lora import attach_lora, merged, reattach_lora
+from ctxext.training.parallel import is_sharded
 from ctxext.training.progress import TrainingProgress
 from ctxext.training.referee import Referee, gain, summary
 from ctxext.training.report import now, peak_memory, trained_weights, write_json
@@ -102,6 +103,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
     # 4. What is left of it.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    with saving(output):
+        trainer.save_model(str(output / "adapter"))  # in all processes: each may hold a part of the weights only
     after = referee.measure(model)
     if not trainer.is_world_process_zero():
         return
@@ -126,13 +129,16 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "git": git_state(),
     }
     with saving(output):
-        ctxext.save(model, output / "adapter")
         tokenizer.save_pretrained(output / "adapter")
         write_json(output / "run.json", report)
         title = f"{loaded.name}, {settings.extension.method} to {description.target_length:,} tokens"
         gains = {"before": gain(before), "after": gain(after)}
         save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
         if settings.merge:
+            if is_sharded(model):
+                plain = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device="cpu").model
+                ctxext.patch(plain, settings.extension.method, **settings.extension.arguments())
+                model = reattach_lora(plain, output / "adapter")
             merged(model).save_pretrained(output / "merged")
             tokenizer.save_pretrained(output / "merged")
     for when, found in report["evaluation"].items():

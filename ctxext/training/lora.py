@@ -12,16 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ctxext._adapters import read_extension
 from ctxext._api import base_model
 from ctxext.errors import IncompatibleError
 
-__all__ = ["attach_lora", "linear_layers", "merged", "norm_layers"]
+__all__ = ["attach_lora", "linear_layers", "merged", "norm_layers", "reattach_lora"]
 
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then
@@ -88,6 +90,21 @@ def attach_lora(
         if weight.requires_grad:
             weight.data = weight.data.float()
     return adapted
+
+
+def reattach_lora(model: nn.Module, directory: Path) -> Any:
+    """Wrap a model with the adapter that ``ctxext.save`` wrote.
+
+    Args:
+        model: extended as the one that the adapter was trained on.
+        directory: of the adapter.
+
+    Returns:
+        A ``peft.PeftModel``.
+    """
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, directory, config=read_extension(directory)[1])
 
 
 def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:

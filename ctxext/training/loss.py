@@ -22,16 +22,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FlatParameter, FSDPModule
+from torch.distributed.fsdp import FlatParameter
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ctxext._api import base_model
 from ctxext._edits import Edits
-from ctxext._head import require_head, require_pieces, shell_of
+from ctxext._head import box_inputs_of_head, require_head, require_pieces, shell_of
 from ctxext._stand_in import StandIn
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.training.parallel import is_fsdp, is_sharded
 
 __all__ = ["ChunkedLoss", "chunk_loss"]
 
@@ -148,7 +149,7 @@ class ChunkedForward(StandIn):
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         layers = _Pieces(self.module, given, targets)
         size = max(1, self.chunk // targets.shape[0])
-        total = layers.recomputed(size) if _sharded(self.module) else layers.at_once(size)
+        total = layers.recomputed(size) if is_sharded(self.module) else layers.at_once(size)
         if count is None:
             count = (layers.targets != IGNORED).sum()
         loss = total / (count.to(total.device) if isinstance(count, Tensor) else count)
@@ -175,6 +176,8 @@ class _Pieces:
         self.source = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         self.inputs: Tensor = given[self.source]
         self.shell, self.replay = shell_of(causal)
+        if is_fsdp(causal):
+            box_inputs_of_head(self.shell)
         # The layers run here, under the head of one position; that one's logits are not looked at.
         self.output: Any = self._run(**given)
         self.hidden: Tensor = self.replay.output[0]
@@ -279,13 +282,6 @@ def _leaves(logits: Tensor) -> list[Tensor]:
         if isinstance(leaf, FlatParameter):
             raise IncompatibleError("The first version of FSDP flattens the head's weights. Set fsdp_version to 2.")
     return list(found.values())
-
-
-def _sharded(model: nn.Module) -> bool:
-    """Whether an engine holds the weights in parts: FSDP 2, or DeepSpeed ZeRO-3, which puts an id on them."""
-    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
-        hasattr(weight, "ds_id") for weight in model.parameters()
-    )
 
 
 class _WithGradients(torch.autograd.Function):

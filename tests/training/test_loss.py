@@ -115,7 +115,7 @@ def test_adapters(tied: bool, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("build", [lambda: tiny(), lambda: tiny("gemma2", tie_word_embeddings=True)])
 def test_recomputed_pieces_are_the_same(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs under engines that hold the weights in parts."""
-    monkeypatch.setattr(loss, "_sharded", lambda model: True)
+    monkeypatch.setattr(loss, "is_sharded", lambda model: True)
     agree(build(), **batch())
 
 
@@ -141,7 +141,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_no_tensor_of_tokens_by_vocabulary(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "_sharded", lambda model: recomputed)
+    monkeypatch.setattr(loss, "is_sharded", lambda model: recomputed)
     vocabulary, length, chunk = 4096, 400, 40
     model = tiny(vocab_size=vocabulary, hidden_size=32, head_dim=8, intermediate_size=48)
     ids = tokens(length)

@@ -1,0 +1,92 @@
+"""One process of a distributed run of the recipe: ``python engine_program.py CASES.json``.
+
+Each case is a name, an engine, and the words of a command line. What is left of it lies in its output directory, and
+beside ``run.json``, ``recorded.pt``: every weight's whole gradient in every step, and the buffers after the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from _recipe import recipe
+from accelerate.state import AcceleratorState, GradientState
+from cpu_engines import admit_processes, admit_ring_attention
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from ctxext.training import trainer as trainers
+from ctxext.training.settings import read_settings
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+CONTEXT = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+ENGINES: dict[str, dict[str, str]] = {
+    "data": {},
+    "sharded": FSDP,
+    "context": FSDP | CONTEXT | {"PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall"},
+}
+
+
+class Recorder(TrainerCallback):
+    def __init__(self, output: str) -> None:
+        self.output = Path(output)
+        self.steps: list[dict[str, Any]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.steps.append(
+            {name: whole(weight.grad) for name, weight in model.named_parameters() if weight.requires_grad}
+        )
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if state.is_world_process_zero:
+            torch.save({"gradients": self.steps, "buffers": buffers}, self.output / "recorded.pt")
+
+
+def whole(gradient: Any) -> Any:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else None if gradient is None else gradient.clone()
+
+
+def run(case: dict[str, Any]) -> None:
+    environment = ENGINES.get(case["engine"], {})
+    os.environ.update(environment)
+    settings = read_settings(case["config"], case["words"])
+    arguments, prepare = recipe.training_arguments, trainers.LongTrainer.__init__
+
+    def with_accelerators(settings: Any) -> Any:
+        made = arguments(settings)
+        assert made.world_size == int(os.environ["WORLD_SIZE"])
+        if environment:
+            admit_processes()
+        return made
+
+    def with_recorder(self: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(self, *args, **kwargs)
+        self.add_callback(Recorder(settings.output))
+
+    try:
+        recipe.training_arguments, trainers.LongTrainer.__init__ = with_accelerators, with_recorder
+        recipe.finetune(settings, resume=case.get("resume", False))
+    finally:
+        recipe.training_arguments, trainers.LongTrainer.__init__ = arguments, prepare
+        for key in environment:
+            del os.environ[key]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    admit_ring_attention()
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        print("case", case["name"], flush=True)
+        run(case)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
