@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -105,6 +106,19 @@ def test_what_stock_code_cannot_express_fails_there(name: str, stock: Stock, tmp
     said = stock.logits(tmp_path, input_file(tmp_path))
     assert isinstance(said, str)
     assert "ctxext_" in said
+
+
+def test_stock_code_need_not_say_that_it_cannot_check_our_rope_types(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("transformers.modeling_rope_utils")
+    log.addHandler(caplog.handler)
+    try:
+        config = tiny().config
+        for rope_type in ("ctxext_rope", "ctxext_unrotated", "another"):
+            config.rope_parameters = {"rope_type": rope_type, "rope_theta": 1e4}
+            config.validate_rope()
+    finally:
+        log.removeHandler(caplog.handler)
+    assert {record.getMessage().rpartition("=")[2] for record in caplog.records} == {"'another'"}
 
 
 def test_in_other_precisions_and_places(plain: Path) -> None:
