@@ -17,24 +17,23 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 import ctxext
 from ctxext.errors import CtxextError
-from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.evaluation.provenance import command, git_state, machine, versions
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
+from ctxext.training.base import load_base, require_device, with_all_weights
 from ctxext.training.checkpoints import CompleteCheckpoints, resume_point, saving
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
-from ctxext.training.lora import attach_lora, merged, reattach_lora
-from ctxext.training.parallel import is_sharded
+from ctxext.training.lora import attach_lora, merged
+from ctxext.training.packing import require_separate
 from ctxext.training.progress import TrainingProgress
 from ctxext.training.referee import Referee, gain, summary
 from ctxext.training.report import now, peak_memory, trained_weights, write_json
-from ctxext.training.sequences import TrainingSequences
 from ctxext.training.settings import Settings, read_settings
+from ctxext.training.stages import Curriculum, sequences_of, stages_of
 from ctxext.training.trainer import LongTrainer
 
 
@@ -53,17 +52,19 @@ def main() -> None:
 def finetune(settings: Settings, *, resume: bool = False) -> None:
     """The whole recipe."""
     output, started = Path(settings.output), now()
+    arguments = training_arguments(settings, require_device(settings))
     checkpoint = resume_point(settings, resume=resume)
     return_freed_memory()  # on a CPU, where it would not be used again
-    arguments = training_arguments(settings)
     set_seed(settings.seed)
 
     # 1. The model, extended, then its adapter.
-    loaded = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=arguments.device)
+    loaded = load_base(settings, arguments.device)
     model, tokenizer = loaded.model, loaded.tokenizer
     referee = Referee(loaded, settings)
     ctxext.patch(model, settings.extension.method, **settings.extension.arguments())
     description = ctxext.describe(model)
+    if settings.data.positions == "packed":
+        require_separate(model)
     model = attach_lora(model, **settings.lora.model_dump())
     model.config.use_cache = False
     Memory(**settings.memory.model_dump()).apply(model)
@@ -72,23 +73,16 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     data, training = settings.data, settings.training
     documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
     per_step = training.batch * training.accumulation * arguments.world_size
-    sequences = TrainingSequences(
-        documents,
-        length=data.length,
-        count=training.steps * per_step,
-        seed=settings.seed,
-        positions=data.positions,
-        target_length=description.target_length,
-    )
+    sequences = sequences_of(settings, documents, per_step, description.trained_length)
 
     # 3. Training.
-    progress = TrainingProgress(per_step * data.length)
+    progress = TrainingProgress(lambda step: per_step * sequences.length_of(step * per_step))
     trainer = LongTrainer(
         model,
         arguments,
         train_dataset=sequences,
         embedding_learning_rate=training.embedding_learning_rate,
-        callbacks=[ExtensionCallback(model), CompleteCheckpoints(), progress],
+        callbacks=[Curriculum(model, stages_of(settings)), ExtensionCallback(model), CompleteCheckpoints(), progress],
     )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
@@ -135,18 +129,15 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         gains = {"before": gain(before), "after": gain(after)}
         save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
         if settings.merge:
-            if is_sharded(model):
-                plain = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device="cpu").model
-                ctxext.patch(plain, settings.extension.method, **settings.extension.arguments())
-                model = reattach_lora(plain, output / "adapter")
-            merged(model).save_pretrained(output / "merged")
+            whole = with_all_weights(model, settings, output / "adapter")
+            merged(whole).save_pretrained(output / "merged")
             tokenizer.save_pretrained(output / "merged")
     for when, found in report["evaluation"].items():
         say(f"{when} training: {summary(found)}" if found else f"{when} training nothing was measured")
     say(f"Saved in {output}: adapter, run.json, loss.png{', merged' if settings.merge else ''}")
 
 
-def training_arguments(settings: Settings) -> TrainingArguments:
+def training_arguments(settings: Settings, device: str) -> TrainingArguments:
     """What the Trainer is told."""
     training = settings.training
     return TrainingArguments(
@@ -160,7 +151,7 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         weight_decay=training.weight_decay,
         max_grad_norm=training.clip,
         bf16=settings.dtype == "bf16",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=device == "cpu",
         seed=settings.seed,
         save_strategy="steps",
         save_steps=training.checkpoint_every,
@@ -169,7 +160,7 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         logging_nan_inf_filter=False,  # the default hides losses that are no numbers
         train_sampling_strategy="sequential",  # the sequences are shuffled already, the same way at every resumption
         remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_pin_memory=device == "cuda",
         disable_tqdm=True,
         report_to=[],
     )

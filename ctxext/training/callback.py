@@ -32,15 +32,18 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.extension = None if model is None else _extension(model)
+        self._model = model
 
     def state(self) -> dict[str, Any]:
         """What the Trainer stores in ``trainer_state.json``."""
+        if self._model is not None:  # it may have been extended further since
+            self.extension = _extension(self._model)
         return {"args": {}, "attributes": {"extension": self.extension}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Compare the checkpoint that is being resumed with the model."""
         if model is not None:
-            self.extension = _extension(model)
+            self._model, self.extension = model, _extension(model)
             keep_extension(model, Edits())  # for good: a model is saved after training, too
         if state.global_step == 0:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -21,11 +22,12 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
     Checkpoints hold the time that training took, so that the time of a resumed run is the time of all its parts.
 
     Args:
-        tokens_per_step: of all processes together.
+        tokens_of: called with the number of a step, from 0 on: its tokens, of all processes together.
     """
 
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step = tokens_per_step
+    def __init__(self, tokens_of: Callable[[int], int]) -> None:
+        self.tokens_of = tokens_of
+        self.tokens = 0
         self.steps, self.seconds, self.loss = 0, 0.0, float("nan")
         self._started = self._before = 0.0
         self._bar: Progress | None = None
@@ -33,7 +35,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
     @property
     def tokens_per_second(self) -> float:
         """Since training began or was resumed, saving included; NaN before the first step."""
-        return self.steps * self.tokens_per_step / self.seconds if self.steps else float("nan")
+        return self.tokens / self.seconds if self.steps else float("nan")
 
     @property
     def total_seconds(self) -> float:
@@ -47,6 +49,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
         self._started, self.steps, self.seconds = time.monotonic(), 0, 0.0
+        self.tokens = 0
         if state.global_step:
             stored = state.stateful_callbacks.get(type(self).__name__)
             self._before = stored["attributes"]["total_seconds"] if stored else 0.0
@@ -59,6 +62,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step."""
         self.steps, self.seconds = self.steps + 1, time.monotonic() - self._started
+        self.tokens += self.tokens_of(state.global_step - 1)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=state.global_step, said=self._said(state))
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["Data", "Evaluation", "Extension", "Lora", "Memory", "Section", "Settings", "Training"]
+__all__ = ["Data", "Evaluation", "Extension", "Lora", "Memory", "Section", "Settings", "Stage", "Training"]
 
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str | int | float) else value)
 
@@ -15,6 +15,11 @@ class Section(BaseModel):
     """A part of the settings; only the keys that it names exist."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _one_of(factor: float | None, target_length: int | None) -> None:
+    if (factor is None) == (target_length is None):
+        raise ValueError("give one of factor and target_length")
 
 
 class Extension(Section):
@@ -40,8 +45,7 @@ class Extension(Section):
 
     @model_validator(mode="after")
     def _factor_or_length(self) -> Extension:
-        if (self.factor is None) == (self.target_length is None):
-            raise ValueError("give one of factor and target_length")
+        _one_of(self.factor, self.target_length)
         return self
 
     def arguments(self) -> dict[str, Any]:
@@ -56,9 +60,12 @@ class Data(Section):
         train: files, folders or data sets, as for ``ctxext.evaluation.corpus.read_documents``.
         split: of a data set.
         column: that holds the text.
-        tokens: read the documents up to this many tokens; None reads all.
+        tokens: read the documents up to this many tokens; None reads all. Data sets are streamed, so that of a large
+            one no more is fetched.
         length: tokens of a training sequence, whatever stands in front of a text included.
-        positions: ``consecutive``, or ``pose`` for skip-wise positions up to the extended window.
+        positions: ``consecutive``; ``pose`` for skip-wise positions up to the extended window; or ``packed`` for
+            several documents in a sequence, each at positions of its own and seeing itself alone.
+        shortest: leave out documents of fewer tokens; None for those of a sequence, or with ``packed`` for none.
     """
 
     train: Annotated[list[str], OneOrMore, Field(min_length=1)]
@@ -66,7 +73,29 @@ class Data(Section):
     column: str | None = None
     tokens: int | None = Field(None, ge=1)
     length: int = Field(ge=4)
-    positions: Literal["consecutive", "pose"] = "consecutive"
+    positions: Literal["consecutive", "pose", "packed"] = "consecutive"
+    shortest: int | None = Field(default=None, ge=1)
+
+
+class Stage(Section):
+    """A part of the run before the last, with a smaller extension of the same method.
+
+    Args:
+        steps: of ``training.steps``.
+        factor: as in the extension.
+        target_length: tokens, instead of ``factor``.
+        length: tokens of a sequence; None for ``data.length``.
+    """
+
+    steps: int = Field(ge=1)
+    factor: float | None = Field(default=None, ge=1)
+    target_length: int | None = Field(default=None, ge=1)
+    length: int | None = Field(default=None, ge=4)
+
+    @model_validator(mode="after")
+    def _factor_or_length(self) -> Stage:
+        _one_of(self.factor, self.target_length)
+        return self
 
 
 class Lora(Section):
@@ -193,6 +222,10 @@ class Settings(Section):
         output: directory for checkpoints, the adapter and ``run.json``.
         seed: of the data's order and of the initial LoRA weights.
         merge: also write the whole model with the adapter merged in, which stock transformers loads.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one. A run that only makes sense on a GPU says
+            ``cuda``, and is refused elsewhere.
+        quantisation: ``nf4`` holds the weights that are not trained in 4 bits (QLoRA); CUDA and bitsandbytes.
+        stages: a length curriculum, what is trained before the extension that the settings end with.
     """
 
     checkpoint: str | None = None
@@ -200,9 +233,26 @@ class Settings(Section):
     output: str
     seed: int = Field(0, ge=0)
     merge: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantisation: Literal["nf4"] | None = None
     extension: Extension
     data: Data
     lora: Lora = Lora()
     memory: Memory = Memory()
     training: Training
     evaluation: Evaluation = Evaluation()
+    stages: list[Stage] = []
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        early = sum(stage.steps for stage in self.stages)
+        if early and early >= self.training.steps:
+            raise ValueError(f"the stages take {early} steps, which leaves none of training.steps for the last")
+        if self.data.positions == "packed" and self.training.batch > 1:
+            raise ValueError(
+                "packed sequences go through the model one at a time: set training.batch to 1 and raise "
+                "training.accumulation"
+            )
+        if self.quantisation and (self.checkpoint is None or self.checkpoint.endswith(".gguf")):
+            raise ValueError("quantisation needs a checkpoint of safetensors; weights out of a GGUF file are not it")
+        return self

@@ -6,6 +6,7 @@ processes, sees the same sequences in the same order, and nothing about the data
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 from ctxext.errors import InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
 
-__all__ = ["IGNORED", "Positions", "TrainingSequences"]
+__all__ = ["IGNORED", "Positions", "Sequences", "TrainingSequences", "long_enough"]
 
 IGNORED = -100
 """The label that counts for nothing, as everywhere in transformers."""
@@ -27,12 +28,43 @@ IGNORED = -100
 Positions = Literal["consecutive", "pose"]
 
 
-class TrainingSequences(Dataset[dict[str, Tensor]]):
+class Sequences(Dataset[dict[str, Tensor]]):
+    """What a run reads: a known number of items, each a function of its number alone."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """``input_ids``, ``labels``, ``position_ids``, each [length], and its ``index``."""
+
+    @abstractmethod
+    def length_of(self, index: int) -> int:
+        """Tokens of an item."""
+
+    @abstractmethod
+    def describe(self, indices: Sequence[int]) -> str:
+        """Which texts these items hold, for an error message."""
+
+
+def long_enough(documents: TokenisedDocuments, shortest: int | None) -> Int[np.ndarray, " documents"]:
+    """The tokens of each document; 0 for those that are to be left out.
+
+    Args:
+        documents: tokenised.
+        shortest: tokens below which a document is left out; None for no such limit.
+    """
+    lengths = np.asarray(documents.lengths, dtype=np.int64)
+    return np.where(lengths >= (shortest or 0), lengths, 0)
+
+
+class TrainingSequences(Sequences):
     """``count`` sequences of ``length`` tokens; none crosses from one document into another.
 
     In every epoch each document is cut anew, from a random first token on, into as many sequences as it has room for,
     and the sequences of all documents are shuffled. A document's share is thus proportional to its length; documents
-    shorter than one sequence are left out.
+    shorter than one sequence, or than ``shortest``, are left out. That is how long documents are preferred: by what
+    they hold, and by ``shortest``.
 
     With ``positions="pose"`` (skip-wise positions) a sequence consists of two pieces: the second is moved on by a gap
     drawn anew for each sequence, so that the model sees distances up to ``target_length`` for the price of ``length``
@@ -49,6 +81,8 @@ class TrainingSequences(Dataset[dict[str, Tensor]]):
         seed: of everything that is drawn.
         positions: ``consecutive`` or ``pose``.
         target_length: tokens; the extended window. Positions are below it.
+        shortest: tokens that a document must have, ``target_length`` for instance, so that with ``pose`` no text gap
+            is shorter than the gap in the positions; None for those of one sequence.
 
     Raises:
         InvalidParameterError: ``length`` beyond ``target_length``, or no document of that length.
@@ -67,6 +101,7 @@ class TrainingSequences(Dataset[dict[str, Tensor]]):
         seed: int,
         positions: Positions = "consecutive",
         target_length: int,
+        shortest: int | None = None,
     ) -> None:
         if length > target_length:
             raise InvalidParameterError(
@@ -78,12 +113,15 @@ class TrainingSequences(Dataset[dict[str, Tensor]]):
         self.read = length - len(documents.prefix)
         if self.read < 2:
             raise InvalidParameterError(f"A sequence needs at least 2 tokens of text, found length={length}.")
-        self.pieces = np.asarray(documents.lengths) // self.read
+        self.lengths = long_enough(documents, shortest)
+        self.pieces = self.lengths // self.read
         self.per_epoch = int(self.pieces.sum())
         if self.per_epoch == 0:
+            wanted = f"{max(self.read, shortest or 0):,} tokens " + ("of one sequence" if not shortest else "asked for")
             raise InvalidParameterError(
-                f"No document has the {self.read:,} tokens of one sequence; the longest of {len(documents)} has "
-                f"{max(documents.lengths, default=0):,}. Give longer texts or lower data.length."
+                f"No document has the {wanted}; the longest of {len(documents)} has "
+                f"{max(documents.lengths, default=0):,}. Give longer texts or lower data.length"
+                f"{' and data.shortest' if shortest else ''}."
             )
 
     def __len__(self) -> int:
@@ -111,6 +149,9 @@ class TrainingSequences(Dataset[dict[str, Tensor]]):
             "attention_mask": torch.ones_like(input_ids),
             "index": torch.tensor(index),
         }
+
+    def length_of(self, index: int) -> int:
+        return self.length
 
     def plan(self, index: int) -> tuple[int, int, int, int, int]:
         """Document, first token, tokens in the first piece, gap in the text, gap in the positions."""
@@ -147,7 +188,7 @@ class TrainingSequences(Dataset[dict[str, Tensor]]):
         )
 
     def _epoch(self, epoch: int) -> Int[np.ndarray, "per_epoch 2"]:
-        return _cut(tuple(self.documents.lengths), self.read, self.seed, epoch)
+        return _cut(tuple(self.lengths.tolist()), self.read, self.seed, epoch)
 
 
 @lru_cache(maxsize=2)

@@ -147,7 +147,8 @@ def _explained(error: ValidationError, path: str) -> UnknownNameError | InvalidP
             problems.append(f"{name} is missing; set it in the file or with --{name}")
         else:
             said = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{name}: {said[:1].lower()}{said[1:]}, found {problem['input']!r}")
+            said = f"{said[:1].lower()}{said[1:]}"
+            problems.append(f"{name}: {said}, found {problem['input']!r}" if name else said)
     return InvalidParameterError(f"{path}: {'; '.join(problems)}.")
 
 

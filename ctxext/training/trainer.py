@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from ctxext._api import base_model
 from ctxext.errors import CtxextError
-from ctxext.training.sequences import TrainingSequences
+from ctxext.training.sequences import Sequences
 
 __all__ = ["LongTrainer", "NotANumberError"]
 
@@ -22,7 +22,7 @@ class NotANumberError(CtxextError, ArithmeticError):
 class LongTrainer(Trainer):  # type: ignore[misc]
     """A Trainer that refuses to train on a loss or gradient that is no number.
 
-    Its data are ``TrainingSequences``, in their own order: ``TrainingArguments(train_sampling_strategy="sequential",
+    Its data are ``Sequences``, in their own order: ``TrainingArguments(train_sampling_strategy="sequential",
     remove_unused_columns=False)``.
 
     Args:
@@ -60,7 +60,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             wrong = f"A gradient is not finite (the loss is {loss.item():.4g})"
         if wrong is not None:
             data = self.train_dataset
-            where = data.describe(indices) if isinstance(data, TrainingSequences) else f"items {indices}"
+            where = data.describe(indices) if isinstance(data, Sequences) else f"items {indices}"
             raise NotANumberError(
                 f"{wrong} in step {self.state.global_step + 1}, on {where}. No weight was changed by this step: resume "
                 f"from the last checkpoint with a lower learning rate or a longer warm-up."

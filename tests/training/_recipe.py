@@ -1,12 +1,18 @@
-"""The recipe, loaded from its file as a program is, and its configs."""
+"""The recipe, loaded from its file as a program is, its configs, and what happens to a run."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIGS", "recipe"]
+import pytest
+from transformers import TrainerCallback
+
+from ctxext.training.trainer import LongTrainer
+
+__all__ = ["CONFIGS", "interrupted", "losses", "recipe"]
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))
@@ -22,3 +28,27 @@ def _load() -> Any:
 
 
 recipe = _load()
+
+
+def losses(run: Path) -> dict[int, float]:
+    entries = json.loads((run / "run.json").read_text(encoding="utf-8"))["loss"]
+    return {entry["step"]: entry["loss"] for entry in entries}
+
+
+class Stop(TrainerCallback):
+    """Somebody presses Ctrl-C in the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    original = LongTrainer.__init__
+
+    def with_stop(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.add_callback(Stop())
+
+    monkeypatch.setattr(LongTrainer, "__init__", with_stop)
+    return KeyboardInterrupt

@@ -60,8 +60,8 @@ def run(case: dict[str, Any]) -> None:
     settings = read_settings(case["config"], case["words"])
     arguments, prepare = recipe.training_arguments, trainers.LongTrainer.__init__
 
-    def with_accelerators(settings: Any) -> Any:
-        made = arguments(settings)
+    def with_accelerators(settings: Any, device: str) -> Any:
+        made = arguments(settings, device)
         assert made.world_size == int(os.environ["WORLD_SIZE"])
         if environment:
             admit_processes()

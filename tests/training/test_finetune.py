@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from _models import logits, tokens
-from _recipe import CONFIGS, recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from _recipe import CONFIGS, interrupted, losses, recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
@@ -19,30 +19,6 @@ from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.trainer import LongTrainer, NotANumberError
 
 STEPS = 4
-
-
-def losses(run: Path) -> dict[int, float]:
-    entries = json.loads((run / "run.json").read_text(encoding="utf-8"))["loss"]
-    return {entry["step"]: entry["loss"] for entry in entries}
-
-
-class Stop(TrainerCallback):
-    """Somebody presses Ctrl-C in the third step."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            raise KeyboardInterrupt
-
-
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    original = LongTrainer.__init__
-
-    def with_stop(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.add_callback(Stop())
-
-    monkeypatch.setattr(LongTrainer, "__init__", with_stop)
-    return KeyboardInterrupt
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:

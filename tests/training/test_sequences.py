@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers.masking_utils import create_causal_mask
 
 import ctxext
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation.corpus import Document
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, TrainingSequences
 
@@ -137,6 +140,31 @@ def test_too_short_too_long_and_what_is_no_document(
     (tmp_path / "blank.txt").write_text(" \n", encoding="utf-8")
     with pytest.raises(InvalidParameterError, match="No document with any text"):
         TokenisedDocuments.read([str(tmp_path / "blank.txt")], tokenizer)
+
+
+def test_long_documents_can_be_asked_for(documents: TokenisedDocuments) -> None:
+    def read(**changes: Any) -> set[int]:
+        found = sequences(documents, **changes)
+        return {found.plan(index)[0] for index in range(60)}
+
+    assert (read(), read(shortest=200), read(shortest=201)) == ({0, 1, 2}, {0, 2}, {0})
+    with pytest.raises(InvalidParameterError, match=r"has the 401 tokens asked for; the longest of 4 has 400\."):
+        read(shortest=401)
+
+
+def test_no_more_is_read_than_asked_for(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set of terabytes is streamed up to the limit."""
+    read = []
+
+    def endless(*args: Any, **kwargs: Any) -> Iterator[Document]:
+        for number in itertools.count():
+            read.append(number)
+            yield Document(f"{number}", "abcdefghij")
+
+    monkeypatch.setattr("ctxext.training.documents.read_documents", endless)
+    found = TokenisedDocuments.read(["endless"], tokenizer, tokens=35)
+    assert found.lengths == [10] * 4
+    assert read == [0, 1, 2, 3]
 
 
 def test_a_limit_of_tokens_and_a_changed_file(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The checkpoint that a run begins from: on the device that it is meant for, quantised where that is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+import ctxext
+from ctxext._checkpoint_source import checked_path, read_any_config
+from ctxext._saved import saved_extension
+from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.training.lora import reattach_lora
+from ctxext.training.parallel import is_sharded
+from ctxext.training.sections import Settings
+
+__all__ = ["load_base", "require_device", "with_all_weights"]
+
+
+def require_device(settings: Settings) -> str:
+    """The kind of device that a run trains on, ``cpu`` or ``cuda``, before anything is loaded.
+
+    Raises:
+        BackendUnavailableError: the settings need a GPU, or bitsandbytes, and there is none.
+    """
+    found = torch.cuda.is_available()
+    needs = [
+        name
+        for name, wanted in (
+            ("device: cuda", settings.device == "cuda"),
+            (f"quantisation: {settings.quantisation}", settings.quantisation is not None),
+            ("memory.offload: true", settings.memory.offload),
+        )
+        if wanted
+    ]
+    if needs and (not found or settings.device == "cpu"):
+        why = "the device is set to cpu" if found else f"torch {torch.__version__} sees no CUDA device here"
+        raise BackendUnavailableError(
+            f"This run is meant for a GPU ({', '.join(needs)}), but {why}. Run it on a machine with one, or take a "
+            f"config for the CPU, such as smollm2-135m-16k-yarn-pose.yaml (--device cpu makes one of a small model's)."
+        )
+    if settings.quantisation is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise BackendUnavailableError(
+            f"quantisation: {settings.quantisation} needs bitsandbytes. Run `pip install 'ctxext[qlora]'`, or set "
+            f"quantisation to null."
+        )
+    return "cuda" if found and settings.device != "cpu" else "cpu"
+
+
+def load_base(settings: Settings, device: torch.device) -> Checkpoint:
+    """Load what is to be trained, unextended, with its tokenizer.
+
+    Args:
+        settings: of the run.
+        device: where to put it.
+
+    Raises:
+        CheckpointError: as ``load_checkpoint``.
+        IncompatibleError: a checkpoint to be quantised that was saved extended.
+    """
+    if settings.quantisation is None:
+        return load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=device)
+    source = str(settings.checkpoint)
+    checked_path(source, {})
+    if saved_extension(read_any_config(source), source) is not None:
+        raise IncompatibleError(
+            f"{source} was saved extended by ctxext; a run with quantisation begins from the original checkpoint."
+        )
+    dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=settings.quantisation,
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype,
+            ),
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot load {source} in {settings.quantisation}: {error}") from error
+    name = Path(source).name if Path(source).exists() else source
+    return Checkpoint(name, model.eval(), tokenizer, f"{settings.quantisation}, computed in {settings.dtype}")
+
+
+def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
+    """The trained model to be merged: itself, or where this process has no whole weights of it, built anew on the CPU.
+
+    Args:
+        model: the ``peft.PeftModel`` that was trained.
+        settings: of the run.
+        adapter: the directory that it was saved in.
+    """
+    if not is_sharded(model) and settings.quantisation is None:  # 4-bit weights would be rounded once more
+        return model
+    plain = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device="cpu").model
+    ctxext.patch(plain, settings.extension.method, **settings.extension.arguments())
+    return reattach_lora(plain, adapter)

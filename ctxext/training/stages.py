@@ -1,0 +1,152 @@
+"""A length curriculum: one run that begins with a smaller extension and shorter sequences."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+import ctxext
+from ctxext._api import base_model, patched_state, resolve
+from ctxext.errors import IncompatibleError
+from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.packing import PackedSequences
+from ctxext.training.sections import Extension, Settings
+from ctxext.training.sequences import Sequences, TrainingSequences
+
+__all__ = ["Curriculum", "StagedSequences", "sequences_of", "stages_of"]
+
+
+def stages_of(settings: Settings) -> list[tuple[int, Extension, int]]:
+    """Steps, extension and tokens of a sequence, of each part of a run; the last is the settings' own."""
+    left = settings.training.steps - sum(stage.steps for stage in settings.stages)
+    given = settings.extension.model_dump() | {"factor": None, "target_length": None}
+    early = [
+        (
+            stage.steps,
+            Extension(**given | stage.model_dump(include={"factor", "target_length"})),
+            stage.length or settings.data.length,
+        )
+        for stage in settings.stages
+    ]
+    return [*early, (left, settings.extension, settings.data.length)]
+
+
+def sequences_of(settings: Settings, documents: TokenisedDocuments, per_step: int, trained_length: int) -> Sequences:
+    """What a run reads, in all its stages.
+
+    Args:
+        settings: of the run.
+        documents: tokenised.
+        per_step: sequences that a step takes, in all processes together.
+        trained_length: tokens that the checkpoint was trained for.
+
+    Raises:
+        InvalidParameterError: sequences beyond a stage's window, or documents that do not fill one.
+    """
+    data = settings.data
+    parts: list[Sequences] = []
+    for number, (steps, extension, length) in enumerate(stages_of(settings)):
+        asked = (extension.factor, extension.target_length, trained_length, extension.parameters)
+        target = resolve(extension.method, *asked).target_length(trained_length)
+        given: dict[str, Any] = {
+            "length": length,
+            "count": steps * per_step,
+            "seed": settings.seed + number,
+            "target_length": target,
+            "shortest": data.shortest,
+        }
+        if data.positions == "packed":
+            parts.append(PackedSequences(documents, **given))
+        else:
+            parts.append(TrainingSequences(documents, positions=data.positions, **given))
+    return StagedSequences(parts) if len(parts) > 1 else parts[0]
+
+
+class StagedSequences(Sequences):
+    """The sequences of one stage after those of the other.
+
+    Args:
+        parts: of each stage, in order.
+    """
+
+    def __init__(self, parts: Sequence[Sequences]) -> None:
+        self.parts = parts
+        self._stops = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._stops[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """An item of the part that the index lies in."""
+        part, place = self._place(index)
+        item = part[place]
+        return item | {"index": item["index"] + (index - place)}
+
+    def length_of(self, index: int) -> int:
+        part, place = self._place(index)
+        return part.length_of(place)
+
+    def describe(self, indices: Sequence[int]) -> str:
+        """Which sequences these are, each counted within its stage."""
+        found = []
+        for index in indices:
+            part, place = self._place(index)
+            found.append(f"stage {self.parts.index(part) + 1}, {part.describe([place])}")
+        return "; ".join(found)
+
+    def __str__(self) -> str:
+        """A line for each stage."""
+        return "\n".join(f"stage {number}: {part}" for number, part in enumerate(self.parts, start=1))
+
+    def _place(self, index: int) -> tuple[Sequences, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Sequence {index} of {len(self)}.")
+        number = bisect.bisect_right(self._stops, index)
+        return self.parts[number], index - (self._stops[number - 1] if number else 0)
+
+
+class Curriculum(TrainerCallback):  # type: ignore[misc]
+    """Gives the model the extension of the stage that each step belongs to; weights and optimiser go on as they are.
+
+    At the end of training the model has the last stage's extension. It comes before ``ExtensionCallback``, so that a
+    checkpoint on the border of two stages carries the extension that training goes on with.
+
+    Args:
+        model: extended as in the last stage.
+        stages: from ``stages_of``.
+
+    Raises:
+        IncompatibleError: stages of a dynamic method, whose positions follow the length of the text by themselves.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[tuple[int, Extension, int]]) -> None:
+        self.base = base_model(model)
+        self.extensions = [extension for _, extension, _ in stages]
+        self._stops = list(itertools.accumulate(steps for steps, _, _ in stages))
+        self._current = self.extensions[-1]
+        patched = patched_state(self.base)
+        if len(stages) > 1 and patched is not None and patched.method.dynamic:
+            raise IncompatibleError(
+                f"{patched.method.name} follows the length of the text by itself; stages of it have nothing to change. "
+                f"Leave out the stages."
+            )
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin, or go on, in the right stage."""
+        self._extend(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Get ready for the next step, before a checkpoint is written."""
+        self._extend(state.global_step)
+
+    def _extend(self, step: int) -> None:
+        wanted = self.extensions[min(bisect.bisect_right(self._stops, step), len(self.extensions) - 1)]
+        if wanted is not self._current:
+            ctxext.unpatch(self.base)
+            ctxext.patch(self.base, wanted.method, **wanted.arguments())
+            self._current = wanted

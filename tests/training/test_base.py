@@ -1,0 +1,57 @@
+"""What a run needs of the machine is checked before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _recipe import recipe
+
+from ctxext.errors import BackendUnavailableError, InvalidParameterError
+from ctxext.training import base
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--device", "cuda"], r"meant for a GPU \(device: cuda\), but torch .* sees no CUDA device here"),
+        (["--quantisation", "nf4"], r"meant for a GPU \(quantisation: nf4\)"),
+        (["--offload"], r"meant for a GPU \(memory.offload: true\).* take a config for the CPU"),
+    ],
+)
+def test_a_run_for_a_gpu_is_refused_without_one(overrides: list[str], said: str, settings: Any, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailableError, match=said):
+        recipe.finetune(settings(*overrides))
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
+def test_with_a_gpu(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert base.require_device(settings("--device", "cuda")) == "cuda"
+    assert base.require_device(settings()) == "cuda"
+    assert base.require_device(settings("--device", "cpu")) == "cpu"
+    with pytest.raises(BackendUnavailableError, match=r"\(quantisation: nf4\), but the device is set to cpu"):
+        base.require_device(settings("--quantisation", "nf4", "--device", "cpu"))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    with pytest.raises(BackendUnavailableError, match=r"needs bitsandbytes. Run `pip install 'ctxext\[qlora\]'`"):
+        base.require_device(settings("--quantisation", "nf4"))
+
+
+def test_what_cannot_be_quantised(settings: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="quantisation needs a checkpoint of safetensors"):
+        settings("--quantisation", "nf4", "--checkpoint", "model.gguf")
+    with pytest.raises(InvalidParameterError, match=r"set training.batch to 1 and raise training.accumulation\.$"):
+        settings("--positions", "packed", "--training.batch", "2")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_qlora_on_a_gpu(settings: Any, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    recipe.finetune(settings("--quantisation", "nf4", "--dtype", "bf16", "--merge"))
+    assert (tmp_path / "run" / "merged" / "model.safetensors").is_file()

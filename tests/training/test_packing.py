@@ -1,0 +1,113 @@
+"""Packed documents: nothing read twice, nothing lost, and none of them sees another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import tiny
+from torch import Tensor
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.training import chunk_loss
+from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.packing import PackedSequences, require_separate
+from ctxext.training.sequences import IGNORED
+
+LENGTH = 61  # of which 60 are text; documents of 400, 90, 200 and 20 tokens leave 40, 30, 20 and 20 over
+
+
+@pytest.fixture
+def documents(corpus: Path, tokenizer: Any) -> TokenisedDocuments:
+    return TokenisedDocuments.read([str(corpus)], tokenizer)
+
+
+def packed(documents: TokenisedDocuments, **changes: Any) -> PackedSequences:
+    return PackedSequences(documents, **({"length": LENGTH, "count": 60, "seed": 5, "target_length": 128} | changes))
+
+
+def stretches(item: dict[str, Tensor]) -> list[Tensor]:
+    """The texts of a sequence by where its positions begin anew."""
+    starts = (item["position_ids"] == 0).nonzero().flatten().tolist()
+    stops = [*starts[1:], len(item["input_ids"])]
+    return [item["input_ids"][start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+
+def test_an_epoch_reads_nearly_all_of_every_document_and_nothing_twice(
+    documents: TokenisedDocuments, tokenizer: Any, texts: list[str]
+) -> None:
+    found = packed(documents)
+    counts = {len(found._epoch(epoch)) for epoch in range(3)}
+    assert counts <= {10, 11}, "10 whole stretches or 9, and what is left over in one or two"
+    index = 0
+    orders = []
+    for epoch in range(3):
+        read: list[set[int]] = [set() for _ in texts]
+        places = []
+        for _ in found._epoch(epoch):
+            item = found[index]
+            assert {len(item[name]) for name in ("input_ids", "labels", "position_ids")} == {LENGTH}
+            assert "attention_mask" not in item
+            parts = stretches(item)
+            for part in parts:
+                if part[0] == tokenizer.bos_token_id and len(part) > 2:
+                    text = "".join(tokenizer.convert_ids_to_tokens(part[1:].tolist()))
+                    home = next(number for number, text_of in enumerate(texts) if text in text_of)
+                    first = texts[home].find(text)
+                    assert len(text) < 5 or not read[home] & set(range(first, first + len(text)))
+                    read[home] |= set(range(first, first + len(text)))
+                    places.append((home, first, len(text)))
+            firsts = item["position_ids"] == 0
+            assert (item["labels"][firsts] == IGNORED).all()
+            assert "from token" in found.describe([index])
+            index += 1
+        orders.append(places)
+        assert sum(map(len, read)) > 0.85 * sum(map(len, texts))
+        assert sum(length == 60 for *_, length in places) >= 6 + 1 + 3, "long documents come in whole sequences first"
+    assert orders[0] != orders[1] != orders[2]
+    again = packed(documents, count=10**6)
+    assert torch.equal(again[index - 1]["input_ids"], found[index - 1]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "attention"),
+    [("llama", "yarn", "sdpa"), ("llama", "yarn", "eager"), ("llama", "alibi", None), ("bloom", "pi", None)],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_loss_is_that_of_the_documents_alone(
+    documents: TokenisedDocuments, model_type: str, method: str, attention: str | None, chunked: bool
+) -> None:
+    given = {} if attention is None else {"attn_implementation": attention}
+    model = ctxext.patch(tiny(model_type, vocab_size=257, **given), method, factor=2)
+    require_separate(model)
+    found = packed(documents)
+    index = next(index for index in range(60) if len(found.plan(index)) >= 3)
+    item = found[index]
+    batch = {name: item[name][None] for name in ("input_ids", "position_ids", "labels")}
+    if chunked:
+        chunk_loss(model, chunk=16)
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).loss.item() * (item["labels"] != IGNORED).sum().item()
+        parts = [part[None] for part in stretches(item) if len(part) > 1 and part[0] == 256]
+        alone = sum(model(input_ids=part, labels=part).loss.item() * (part.shape[1] - 1) for part in parts)
+        blurred = model(**batch, attention_mask=torch.ones_like(batch["input_ids"]), use_cache=False).loss.item()
+    assert together == pytest.approx(alone, rel=1e-5)
+    if model_type == "llama" and method == "yarn":
+        assert abs(blurred * (item["labels"] != IGNORED).sum().item() - alone) > 1e-3 * alone, "could not have failed"
+
+
+def test_a_model_that_reads_across_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="does not keep packed documents apart"):
+        require_separate(tiny("bloom"))
+
+
+def test_too_little_text(documents: TokenisedDocuments) -> None:
+    with pytest.raises(InvalidParameterError, match=r"All 4 documents together do not fill one sequence of 1,000"):
+        packed(documents, length=1000, target_length=2000)
+    with pytest.raises(InvalidParameterError, match=r"400 tokens found in documents of at least 300"):
+        packed(documents, length=500, target_length=2000, shortest=300)
+    with pytest.raises(InvalidParameterError, match=r"do not fit into the extended window of 128"):
+        packed(documents, length=129)

@@ -1,0 +1,52 @@
+"""A run that begins with a smaller extension and goes on with a larger one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _recipe import interrupted, losses, recipe
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.training.sections import Stage
+from ctxext.training.settings import Settings
+
+
+def with_stages(settings: Settings, *stages: dict[str, Any]) -> Settings:
+    return settings.model_copy(update={"stages": [Stage(**stage) for stage in stages]})
+
+
+def test_each_stage_trains_its_own_extension_and_a_resumed_run_knows_where_it_was(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, small, broken = (tmp_path / name for name in ("both", "small", "broken"))
+    recipe.finetune(settings("--output", str(small), "--factor", "2", "--length", "24"))
+    staged = {"steps": 2, "factor": 2, "length": 24}
+    recipe.finetune(with_stages(settings("--output", str(both), "--factor", "4"), staged))
+    first, second = losses(small), losses(both)
+    assert [second[step] for step in (1, 2)] == [first[step] for step in (1, 2)]
+    assert second[3] != first[3]
+    again = with_stages(settings("--output", str(broken), "--factor", "4"), staged)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(interrupted(patched)):
+        recipe.finetune(again)  # interrupted on the border: the checkpoint is of step 2
+    recipe.finetune(again, resume=True)
+    assert losses(broken) == second
+    ours, theirs = (ctxext.load(place / "adapter") for place in (both, broken))
+    assert ctxext.describe(ours).target_length == 256
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+
+
+def test_stages_that_cannot_be(settings: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=r"the stages take 4 steps, which leaves none of training.steps"):
+        settings("--stages", "[{steps: 4, factor: 2}]")
+    with pytest.raises(InvalidParameterError, match=r"stages.0: give one of factor and target_length"):
+        settings("--stages", "[{steps: 1}]")
+    with pytest.raises(IncompatibleError, match="dynamic_yarn follows the length of the text by itself"):
+        recipe.finetune(
+            with_stages(settings("--method", "dynamic_yarn", "--positions", "consecutive"), {"steps": 2, "factor": 2})
+        )
+    with pytest.raises(InvalidParameterError, match=r"of 100 tokens do not fit into the extended window of 96"):
+        recipe.finetune(with_stages(settings(), {"steps": 2, "factor": 1.5, "length": 100}))
