@@ -13,19 +13,60 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from ctxext._render import methods_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 README = ROOT / "README.md"
+CONFIGS = ROOT / "recipes" / "configs"
 
 
 def blocks() -> dict[str, str]:
     """Return the text of every block by its name."""
     measured = {name: (RESULTS / f"{name}.md").read_text() for name in ("demo", "coverage", "bloom")}
     source = (ROOT / "ctxext" / "methods" / "abf.py").read_text()
-    return {**measured, "methods": methods_markdown(), "abf": f"```python\n{source.rstrip()}\n```"}
+    return {
+        **measured,
+        "recipes": recipes_markdown(),
+        "methods": methods_markdown(),
+        "abf": f"```python\n{source.rstrip()}\n```",
+    }
+
+
+def header_of(config: Path) -> dict[str, str]:
+    """What the comment in front of a config says about it: hardware, memory, time, expected numbers."""
+    found: dict[str, str] = {}
+    for line in config.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        entry = re.match(r"# ([A-Z][a-z]+)  +(\S.*)", line)
+        if entry:
+            found[entry[1]] = entry[2]
+        elif found:
+            found[list(found)[-1]] += " " + line.lstrip("# ")
+    return found
+
+
+def recipes_markdown() -> str:
+    """A table of all configs, from the comments in front of them; those that differ in the method alone share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        header = header_of(path)
+        method = yaml.safe_load(path.read_text(encoding="utf-8"))["extension"]["method"]
+        family = path.stem.replace(f"-{method}", "-*")
+        key = (family, header["Hardware"], _short(header["Memory"]), _short(header["Time"]))
+        rows.setdefault(key, []).append(f"[{method}]({path.relative_to(ROOT)})")
+    lines = ["| `recipes/configs/` | `*` | hardware | memory | time |", "|---|---|---|---|---|"]
+    lines += [f"| `{family}` | {', '.join(links)} | {' | '.join(rest)} |" for (family, *rest), links in rows.items()]
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    """Up to and with the first mark of being measured or estimated, without how."""
+    number, mark, _ = re.split(r"\((measured|estimated)", text, maxsplit=1)
+    return f"{number}({mark})"
 
 
 def filled(readme: str) -> str:

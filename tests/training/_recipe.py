@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ctxext.training.trainer import LongTrainer
 
-__all__ = ["CONFIGS", "interrupted", "losses", "recipe"]
+__all__ = ["CONFIGS", "RECIPES", "interrupted", "losses", "recipe"]
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))

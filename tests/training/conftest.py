@@ -10,13 +10,14 @@ from typing import Any
 import datasets
 import pytest
 from _models import tiny
-from _recipe import CONFIGS
+from _recipe import RECIPES
 from _tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.training.settings import Settings, read_settings
 
 LENGTHS = (400, 90, 200, 20)
+CONFIG = RECIPES / "configs" / "smollm2-135m-16k-yarn-pose.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def checkpoint(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Temp
 def settings(checkpoint: Path, corpus: Path, tmp_path: Path) -> Any:
     """Settings of a config, made small."""
 
-    def make(*overrides: str, config: Path = CONFIGS[0]) -> Settings:
+    def make(*overrides: str, config: Path = CONFIG) -> Settings:
         small = {
             "checkpoint": str(checkpoint),
             "data.train": str(corpus),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _models import logits, tokens
-from _recipe import CONFIGS, interrupted, losses, recipe
+from _recipe import interrupted, losses, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ctxext
@@ -110,13 +110,3 @@ def test_a_loss_that_is_no_number_stops_training(
 def test_sequences_beyond_the_window(settings: Any) -> None:
     with pytest.raises(InvalidParameterError, match="of 200 tokens do not fit into the extended window of 128"):
         recipe.finetune(settings("--data.length", "200"))
-
-
-def test_there_are_recipes() -> None:
-    assert CONFIGS
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_every_recipe_runs_two_steps(config: Path, settings: Any, tmp_path: Path) -> None:
-    recipe.finetune(settings("--training.steps", "2", config=config))
-    assert list(losses(tmp_path / "run")) == [1, 2]

@@ -1,0 +1,122 @@
+"""Every config: what its header must say, and two steps of it on a tiny model of the same architecture."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from _models import TRAINED_LENGTH, tiny
+from _recipe import CONFIGS, losses, recipe
+from transformers import PreTrainedTokenizerFast
+
+from ctxext.training.sections import Stage
+from ctxext.training.settings import Settings, read_settings
+from scripts.update_readme import header_of
+
+LLAMA_3_1 = {
+    "max_position_embeddings": 8 * TRAINED_LENGTH,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED_LENGTH,
+    },
+}
+# Checkpoint: tokens that it was trained for, its architecture, and what that is built with here.
+CHECKPOINTS: dict[str | None, tuple[int, str, dict[str, Any]]] = {
+    None: (8192, "llama", {"tie_word_embeddings": True}),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (8192, "llama", {"tie_word_embeddings": True}),
+    "meta-llama/Meta-Llama-3-8B": (8192, "llama", {}),
+    "meta-llama/Llama-3.1-8B": (8192, "llama", LLAMA_3_1),
+    "mistralai/Mistral-7B-v0.1": (8192, "mistral", {"sliding_window": 16}),
+    "bigscience/bloom-560m": (2048, "bloom", {}),
+    "bigscience/bloom-7b1": (2048, "bloom", {}),
+}
+every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
+    """A tiny checkpoint for each real one, those of one architecture sharing it."""
+    made: dict[str, Path] = {}
+    found: dict[str | None, Path] = {}
+    for name, (_, model_type, changes) in CHECKPOINTS.items():
+        key = f"{model_type} {changes}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(model_type)
+            tiny(model_type, vocab_size=257, **changes).save_pretrained(made[key])
+            tokenizer.save_pretrained(made[key])
+        found[name] = made[key]
+    return found
+
+
+def read(path: Path) -> Settings:
+    return read_settings(path, ["--data.train", "books.parquet"])
+
+
+def test_there_are_configs_for_every_promise() -> None:
+    assert len(CONFIGS) >= 20
+    settings = [read(path) for path in CONFIGS]
+    assert {one.checkpoint for one in settings} == set(CHECKPOINTS)
+    assert {one.extension.method for one in settings} >= {"yarn", "pi", "ntk", "abf", "llama3", "alibi"}
+    assert {one.data.positions for one in settings} == {"consecutive", "pose", "packed"}
+    assert {one.device for one in settings} == {"auto", "cuda"}
+    assert any(one.stages for one in settings)
+    assert any(one.quantisation for one in settings)
+
+
+@every_config
+def test_it_says_what_it_is(path: Path) -> None:
+    settings, text = read(path), path.read_text(encoding="utf-8")
+    assert f"recipes/configs/{path.name}" in text
+    assert settings.output == f"runs/{path.stem}"
+    trained, _, _ = CHECKPOINTS[settings.checkpoint]
+    assert settings.extension.factor is not None
+    reach = re.search(r"-(\d+)k-", path.name)
+    assert reach is not None
+    assert settings.extension.factor * trained == int(reach[1]) * 1024
+    assert settings.data.length == int(reach[1]) * 1024 or settings.data.positions == "pose"
+    assert settings.extension.method in path.name
+    header = header_of(path)
+    assert list(header) == ["Hardware", "Memory", "Time", "Expected"]
+    for key in ("Memory", "Time", "Expected"):
+        assert re.search(r"\((measured|estimated)", header[key]), key
+    assert ("GPU" in header["Hardware"] or "H100" in header["Hardware"]) == (settings.device == "cuda")
+    assert "activation_checkpointing" not in str(yaml.safe_load(text)), "what was renamed is not in our own files"
+
+
+@every_config
+def test_it_trains_two_steps(path: Path, models: dict[str | None, Path], corpus: Path, tmp_path: Path) -> None:
+    """All is as in the config but what makes it large, or needs a GPU."""
+    real = read(path)
+    small = {
+        "checkpoint": models[real.checkpoint],
+        "data.train": corpus,
+        "data.length": 32,
+        "data.shortest": "null",
+        "output": tmp_path / "run",
+        "device": "cpu",
+        "dtype": "fp32",
+        "quantisation": "null",
+        "memory.offload": "false",
+        "training.steps": 2,
+        "training.warmup": 0,
+        "training.accumulation": 1,
+        "stages": "[]",
+    }
+    if real.extension.trained_length is not None:
+        small["extension.trained_length"] = TRAINED_LENGTH
+    if real.memory.mlp_tile is not None:
+        small["memory.mlp_tile"] = 8
+    settings = read_settings(path, [word for key, value in small.items() for word in (f"--{key}", str(value))])
+    stages = [Stage(**stage.model_dump() | {"steps": 1, "length": 24}) for stage in real.stages]
+    recipe.finetune(settings.model_copy(update={"stages": stages}))
+    found = losses(tmp_path / "run")
+    assert list(found) == [1, 2]
+    assert all(map(math.isfinite, found.values()))
