@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ctxext
-from ctxext._checkpoint_source import checked_path, read_any_config
+from ctxext._adapters import ADAPTER_FILE, is_adapter
+from ctxext._checkpoint_source import checked_path, read_any_config, read_json
 from ctxext._saved import saved_extension
-from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
+from ctxext.errors import BackendUnavailableError, CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
@@ -59,17 +60,13 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
         device: where to put it.
 
     Raises:
-        CheckpointError: as ``load_checkpoint``.
-        IncompatibleError: a checkpoint to be quantised that was saved extended.
+        CheckpointError: as ``load_checkpoint``; also for an adapter, or a checkpoint that was saved extended.
     """
+    source = settings.checkpoint
+    if source is not None and not source.endswith(".gguf"):
+        _require_original(source)
     if settings.quantisation is None:
-        return load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=device)
-    source = str(settings.checkpoint)
-    checked_path(source, {})
-    if saved_extension(read_any_config(source), source) is not None:
-        raise IncompatibleError(
-            f"{source} was saved extended by ctxext; a run with quantisation begins from the original checkpoint."
-        )
+        return load_checkpoint(source, dtype=settings.dtype, device=device)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -87,8 +84,25 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot load {source} in {settings.quantisation}: {error}") from error
-    name = Path(source).name if Path(source).exists() else source
+    name = Path(str(source)).name if Path(str(source)).exists() else str(source)
     return Checkpoint(name, model.eval(), tokenizer, f"{settings.quantisation}, computed in {settings.dtype}")
+
+
+def _require_original(source: str) -> None:
+    """Refuse what a run cannot begin from, before gigabytes of it are loaded."""
+    if is_adapter(source):
+        base = read_json(Path(source) / ADAPTER_FILE).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{source} is an adapter on {base}, perhaps of another extension. A run begins from a whole checkpoint: "
+            f"name {base} itself, or merge the adapter into it first. To go on with the run that wrote it, --resume."
+        )
+    checked_path(source, {})
+    saved = saved_extension(read_any_config(source), source)
+    if saved is not None:
+        raise CheckpointError(
+            f"{source} was saved extended by {saved['method']['method']}, and extensions are never stacked. Begin from "
+            f"the original checkpoint."
+        )
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:

@@ -57,8 +57,9 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
                 f"{output} holds a run with {checkpoint.name}. Add --resume to go on from there, or choose another "
                 f"--output."
             )
-        output.mkdir(parents=True, exist_ok=True)
-        stored.write_text(json.dumps(settings.model_dump(), indent=2) + "\n", encoding="utf-8")
+        with saving(output):
+            output.mkdir(parents=True, exist_ok=True)
+            stored.write_text(json.dumps(settings.model_dump(), indent=2) + "\n", encoding="utf-8")
         return None
     if checkpoint is None or not stored.is_file():
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
@@ -85,8 +86,10 @@ def saving(output: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         last = last_checkpoint(output)
-        rest = "There is no whole checkpoint yet" if last is None else f"The last whole checkpoint is {last}"
-        raise CheckpointError(f"Saving failed: {error}. {rest}; make room, then go on with --resume.") from error
+        rest = "Nothing was trained yet; make room, or choose another --output, and start again."
+        if last is not None:
+            rest = f"The last whole checkpoint is {last}; make room and go on from it with --resume."
+        raise CheckpointError(f"Saving failed: {error}. {rest}") from error
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

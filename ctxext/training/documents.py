@@ -13,7 +13,7 @@ from accelerate import PartialState
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.errors import CtxextError, InvalidParameterError
+from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
 from ctxext.evaluation.corpus import read_documents, special_prefix, tokenise
 
 __all__ = ["TokenisedDocuments"]
@@ -65,9 +65,10 @@ class TokenisedDocuments:
 
         Raises:
             InvalidParameterError: no documents, or a source that cannot be read.
+            CheckpointError: the cache of ``datasets`` cannot be written.
         """
         import pyarrow.compute
-        from datasets import Dataset, Features, Value
+        from datasets import Dataset, Features, Value, config
         from datasets import List as Listed
         from datasets.exceptions import DatasetGenerationError
 
@@ -85,6 +86,11 @@ class TokenisedDocuments:
             except DatasetGenerationError as error:
                 if isinstance(error.__cause__, CtxextError):
                     raise error.__cause__ from None
+                if isinstance(error.__cause__, OSError):
+                    raise CheckpointError(
+                        f"Cannot keep the tokenised documents in {config.HF_DATASETS_CACHE}: {error.__cause__}. Make "
+                        f"room there, or set HF_DATASETS_CACHE to another place."
+                    ) from error
                 raise
         lengths = pyarrow.compute.list_value_length(rows.data.column("input_ids")).to_pylist()
         return cls(rows, rows["name"], lengths, special_prefix(tokenizer))

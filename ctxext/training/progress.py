@@ -29,30 +29,34 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.tokens_of = tokens_of
         self.tokens = 0
         self.steps, self.seconds, self.loss = 0, 0.0, float("nan")
-        self._started = self._before = 0.0
+        self._started = 0.0
+        self._before = (0.0, 0)
         self._bar: Progress | None = None
 
     @property
     def tokens_per_second(self) -> float:
-        """Since training began or was resumed, saving included; NaN before the first step."""
-        return self.tokens / self.seconds if self.steps else float("nan")
+        """Of training, saving included, in all parts of a resumed run; NaN before the first step."""
+        return (self._before[1] + self.tokens) / self.total_seconds if self.total_seconds else float("nan")
 
     @property
     def total_seconds(self) -> float:
         """Of training, up to the last step, in all parts of a resumed run."""
-        return self._before + self.seconds
+        return self._before[0] + self.seconds
 
     def state(self) -> dict[str, Any]:
         """What the Trainer stores in ``trainer_state.json``."""
-        return {"args": {}, "attributes": {"total_seconds": self.total_seconds}}
+        return {
+            "args": {},
+            "attributes": {"total_seconds": self.total_seconds, "total_tokens": self._before[1] + self.tokens},
+        }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
         self._started, self.steps, self.seconds = time.monotonic(), 0, 0.0
         self.tokens = 0
         if state.global_step:
-            stored = state.stateful_callbacks.get(type(self).__name__)
-            self._before = stored["attributes"]["total_seconds"] if stored else 0.0
+            stored = state.stateful_callbacks[type(self).__name__]["attributes"]
+            self._before = (stored["total_seconds"], stored["total_tokens"])
         if state.is_world_process_zero and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))

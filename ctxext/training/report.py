@@ -17,8 +17,7 @@ __all__ = ["now", "peak_memory", "trained_weights", "write_json"]
 
 def trained_weights(adapted: Any) -> str:
     """How much of a ``peft.PeftModel`` is trained."""
-    total = sum(weight.numel() for weight in adapted.get_base_model().parameters())
-    some = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    some, total = adapted.get_nb_trainable_parameters()  # counts weights of 4 bits, too
     return f"{some:,} of {total:,} weights are trained"
 
 

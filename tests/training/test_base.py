@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from _recipe import recipe
+from transformers import AutoModelForCausalLM
 
-from ctxext.errors import BackendUnavailableError, InvalidParameterError
+import ctxext
+from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError
 from ctxext.training import base
+from ctxext.training.lora import attach_lora
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -47,6 +50,20 @@ def test_what_cannot_be_quantised(settings: Any) -> None:
         settings("--quantisation", "nf4", "--checkpoint", "model.gguf")
     with pytest.raises(InvalidParameterError, match=r"set training.batch to 1 and raise training.accumulation\.$"):
         settings("--positions", "packed", "--training.batch", "2")
+
+
+def test_a_run_begins_from_a_plain_checkpoint(settings: Any, checkpoint: Path, tmp_path: Path) -> None:
+    model = ctxext.patch(AutoModelForCausalLM.from_pretrained(checkpoint), "ntk", factor=2)
+    ctxext.save(model, tmp_path / "extended")
+    ctxext.save(attach_lora(model, rank=4), tmp_path / "adapter")
+    for quantisation in ("null", "nf4"):  # each has a way of its own to load
+        extended = settings("--checkpoint", str(tmp_path / "extended"), "--quantisation", quantisation)
+        with pytest.raises(CheckpointError, match=r"extended was saved extended by ntk, and extensions are never"):
+            base.load_base(extended, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"adapter is an adapter on .*, perhaps of another extension\. A run beg"):
+        base.load_base(settings("--checkpoint", str(tmp_path / "adapter")), torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="no such directory"):
+        base.load_base(settings("--checkpoint", str(tmp_path / "none")), torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -78,6 +78,40 @@ def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, caps
     assert AutoTokenizer.from_pretrained(run / "merged")("ab").input_ids[0] == 256
 
 
+def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recipe, "write_json", full)
+        with pytest.raises(CheckpointError, match=r"No space left.*The last whole checkpoint is .*checkpoint-4; make"):
+            recipe.finetune(settings())
+    assert not (run / "run.json").exists()
+    monkeypatch.setattr(LongTrainer, "training_step", full)  # nothing is trained again
+    recipe.finetune(settings(), resume=True)
+    report = json.loads((run / "run.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert list(losses(run)) == [1, 2, 3, 4]
+    assert report["tokens_per_second"] == pytest.approx(4 * 32 / report["training_seconds"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(CheckpointError, match="Nothing was trained yet; make room, or choose another --output"):
+            recipe.finetune(settings("--output", str(tmp_path / "new")))
+
+
+def test_a_checkpoint_of_another_extension_is_refused_whatever_the_settings_say(settings: Any, tmp_path: Path) -> None:
+    recipe.finetune(settings())
+    stored = tmp_path / "run" / "settings.json"
+    stored.write_text(stored.read_text(encoding="utf-8").replace('"factor": 2.0', '"factor": 4.0'), encoding="utf-8")
+    with pytest.raises(
+        PatchStateError, match=r"extended by yarn \(factor 2, .* this model is extended by yarn \(factor 4"
+    ):
+        recipe.finetune(settings("--factor", "4"), resume=True)
+
+
 def test_a_run_is_resumed_only_as_itself(settings: Any) -> None:
     with pytest.raises(CheckpointError, match="holds no whole checkpoint to resume from"):
         recipe.finetune(settings(), resume=True)

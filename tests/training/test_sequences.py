@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 import ctxext
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.corpus import Document
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, TrainingSequences
@@ -165,6 +166,16 @@ def test_no_more_is_read_than_asked_for(tokenizer: Any, monkeypatch: pytest.Monk
     found = TokenisedDocuments.read(["endless"], tokenizer, tokens=35)
     assert found.lengths == [10] * 4
     assert read == [0, 1, 2, 3]
+
+
+def test_a_cache_that_cannot_be_written(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Iterator[Document]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    monkeypatch.setattr("ctxext.training.documents.read_documents", full)
+    with pytest.raises(CheckpointError, match=r"tokenised documents in .*No space left.* set HF_DATASETS_CACHE"):
+        TokenisedDocuments.read(["any"], tokenizer)
 
 
 def test_a_limit_of_tokens_and_a_changed_file(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
