@@ -26,6 +26,7 @@ import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._reach import check_reach
 from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.comparison.choice import label_for, name_for
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.longppl_result import LongPplReading, LongPplResult, LongPplScore
@@ -77,13 +78,16 @@ def run(
     window = ctxext.describe(plain).trained_length or keys.window
     (unpatched,) = work.read(UNPATCHED, plain, [keys.window])
     truncated = work.truncate(TRUNCATED, plain, window, lengths[-1])
-    readings = [work.reading(UNPATCHED, [unpatched], None), work.reading(TRUNCATED, [truncated], None)]
-    for name, method in _named(methods):
+    readings = [
+        work.reading(UNPATCHED, UNPATCHED, [unpatched], None),
+        work.reading(TRUNCATED, TRUNCATED, [truncated], None),
+    ]
+    for name, label, method in _named(methods):
         with _extended(checkpoint.model, method, trained_length):
             check_reach(checkpoint.model, lengths[-1], beyond=False)
             provenance = provenance.with_extension(name, checkpoint.model)
             found = work.read(name, checkpoint.model, lengths)
-        readings.append(work.reading(name, found, truncated))
+        readings.append(work.reading(name, label, found, truncated))
     return LongPplResult(keys=keys, readings=tuple(readings), provenance=provenance)
 
 
@@ -139,10 +143,10 @@ class _Work:
 
         return _timed(window, losses)
 
-    def reading(self, name: str, found: Sequence[_Losses], baseline: _Losses | None) -> LongPplReading:
+    def reading(self, name: str, label: str, found: Sequence[_Losses], baseline: _Losses | None) -> LongPplReading:
         """What the losses of all lengths add up to."""
         scores = tuple(self._score(one, baseline) for one in found)
-        return LongPplReading(name=name, scores=scores, seconds=sum(one.seconds for one in found))
+        return LongPplReading(name=name, label=label, scores=scores, seconds=sum(one.seconds for one in found))
 
     def _score(self, found: _Losses, baseline: _Losses | None) -> LongPplScore:
         key = [losses[places] for losses, places in zip(found.losses, self._places(), strict=True)]
@@ -189,17 +193,14 @@ def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequen
     return checkpoint.model if reference is None else reference.model
 
 
-def _named(methods: Sequence[Method]) -> list[tuple[str, Method | None]]:
-    """Each extension with a name of its own: the method's, with its factor where a method comes twice."""
+def _named(methods: Sequence[Method]) -> list[tuple[str, str, Method | None]]:
+    """Each extension with a name of its own and a label."""
     if not methods:
-        return [(AS_SAVED, None)]
-    short = [method.name for method in methods]
-    names = [
-        name if short.count(name) == 1 else f"{name} x{m.factor:g}" for name, m in zip(short, methods, strict=True)
-    ]
+        return [(AS_SAVED, AS_SAVED, None)]
+    names = [name_for(method) for method in methods]
     if len(set(names)) < len(names):
-        raise InvalidParameterError(f"Give each method once at each factor; found {', '.join(names)}.")
-    return list(zip(names, methods, strict=True))
+        raise InvalidParameterError(f"Give each method once; found {', '.join(names)}.")
+    return [(name, label_for(method), method) for name, method in zip(names, methods, strict=True)]
 
 
 def _lengths(lengths: Sequence[int], keys: KeyTokens) -> list[int]:

@@ -52,12 +52,14 @@ class LongPplReading:
     """One way to read the texts.
 
     Args:
-        name: ``unpatched`` and ``truncated`` for the references, or the method.
+        name: ``unpatched`` and ``truncated`` for the references, ``as saved``, or the method with its factor.
+        label: the same, as a reader wants it.
         scores: one per length.
         seconds: of all lengths.
     """
 
     name: str
+    label: str
     scores: tuple[LongPplScore, ...]
     seconds: float = 0.0
 

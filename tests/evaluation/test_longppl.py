@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
 
 import ctxext
+from ctxext.cli import app
 from ctxext.errors import InvalidParameterError, PatchStateError
-from ctxext.evaluation import longppl
+from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.key_tokens import KeyTokens, ending, find_key_tokens, search_cost
@@ -107,8 +110,8 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     total = longppl.total_cost(checkpoint, texts, keys, lengths=[900], methods=2)
     assert sum(done for _, done in steps) == pytest.approx(total, rel=0.1)
-    assert [reading.name for reading in found.readings] == ["unpatched", "truncated", "pi", "dynamic_ntk"]
-    assert [score.length for score in found.find("pi").scores] == [TRAINED, 900]
+    assert [reading.name for reading in found.readings] == ["unpatched", "truncated", "pi x2", "dynamic_ntk x2"]
+    assert [score.length for score in found.find("pi x2").scores] == [TRAINED, 900]
 
     def by_hand(length: int) -> tuple[list[Tensor], list[Tensor]]:
         key, everything = [], []
@@ -130,7 +133,7 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
         for losses, passage in zip(truncated, keys.passages, strict=True)
     ]
     assert found.find("truncated").scores[0].key_loss == pytest.approx(torch.cat(lost).mean().item(), rel=1e-5)
-    for name, method in zip(("pi", "dynamic_ntk"), methods, strict=True):
+    for name, method in zip(("pi x2", "dynamic_ntk x2"), methods, strict=True):
         ctxext.patch(model, method)
         for score in found.find(name).scores:
             key, everything = by_hand(score.length)
@@ -149,7 +152,7 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     rows = found.rows()
     assert len(rows) == 6
     assert rows[0]["versus_truncation"] is None
-    assert rows[-1]["longppl"] == pytest.approx(found.find("dynamic_ntk").scores[-1].longppl)
+    assert rows[-1]["longppl"] == pytest.approx(found.find("dynamic_ntk x2").scores[-1].longppl)
 
 
 def test_key_tokens_are_kept_and_checked(
@@ -206,7 +209,7 @@ def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> N
     for arguments, message in (
         ({"lengths": [900], "methods": [pi]}, r"900 tokens are more than the 768 .* by pi"),
         ({"lengths": [300], "methods": [pi]}, r"at least the 400 tokens in which .* found 300"),
-        ({"lengths": [700], "methods": [pi, pi]}, "each method once at each factor; found pi x1.5, pi x1.5"),
+        ({"lengths": [700], "methods": [pi, pi]}, "Give each method once; found pi x1.5, pi x1.5"),
         ({"lengths": [700]}, "Nothing is extended"),
         (
             {"lengths": [2000], "methods": [ctxext.method("pi", factor=8)]},
@@ -221,3 +224,50 @@ def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> N
         find_key_tokens(checkpoint, texts)
     with pytest.raises(InvalidParameterError, match=r"comes extended.*as the reference"):
         longppl.run(checkpoint, texts, keys, lengths=[700])
+
+
+def test_the_command(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.save_pretrained(tmp_path / "tiny")
+    bos_tokenizer.save_pretrained(tmp_path / "tiny")
+    for document in TEXTS:
+        (tmp_path / f"{document.name}.txt").write_text(document.text, encoding="utf-8")
+    names = [f"longppl.{kind}" for kind in ("json", "csv", "png")]
+    given = ["eval", "longppl", tmp_path / "tiny", "--dtype", "fp32", "-m", "pi", "-m", "yarn ramp=turns", "-l", 900]
+    given += ["-t", tmp_path / "one.txt", "-t", tmp_path / "two.txt", "--keys", tmp_path / "keys.json"]
+    given += ["--short", 96, "--stride", 32, "--alpha", 0.5, "--beta", -6]
+
+    def call(*more: object) -> Result:
+        arguments = [str(part) for part in (*given, *more)]
+        return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+    shown = call(*(part for name in names for part in ("-o", tmp_path / name)))
+    assert shown.exit_code == 0, shown.output
+    saved = json.loads((tmp_path / "longppl.json").read_text(encoding="utf-8"))
+    report = LongPplResult.from_dict(saved)
+    texts = corpus_of(TEXTS, bos_tokenizer, tokens=901)
+    loaded = Checkpoint("tiny", model, bos_tokenizer)
+    keys = find_key_tokens(loaded, texts, **LOOSE)
+    assert KeyTokens.load(tmp_path / "keys.json").passages == keys.passages == report.keys.passages
+    factor = 900 / TRAINED
+    methods = [ctxext.method("pi", factor=factor), ctxext.method("yarn", factor=factor, ramp="turns")]
+    expected = longppl.run(loaded, texts, keys, lengths=[900], methods=methods)
+    found = [(one.name, [score.key_loss for score in one.scores]) for one in report.readings]
+    assert found == [(one.name, pytest.approx([s.key_loss for s in one.scores], rel=1e-5)) for one in expected.readings]
+    best = min(report.extensions, key=lambda reading: reading.scores[-1].key_loss)
+    assert f"Best at 900: {best.label}." in shown.output
+    assert (tmp_path / "longppl.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "longppl.csv").read_text(encoding="utf-8").splitlines()) == 1 + 6
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("key tokens were found before")
+
+    monkeypatch.setattr(key_tokens, "find_key_tokens", never)
+    again = call("--csv")
+    assert again.exit_code == 0, again.output
+    assert again.stdout.splitlines()[0].startswith("checkpoint,reading,length,key_tokens")
+    assert re.search(r"\d+ key tokens out of .*keys\.json, found by tiny", again.stderr)
+    other = call("--alpha", 1)
+    assert other.exit_code == 1
+    assert "holds key tokens found with alpha=0.5, and alpha=1.0 is asked for" in other.stderr

@@ -15,7 +15,7 @@ from ctxext.evaluation.comparison.choice import chosen_methods
 from ctxext.evaluation.comparison.readings import TRUNCATED, UNPATCHED, Reading, Wardrobe
 from ctxext.evaluation.comparison.run import setting_of
 
-__all__ = ["AS_SAVED", "Panel", "Reader", "make_panel"]
+__all__ = ["AS_SAVED", "Panel", "Reader", "factors_for", "make_panel"]
 
 AS_SAVED = "as saved"
 
@@ -98,7 +98,7 @@ def make_panel(
         UnknownNameError: an unknown method.
     """
     own = Wardrobe(checkpoint.model, trained_length=trained_length, sliding_window=sliding_window)
-    plain, candidates = _candidates(own, methods, _factors(methods, factors, lengths, own.trained_length))
+    plain, candidates = _candidates(own, methods, factors_for(methods, factors, lengths, own.trained_length))
     original = own if reference is None else _reference(checkpoint, reference, own, sliding_window)
     references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=TRUNCATED)]
     if own.extended is not None:
@@ -150,7 +150,12 @@ def _reference(checkpoint: Checkpoint, reference: Checkpoint, own: Wardrobe, sli
     return found
 
 
-def _factors(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
+def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
+    """The factors asked for; without any, the one that the greatest length needs, or 2 where no length is given.
+
+    Raises:
+        InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.
+    """
     if factors and not methods:
         raise InvalidParameterError(f"A factor of {factors[0]:g} is for a method; name one with --method.")
     if factors or not lengths:

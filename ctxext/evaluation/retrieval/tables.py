@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -13,18 +13,18 @@ from ctxext.evaluation._plots import tokens_label
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult
 from ctxext.evaluation.ruler import RulerReport, RulerResult
 
-__all__ = ["passkey_sentences", "ruler_sentences", "show_passkeys", "show_ruler"]
+__all__ = ["passkey_sentences", "plain_table", "ruler_sentences", "show_passkeys", "show_ruler"]
 
 
 def show_passkeys(report: PasskeyReport, console: Console) -> None:
     """Print what was found at each length, all depths together, and the sentences."""
     lengths = sorted({length for reading in report.readings for length in reading.lengths})
     console.print("\nKeys found of keys hidden (mean loss of the key's tokens, nats)\n")
-    table = _table(["", *map(tokens_label, lengths)])
-    for reading in report.readings:
-        cells = [_cell(reading.at(length)) if length in reading.lengths else "-" for length in lengths]
-        table.add_row(reading.label, *cells, style="dim" if reading.reading == "truncated" else None)
-    console.print(table)
+    rows = [
+        [one.label, *(_cell(one.at(length)) if length in one.lengths else "-" for length in lengths)]
+        for one in report.readings
+    ]
+    console.print(plain_table(["", *map(tokens_label, lengths)], rows, {"truncated": "dim"}))
     _say(console, passkey_sentences(report))
 
 
@@ -44,14 +44,12 @@ def show_ruler(report: RulerReport, console: Console) -> None:
     lengths = sorted({length for reading in report.readings for length in reading.lengths})
     for reading in report.readings:
         console.print(f"\n{reading.label}: score by task and tokens of prompt and reply, 0 to 100\n", markup=False)
-        table = _table(["", *map(tokens_label, lengths)])
-        scores = {(cell.task, cell.length): cell for cell in reading.cells}
-        for task in reading.tasks:
-            cells = [scores.get((task, length)) for length in lengths]
-            table.add_row(task, *(f"{cell.score:.0f}" if cell else "-" for cell in cells))
-        averages = reading.averages
-        table.add_row("average", *(f"{averages[n]:.1f}" if n in averages else "-" for n in lengths), style="bold")
-        console.print(table)
+        scores = {(cell.task, cell.length): f"{cell.score:.0f}" for cell in reading.cells}
+        scores |= {("average", length): f"{score:.1f}" for length, score in reading.averages.items()}
+        rows = [
+            [task, *(scores.get((task, length), "-") for length in lengths)] for task in (*reading.tasks, "average")
+        ]
+        console.print(plain_table(["", *map(tokens_label, lengths)], rows, {"average": "bold"}))
     _say(console, ruler_sentences(report))
 
 
@@ -99,10 +97,19 @@ def _cell(reading: PasskeyResult) -> str:
     return f"{sum(trial.correct for trial in reading.trials)}/{len(reading.trials)} ({reading.loss:.2f})"
 
 
-def _table(header: Sequence[str]) -> Table:
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str] | None = None) -> Table:
+    """A table whose first column is text and whose others are numbers.
+
+    Args:
+        header: above the columns.
+        rows: cells.
+        styles: of rows, by their first cell.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row, style=(styles or {}).get(row[0]))
     return table
 
 

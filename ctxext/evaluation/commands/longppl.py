@@ -1,0 +1,187 @@
+"""``ctxext eval longppl``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ctxext._cli_options import Json, Trained, Trust
+from ctxext.evaluation.commands._options import (
+    Bos,
+    Checkpoint,
+    Column,
+    Csv,
+    Device,
+    Documents,
+    Dtype,
+    Factors,
+    Methods,
+    Output,
+    Reference,
+    Skip,
+    Split,
+    Text,
+    read_corpus,
+)
+from ctxext.evaluation.commands._outputs import check_outputs, write_outputs
+
+if TYPE_CHECKING:
+    from ctxext.evaluation.checkpoint import Checkpoint as Loaded
+    from ctxext.evaluation.corpus import Corpus
+    from ctxext.evaluation.key_tokens import KeyTokens
+
+__all__ = ["longppl"]
+
+
+def longppl(
+    checkpoint: Checkpoint = None,
+    text: Text = None,
+    method: Methods = None,
+    factor: Factors = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--length",
+            "-l",
+            help="Tokens; repeatable. Default: what the extended model is meant for.",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", help="File of key tokens: reused where it exists, else written.", show_default=False),
+    ] = None,
+    evaluator: Annotated[
+        str | None,
+        typer.Option(
+            "--evaluator", help="Who finds key tokens; default the checkpoint, or its --reference.", show_default=False
+        ),
+    ] = None,
+    reference: Reference = None,
+    short: Annotated[
+        int | None, typer.Option("--short", help="Tokens of a short context; default a quarter of the trained window.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option("--stride", help="Tokens that share a short context; default a quarter of --short.")
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option("--alpha", help="Nats that the long context must gain; default the paper's 2.")
+    ] = None,
+    beta: Annotated[
+        float | None, typer.Option("--beta", help="Least log-likelihood, nats; default the paper's -2.")
+    ] = None,
+    split: Split = None,
+    column: Column = None,
+    documents: Documents = None,
+    skip: Skip = None,
+    bos: Bos = "auto",
+    trained_length: Trained = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: Json = False,
+    as_csv: Csv = False,
+    trust: Trust = False,
+) -> None:
+    """Measure perplexity over key tokens: those that need a long context, found by the unextended model.
+
+    Key tokens kept with --keys are the same for every method and checkpoint with this tokenizer.
+
+    [bold]Example[/]: ctxext eval longppl Llama-3-8B --text books.parquet --keys keys.json -m yarn -m ntk --factor 2
+    """
+    from ctxext._progress import Stages
+    from ctxext.evaluation import longppl as evaluation
+    from ctxext.evaluation.checkpoint import load_checkpoint
+    from ctxext.evaluation.comparison.choice import chosen_methods
+    from ctxext.evaluation.longppl_report import save_figure, show
+
+    check_outputs(output, as_json, as_csv)
+    if keys is not None and not keys.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {keys.parent}", param_hint="--keys")
+    console = Console(stderr=as_json or as_csv, highlight=False)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
+    with console.status("Loading the checkpoint ..."):
+        loaded = load_checkpoint(checkpoint, **how)
+        original = None if reference is None else load_checkpoint(reference, **how)
+    lengths, factors = _asked(loaded, method or [], factor or [], length or [], trained_length)
+    methods = chosen_methods(loaded.model, method, factors) if method else ()
+    texts: dict[str, Any] = {"split": split, "column": column, "documents": documents, "skip": skip, "bos": bos}
+    corpus = read_corpus(loaded, text, tokens=max(lengths) + 1, **texts)
+    finder = original or loaded if evaluator is None else load_checkpoint(evaluator, **how)
+    search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
+    found = _key_tokens(console, finder, corpus, keys, {k: v for k, v in search.items() if v is not None})
+    total = evaluation.total_cost(loaded, corpus, found, lengths=lengths, methods=max(1, len(methods)))
+    with Stages(Console(stderr=True), total) as bar:
+        result = evaluation.run(
+            loaded,
+            corpus,
+            found,
+            lengths=lengths,
+            methods=methods,
+            reference=original,
+            trained_length=trained_length,
+            progress=bar,
+        )
+    if not (as_json or as_csv):
+        show(result, console)
+    write_outputs(
+        result.to_dict(),
+        result.rows(),
+        draw=lambda path: save_figure(result, path),
+        output=output,
+        as_json=as_json,
+        as_csv=as_csv,
+    )
+
+
+def _asked(
+    loaded: Loaded, methods: list[str], factors: list[float], lengths: list[int], trained_length: int | None
+) -> tuple[list[int], list[float]]:
+    """Lengths and factors, with their defaults."""
+    import ctxext
+    from ctxext.errors import InvalidParameterError
+    from ctxext.evaluation.retrieval.readers import factors_for
+
+    described = ctxext.describe(loaded.model)
+    trained = trained_length or described.trained_length
+    if trained is None:
+        raise InvalidParameterError(
+            "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
+        )
+    wanted = factors_for(methods, factors, lengths, trained)
+    reach = int(trained * min(wanted)) if methods else described.target_length or trained
+    return lengths or [reach], wanted
+
+
+def _key_tokens(
+    console: Console, finder: Loaded, corpus: Corpus, path: Path | None, search: dict[str, Any]
+) -> KeyTokens:
+    """Those of the file, or new ones, kept there before anything else is computed."""
+    import json
+
+    from ctxext._progress import Stages
+    from ctxext.errors import InvalidParameterError
+    from ctxext.evaluation._journal import told_of_disk, write_whole
+    from ctxext.evaluation.key_tokens import KeyTokens, find_key_tokens, search_cost
+
+    if path is not None and path.exists():
+        found = KeyTokens.load(path)
+        for name, value in search.items():
+            if getattr(found, name) != value:
+                raise InvalidParameterError(
+                    f"{str(path)!r} holds key tokens found with {name}={getattr(found, name)}, and {name}={value} is "
+                    f"asked for. Leave it out, or name another file."
+                )
+        console.print(f"{found.tokens:,} key tokens out of {path}, found by {found.evaluator}.")
+        return found
+    sizes = {name: search[name] for name in ("window", "short", "stride") if name in search}
+    with Stages(Console(stderr=True), search_cost(finder.model, len(corpus.documents), **sizes)) as bar:
+        found = find_key_tokens(finder, corpus, **search, progress=bar)
+    if path is not None:
+        with told_of_disk(path, lambda: 0, "key tokens"):
+            write_whole(path, json.dumps(found.to_dict(), indent=1) + "\n")
+    console.print(f"{found.tokens:,} key tokens found by {finder.name}" + (f", kept in {path}." if path else "."))
+    return found

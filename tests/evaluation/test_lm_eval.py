@@ -1,0 +1,40 @@
+"""lm-evaluation-harness reads a saved extended checkpoint over its whole new window, without knowing of ctxext."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import ctxext
+from ctxext.evaluation.perplexity import loss_by_position
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm_eval")
+
+TRAINED, TEXT = 512, "".join(f"{i} rivers run, and the rain falls on {i * i % 97} of them.\n" for i in range(19))
+
+
+def test_its_window_is_the_extended_one(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model.save_pretrained(tmp_path / "plain")
+    ctxext.patch(model, "yarn", factor=2)
+    model.save_pretrained(tmp_path / "extended")
+    for name in ("plain", "extended"):
+        tokenizer.save_pretrained(tmp_path / name)
+    ids = torch.tensor([[0, *tokenizer(TEXT).input_ids]])
+    assert TRAINED < ids.shape[1] < 2 * TRAINED
+    own = -loss_by_position(model, ids).sum().item()
+    found = {}
+    for name, length in (("plain", TRAINED), ("extended", 2 * TRAINED)):
+        harness = HFLM(pretrained=str(tmp_path / name), dtype="float32", device="cpu", batch_size=1, prefix_token_id=0)
+        assert harness.max_length == length
+        request = Instance("loglikelihood_rolling", {"text": TEXT}, (TEXT,), 0)
+        (found[name],) = harness.loglikelihood_rolling([request], disable_tqdm=True)
+    assert found["extended"] == pytest.approx(own, rel=1e-5)
+    assert found["plain"] != pytest.approx(own, rel=1e-3)
