@@ -91,12 +91,12 @@ def load(
                 f"{place} carries no extension to restore. Say which one to apply, as in "
                 f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
             )
-        return _attach(_read_model(place, config, loading), place, attention)
+        return attached(_read_model(place, config, loading), place, attention)
     if saved is not None and trained_length is not None:  # without it, patch says that it is needed
         config = plain_config(config, saved)
     trusted = bool(loading.get("trust_remote_code", False))
     extended = extended_config(config, method, trust_remote_code=trusted, attention=attention, **asked, **own)
-    return _attach(_read_model(place, _buildable(extended, config), loading), place)
+    return attached(_read_model(place, _buildable(extended, config), loading), place)
 
 
 def _buildable(extended: Any, config: Any) -> Any:
@@ -191,7 +191,7 @@ def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> 
     return {name: loading.pop(name) for name in list(loading) if name in names}
 
 
-def _attach(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
+def attached(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
     """Patch a model that was built extended, so that it is proven, complete and reversible."""
     text = model.config.get_text_config(decoder=True)
     saved, rope = model.config.ctxext, getattr(text, "rope_parameters", None)

@@ -25,6 +25,7 @@ from ctxext._cli_options import (
     check_output,
     rope_of,
 )
+from ctxext._cli_plan import plan
 from ctxext._progress import Later
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.evaluation.commands import eval_app
@@ -176,6 +177,9 @@ def export(
         _print_json(made)
         return
     _render.show_export(made, checkpoint, Console(highlight=False))
+
+
+app.command()(plan)
 
 
 @app.command()

@@ -14,6 +14,7 @@ optimizer state included, weights not.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import math
 import multiprocessing
 import statistics
@@ -30,7 +31,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     LlamaConfig,
+    PreTrainedConfig,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -38,30 +41,42 @@ from transformers import (
 )
 from transformers.utils import logging
 
+import ctxext
 from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 
 STOCK = "stock"
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
-    "llama-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    },
+SHAPES: dict[str, PreTrainedConfig] = {
+    "smollm2": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+    ),
+    "llama-1b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        max_position_embeddings=131072,
+    ),
+    "llama-8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    ),
+    "bloom-560m": BloomConfig(vocab_size=250880, hidden_size=1024, n_layer=24, n_head=16),
 }
 VARIANTS: dict[str, dict[str, Memory]] = {
     "cpu": {
@@ -93,6 +108,7 @@ class Setting:
         rank: of LoRA on all linear layers.
         whole: whether norms and embeddings are trained too, as the recipe does.
         layers: fewer layers than the shape has.
+        method: that the model is patched by, to 4 times its length; None for the stock model.
         steps: measured ones, after one to warm up.
         threads: of the CPU; None for torch's own choice.
     """
@@ -107,6 +123,7 @@ class Setting:
     layers: int | None = None
     steps: int = 1
     threads: int | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,27 +154,36 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def build(setting: Setting) -> Any:
-    """Return a model with random weights and an adapter, ready to be trained."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[setting.shape], use_cache=False)
+def config_of(setting: Setting) -> PreTrainedConfig:
+    """Return the config of the model that is measured."""
+    config = copy.deepcopy(SHAPES[setting.shape])
     config.num_hidden_layers = setting.layers or config.num_hidden_layers
+    return config
+
+
+def build(setting: Setting) -> Any:
+    """Return a model with random weights, patched where that is asked for."""
+    torch.manual_seed(0)
+    if setting.threads is not None:
+        torch.set_num_threads(setting.threads)
     with torch.device(setting.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting.dtype])
-    return attach_lora(model.train(), rank=setting.rank, norms=setting.whole, embeddings=setting.whole)
+        model = AutoModelForCausalLM.from_config(config_of(setting), dtype=DTYPES[setting.dtype])
+    if setting.method is not None:
+        ctxext.patch(model, setting.method, factor=4, trained_length=2048)
+    return model
 
 
 def measure(setting: Setting) -> Measured:
     """Take the steps; run it in a fresh process."""
     logging.set_verbosity_error()
-    if setting.threads is not None:
-        torch.set_num_threads(setting.threads)
     if setting.variant != STOCK:
         return_freed_memory()
-    model = build(setting)
+    model = build(setting).train()
+    model.config.use_cache = False
+    model = attach_lora(model, rank=setting.rank, norms=setting.whole, embeddings=setting.whole)
     VARIANTS[setting.device][setting.variant].apply(model)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(SHAPES[setting.shape]["vocab_size"], (setting.length,), generator=generator)
+    ids = torch.randint(model.config.vocab_size, (setting.length,), generator=generator)
     rows = [{"input_ids": ids, "labels": ids}] * (setting.steps + 1)
     times = StepTimes(setting.device)
     with tempfile.TemporaryDirectory() as folder:

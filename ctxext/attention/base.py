@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
@@ -247,6 +248,6 @@ def _require_arguments(
         raise InvalidParameterError("slopes are constants and get no gradient: pass slopes.detach().")
     if slopes.device != q.device:
         raise InvalidParameterError(f"slopes are on {slopes.device}, q on {q.device}.")
-    readable = slopes.device.type == "cpu" and not torch.compiler.is_compiling()
+    readable = slopes.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(slopes, FakeTensor)
     if readable and not bool((slopes >= 0).all() & slopes.isfinite().all()):
         raise InvalidParameterError(f"slopes must be finite and at least 0, found {slopes.tolist()}.")

@@ -147,7 +147,7 @@ class ChunkedForward(StandIn):
         count, as_dict = given.pop("num_items_in_batch", None), given.pop("return_dict", None)
         if targets is None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        layers = _Pieces(self.module, given, targets)
+        layers = Pieces(self.module, given, targets)
         size = max(1, self.chunk // targets.shape[0])
         total = layers.recomputed(size) if is_sharded(self.module) else layers.at_once(size)
         if count is None:
@@ -162,7 +162,7 @@ class ChunkedForward(StandIn):
         return output.to_tuple() if plain else output
 
 
-class _Pieces:
+class Pieces:
     """One forward pass through the layers, whose head is applied to a piece of the positions at a time.
 
     Args:
@@ -211,7 +211,7 @@ class _Pieces:
             piece = slice(start, start + size)
             hidden = self.hidden.detach()[:, piece].requires_grad_(wanted)
             logits = self._logits(hidden)
-            value, by_logits = _cross_entropy(logits, self.targets[:, piece])
+            value, by_logits = cross_entropy_and_gradient(logits, self.targets[:, piece])
             total = total + value
             if by_hidden is None:
                 continue
@@ -226,7 +226,7 @@ class _Pieces:
                 sum_ += part
         if by_hidden is None or leaves is None:
             return total
-        result: Tensor = _WithGradients.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = WithGradients.apply(  # type: ignore[no-untyped-call]
             total, [by_hidden, *by_leaves], self.hidden, *leaves
         )
         return result
@@ -246,7 +246,7 @@ class _Pieces:
         return torch.stack(losses).sum()
 
 
-def _cross_entropy(
+def cross_entropy_and_gradient(
     logits: Float[Tensor, "batch piece vocab"], targets: Int[Tensor, "batch piece"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "batch piece vocab"]]:
     """The sum over the targets that count of -log p(target), and its gradient by the logits, in their dtype."""
@@ -284,7 +284,7 @@ def _leaves(logits: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-class _WithGradients(torch.autograd.Function):
+class WithGradients(torch.autograd.Function):
     """A number whose gradients by some tensors are known already."""
 
     @staticmethod

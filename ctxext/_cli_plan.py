@@ -1,0 +1,160 @@
+"""``ctxext plan``: which length a memory holds, or which memory a length takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ctxext._cli_options import Checkpoint, Json, Trust
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError
+
+if TYPE_CHECKING:
+    from ctxext.training.plan import Breakdown, Serving, Training
+
+__all__ = ["plan"]
+
+ROWS = {
+    "weights": "weights",
+    "adapters": "trained weights, in float32",
+    "gradients": "their gradients",
+    "optimizer": "AdamW's moments of them",
+    "kept": "kept of all layers for the backward pass",
+    "cache": "keys and values of all layers",
+    "layer": "one layer at work",
+    "loss": "a chunk's logits and loss",
+    "total": "peak",
+    "host": "kept in the host's memory instead",
+}
+
+
+def plan(
+    checkpoint: Checkpoint,
+    memory: Annotated[
+        str | None, typer.Option(help="What there is, such as 80GiB: plan the longest context.", show_default=False)
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", "-l", help="Tokens: plan what they take.", min=1, show_default=False)
+    ] = None,
+    lora_rank: Annotated[int, typer.Option(help="Of LoRA on all linear layers, at least 1.")] = 16,
+    norms: Annotated[bool, typer.Option("--norms/--no-norms", help="Train normalisation weights too.")] = True,
+    embeddings: Annotated[bool, typer.Option("--embeddings/--no-embeddings", help="Train the embedding too.")] = True,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.")] = (
+        "auto"
+    ),
+    quantised: Annotated[str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default=False)] = None,
+    loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits exist at a time; 0 for all.", min=0)] = 1024,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in the backward pass.")
+    ] = True,
+    save_attention: Annotated[bool, typer.Option("--save-attention", help="Keep attention's output for it.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Move the layers' inputs to the host.")] = False,
+    mlp_tile: Annotated[
+        int | None, typer.Option(help="Tokens that pass through an MLP at a time.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    trust: Trust = False,
+) -> None:
+    """Predict the longest context that fits, for LoRA training and in use, with its breakdown. No weights are loaded.
+
+    One sequence, as recipes/finetune.py trains it and generate() reads it.
+
+    [bold]Example[/]: ctxext plan meta-llama/Llama-3.1-8B --memory 80GiB
+    """
+    from ctxext._checkpoint_source import checked_path, read_config
+    from ctxext.evaluation._memory import parse_bytes
+    from ctxext.training.memory import Memory
+    from ctxext.training.plan import plan_serving, plan_training
+
+    if importlib.util.find_spec("peft") is None:
+        raise CheckpointError("Training is planned with PEFT: pip install 'ctxext[train]'.")
+    budget = None if memory is None else parse_bytes(memory)
+    way = Memory(
+        loss_chunk=loss_chunk or None,
+        checkpointing=checkpointing,
+        save_attention=save_attention,
+        offload=offload,
+        mlp_tile=mlp_tile,
+    )
+    config = read_config(checked_path(checkpoint, {}), trust_remote_code=trust)
+    chosen, name = _dtype(config, dtype)
+    common: dict[str, Any] = {"dtype": chosen, "quantised": quantised, "trust_remote_code": trust}
+    trained: dict[str, Any] = {"memory": way, "lora_rank": lora_rank, "norms": norms, "embeddings": embeddings}
+    with Console(stderr=True).status("Planning ..."):
+        serving = _planned(plan_serving(config, **common), budget, length)
+        try:
+            training: Breakdown | str = _planned(plan_training(config, **trained, **common), budget, length)
+        except (IncompatibleError, InvalidParameterError) as error:
+            training = str(error)
+    found = {"training": training, "serving": serving}
+    if as_json:
+        typer.echo(json.dumps(_plain(found, checkpoint, name, budget), indent=2))
+        return
+    _show(found, f"{checkpoint}, {name}{f', {quantised}' if quantised else ''}", budget)
+
+
+def _planned(made: Training | Serving, budget: int | None, length: int | None) -> Breakdown:
+    from ctxext.training.plan import longest
+
+    if length is not None:
+        return made.at(length)
+    if budget is None:
+        raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
+    return longest(made, budget)
+
+
+def _dtype(config: Any, dtype: str) -> tuple[Any, str]:
+    """The dtype that a config and a user mean."""
+    from ctxext.evaluation.checkpoint import DTYPES
+
+    if dtype == "auto":
+        dtype = "fp16" if getattr(config, "dtype", None) == DTYPES["fp16"] else "bf16"
+    if dtype not in DTYPES:
+        raise UnknownNameError.of("dtype", dtype, ["auto", *DTYPES])
+    return DTYPES[dtype], dtype
+
+
+def _plain(found: Mapping[str, Breakdown | str], checkpoint: str, dtype: str, budget: int | None) -> dict[str, Any]:
+    """The result for programs, in bytes."""
+    shown: dict[str, Any] = {"checkpoint": checkpoint, "dtype": dtype, "memory": budget}
+    for what, planned in found.items():
+        if isinstance(planned, str):
+            shown[what] = {"refused": planned}
+        else:
+            shown[what] = {"length": planned.length, **{part: getattr(planned, part) for part in ROWS}}
+            if budget is not None:
+                shown[what]["fits"] = planned.total <= budget
+    return shown
+
+
+def _show(found: Mapping[str, Breakdown | str], title: str, budget: int | None) -> None:
+    """Print the breakdowns side by side."""
+    console = Console(highlight=False)
+    planned = {what: made for what, made in found.items() if not isinstance(made, str)}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table.add_column("GiB")
+    for what in planned:
+        table.add_column(what, justify="right")
+    table.add_row("[bold]tokens[/]", *(f"[bold]{p.length:,}[/]" for p in planned.values()))
+    for part, name in ROWS.items():
+        amounts = [getattr(p, part) for p in planned.values()]
+        if any(amounts):
+            style = "bold" if part == "total" else ""
+            table.add_row(name, *(f"{amount / 2**30:.2f}" if amount else "" for amount in amounts), style=style)
+    console.print(table)
+    for what, made in found.items():
+        if isinstance(made, str):
+            console.print(f"{what}: {made}", style="yellow", markup=False, soft_wrap=True)
+        elif budget is not None and made.total > budget:
+            over = (made.total - budget) / 2**30
+            console.print(f"{what}: {made.length:,} tokens take {over:.2f} GiB more than there is.", style="yellow")
+    console.print(
+        "A layer and the loss are at work in turn: the larger counts. A CUDA context takes up to 1 GiB more.",
+        style="dim",
+    )

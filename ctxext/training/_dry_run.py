@@ -1,0 +1,265 @@
+"""A model's passes on tensors that have shapes and no data, with an account of the memory that they would take.
+
+Which activations a layer keeps follows from its code, from adapters, autocast, checkpointing and the attention kernel,
+and no formula holds for two architectures. So the model's own code runs here, one layer of every kind, on torch's fake
+tensors, while a dispatch mode counts the bytes of all storages that live. Work space inside a kernel is not seen; of
+the fused attention kernels it is small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ctxext._api import base_model
+from ctxext._edits import Edits
+from ctxext._head import require_head
+from ctxext.errors import IncompatibleError
+from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
+
+__all__ = ["DryRun", "Taken", "layers_of"]
+
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Taken(NamedTuple):
+    """Bytes of a pass: what all layers keep until its end or the backward pass, and what is at work on top of it."""
+
+    kept: int
+    work: int
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages made while it is active and still referred to: now, and at the peak."""
+
+    def __init__(self, known: Iterator[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += self._sizes[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+class PassesOn(DynamicCache):  # type: ignore[misc]
+    """A cache that keeps nothing. Where there is one, transformers does not look into the data for packed sequences."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return what was given."""
+        return key_states, value_states
+
+
+class DryRun:
+    """Passes of one sequence through a model, without its data.
+
+    Args:
+        model: a causal language model on the meta device, patched or adapted as it is to run. Its weights become fake
+            tensors here, and those that are no part of its layers are frozen.
+        dtype: that it computes in.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.causal: Any = base_model(model)
+        self.dtype = dtype
+        self.hidden_bytes: int = self.causal.config.get_text_config(decoder=True).hidden_size * dtype.itemsize
+        self.base: Any = self.causal.get_submodule(require_head(self.causal))
+        self.layers = layers_of(self.causal)
+        kinds = [_kind(self.causal, layer, index) for index, layer in enumerate(self.layers)]
+        self.kinds = [
+            [index for index, found in enumerate(kinds) if index and found == kind] for kind in dict.fromkeys(kinds[1:])
+        ]
+        self._mode = FakeTensorMode()
+        self._outputs: int | None = None
+        self._shared: list[Any] = []
+        with self._mode:
+            _make_fake(model)
+        self.causal.enable_input_require_grads()
+        self.layers[0].register_forward_hook(self._look)
+
+    def step(self, length: int) -> Taken:
+        """A forward and a backward pass through the layers, gradients of the weights not counted."""
+
+        def run(live: LiveBytes) -> int:
+            inputs = torch.zeros(1, length, dtype=torch.long)
+            hidden = self.base(input_ids=inputs, past_key_values=PassesOn(), use_cache=False)[0]
+            kept = live.now
+            gradients = [torch.zeros_like(hidden)]
+            loss: Tensor = WithGradients.apply(torch.zeros(()), gradients, hidden)  # type: ignore[no-untyped-call]
+            del gradients
+            del hidden
+            loss.backward()  # type: ignore[no-untyped-call]
+            return kept
+
+        with self._frozen_embedding():
+            return self._over_kinds(run, training=True)
+
+    def prefill(self, length: int) -> Taken:
+        """A prompt read into an empty cache, and the logits of its last token; what is kept is the cache."""
+
+        def run(live: LiveBytes) -> int:
+            inputs = torch.zeros(1, length, dtype=torch.long)
+            output = self.causal(input_ids=inputs, use_cache=True, logits_to_keep=1)
+            held = [value for name, value in output.items() if name != "logits"]
+            del output, inputs
+            return live.now if held else 0
+
+        return self._over_kinds(run, training=False)
+
+    def loss(self, length: int) -> int:
+        """The head, the loss and their gradients for a chunk, as ``chunk_loss`` computes them."""
+        self._know_outputs()
+        with self._running(training=True) as live:
+            targets = torch.zeros(1, length, dtype=torch.long)
+            pieces = Pieces(self.causal, {"input_ids": targets}, targets)
+            hidden = pieces.hidden.detach().requires_grad_()
+            before = live.peak = live.now
+            logits = pieces._logits(hidden)
+            _, by_logits = cross_entropy_and_gradient(logits, targets)
+            leaves = [weight for weight in self.causal.get_output_embeddings().parameters() if weight.requires_grad]
+            torch.autograd.grad(logits, [hidden, *leaves], by_logits)
+            return live.peak - before
+
+    def whole_loss(self, length: int) -> int:
+        """The same for all tokens at once, as the model's class computes it."""
+        self._know_outputs()
+        with self._frozen_embedding(), self._running(training=True) as live:
+            inputs = torch.zeros(1, length, dtype=torch.long)
+            loss = self.causal(input_ids=inputs, labels=inputs, use_cache=False).loss
+            loss.backward()
+            return live.peak
+
+    def _over_kinds(self, run: Callable[[LiveBytes], int], *, training: bool) -> Taken:
+        """Run the first layer alone, then with one of each kind behind it; add up what all layers keep."""
+        self._know_outputs()
+        with self._running(0, training=training) as live:
+            alone = run(live)
+        peaks, each = {0: live.peak - alone}, [0] * len(self.layers)
+        for indices in self.kinds:
+            with self._running(0, indices[0], training=training) as live:
+                both = run(live)
+            peaks[indices[-1]] = live.peak - both
+            for index in indices:
+                each[index] = both - alone
+        kept = alone + sum(each)
+        # While a layer is at work, what later ones keep is not there: not yet, or in a backward pass no longer.
+        work = max(peak - sum(each[last + 1 :]) for last, peak in peaks.items())
+        return Taken(kept, work)
+
+    @contextlib.contextmanager
+    def _frozen_embedding(self) -> Iterator[None]:
+        """Without the gradient of the embedding, which comes when the activations of all layers are gone."""
+        weights = [weight for weight in self.base.get_input_embeddings().parameters() if weight.requires_grad]
+        for weight in weights:
+            weight.requires_grad_(False)
+        yield
+        for weight in weights:
+            weight.requires_grad_(True)
+
+    @contextlib.contextmanager
+    def _running(self, *real: int, training: bool) -> Iterator[LiveBytes]:
+        """Let all layers but these pass their input on, on fake tensors, and count bytes."""
+        self.causal.train(training)
+        skipped = [layer for index, layer in enumerate(self.layers) if index not in real]
+        live = LiveBytes(tensor for part in (self.causal.parameters, self.causal.buffers) for tensor in part())
+        autocast = training and self.dtype != torch.float32
+        edits = Edits()
+        try:
+            for layer in skipped:
+                edits.set(layer, "forward", self._pass_on)
+            mixed = torch.autocast("cpu", dtype=self.dtype, enabled=autocast)
+            with self._mode, live, mixed, torch.set_grad_enabled(training):
+                yield live
+        except UNKNOWN as error:
+            raise IncompatibleError(
+                f"What {type(self.causal).__name__} computes depends on its data ({str(error).splitlines()[0]:.80}), "
+                f"so that its memory cannot be planned from its config."
+            ) from error
+        except RuntimeError as error:  # of the model's own code: learned positions that end, for example
+            raise IncompatibleError(
+                f"{type(self.causal).__name__} does not run at this length, or in this dtype: "
+                f"{str(error).splitlines()[0]:.160}"
+            ) from error
+        finally:
+            edits.undo()
+            self._shared.clear()
+            self.causal.zero_grad()
+
+    def _know_outputs(self) -> None:
+        """See once what a layer returns: hidden states, or a tuple that begins with them."""
+        if self._outputs is None:
+            with self._running(0, training=False):
+                self.base(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+
+    def _look(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if layer.forward != self._pass_on:
+            self._outputs = len(output) if isinstance(output, tuple) else 0
+
+    def _pass_on(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # what all layers are given, such as a mask, is kept for them all
+            self._shared.append((args, kwargs))
+        return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
+
+
+def layers_of(causal: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, in order.
+
+    Raises:
+        IncompatibleError: the model has none that transformers could compute again in a backward pass.
+    """
+    found = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not found:
+        raise IncompatibleError(f"{type(causal).__name__} has no decoder layers that transformers can checkpoint.")
+    return found
+
+
+def _kind(causal: PreTrainedModel, layer: nn.Module, index: int) -> tuple[Any, ...]:
+    """What layers that take the same memory have in common."""
+    types = getattr(causal.config.get_text_config(decoder=True), "layer_types", None) or ()
+    shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
+    return type(layer), types[index] if index < len(types) else None, shapes
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Put fake tensors in the place of all weights and buffers, those that are shared still shared."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in places:
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype)
+                    made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                tensors[name] = made[id(old)]

@@ -1,0 +1,240 @@
+"""How much memory a length takes, in training and in use, and which length a memory holds; from a config alone.
+
+What weights, adapters, their gradients and the optimizer take is counted on a model without data; what the tokens take
+is read off a dry run of one layer of every kind (``_dry_run.py``). ``scripts/check_plan.py`` compares it with measured
+peaks.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ctxext._load import attached
+from ctxext._saved import plain_config, saved_extension, saved_method
+from ctxext.architectures._hf import restoring
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.methods import RopeMethod
+from ctxext.training._dry_run import DryRun, layers_of
+from ctxext.training.memory import Memory
+
+__all__ = ["Breakdown", "Serving", "Training", "longest", "plan_serving", "plan_training"]
+
+STEP = 256
+"""Lengths are planned in multiples of it."""
+LIMIT = 2**27
+"""Tokens beyond which nothing is looked for."""
+FOLLOWING = ("dynamic", "longrope")
+"""Rope types of transformers whose frequencies depend on the length of the current text."""
+QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes per weight: 4 bits, per 64 weights one 8-bit scale, per 256 of those a float32 (QLoRA, double quantisation)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Bytes that one sequence takes on the device at its peak.
+
+    Args:
+        length: tokens in the sequence.
+        weights: of the model, as it is loaded.
+        adapters: the weights that are trained, in float32.
+        gradients: of these.
+        optimizer: AdamW's two moments of these.
+        kept: of all layers, for the backward pass: their inputs, with checkpointing.
+        cache: keys and values of all layers.
+        layer: the activations of the one layer that is at work, of the largest kind.
+        loss: logits, loss and gradients of a chunk of tokens, and the gradient of the hidden states.
+        host: what is kept in the host's memory instead, not part of ``total``.
+    """
+
+    length: int
+    weights: int
+    adapters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kept: int = 0
+    cache: int = 0
+    layer: int = 0
+    loss: int = 0
+    host: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """What no length changes."""
+        return self.weights + self.adapters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The peak: a layer and the loss are never at work at the same time."""
+        return self.fixed + self.kept + self.cache + max(self.layer, self.loss)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of LoRA training of one sequence.
+
+    Args:
+        run: of the adapted model.
+        memory: how activations are held.
+        fixed: the parts that no length changes.
+        dequantised: bytes of the largest weight that is unpacked to be used; 0 where nothing is quantised.
+    """
+
+    run: DryRun
+    memory: Memory
+    fixed: Breakdown
+    dequantised: int = 0
+
+    def at(self, length: int) -> Breakdown:
+        """What a sequence of ``length`` tokens takes."""
+        step = self.run.step(length)
+        hidden = length * self.run.hidden_bytes
+        chunk = self.memory.loss_chunk
+        loss = self.run.whole_loss(length) if chunk is None else self.run.loss(min(chunk, length)) + hidden
+        kept, host = step.kept, 0
+        if self.memory.offload:
+            host = len(self.run.layers) * hidden
+            kept -= host
+        return replace(self.fixed, length=length, kept=kept, layer=step.work + self.dequantised, loss=loss, host=host)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A prompt read in one pass, as ``generate`` does, and everything decoded after it.
+
+    Args:
+        run: of the model.
+        fixed: the weights.
+        dequantised: as for ``Training``.
+    """
+
+    run: DryRun
+    fixed: Breakdown
+    dequantised: int = 0
+
+    def at(self, length: int) -> Breakdown:
+        """What a context of ``length`` tokens takes."""
+        taken = self.run.prefill(length)
+        return replace(self.fixed, length=length, cache=taken.kept, layer=taken.work + self.dequantised)
+
+
+def plan_training(
+    config: Any,
+    *,
+    memory: Memory | None = None,
+    lora_rank: int = 16,
+    norms: bool = True,
+    embeddings: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    quantised: str | None = None,
+    trust_remote_code: bool = False,
+) -> Training:
+    """Plan a LoRA step as ``recipes/finetune.py`` takes it: one sequence, mixed precision, AdamW.
+
+    Args:
+        config: of a causal language model; an extension that it carries counts.
+        memory: how activations are held; None for ``Memory()``.
+        lora_rank: of LoRA on all linear layers, at least 1.
+        norms: see ``attach_lora``.
+        embeddings: see ``attach_lora``.
+        dtype: of the weights and the computation.
+        quantised: nf4, or None: how the linear layers' weights are stored.
+        trust_remote_code: run Python code that the checkpoint brings along.
+
+    Raises:
+        InvalidParameterError: a number outside its range.
+        UnknownNameError: an unknown ``quantised``.
+        IncompatibleError: the model cannot be trained so, or what it computes depends on its data.
+    """
+    from ctxext.training.lora import attach_lora
+
+    if lora_rank < 1:
+        raise InvalidParameterError(f"lora_rank must be at least 1, found {lora_rank}.")
+    model = without_weights(config, dtype, trust_remote_code)
+    weights, dequantised = _weights(model, quantised)
+    model = attach_lora(model, rank=lora_rank, norms=norms, embeddings=embeddings)
+    memory = memory or Memory()
+    replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
+    trained = _bytes(weight for weight in model.parameters() if weight.requires_grad)
+    fixed = Breakdown(length=0, weights=weights, adapters=trained, gradients=trained, optimizer=2 * trained)
+    return Training(DryRun(model, dtype), memory, fixed, dequantised)
+
+
+def plan_serving(
+    config: Any, *, dtype: torch.dtype = torch.bfloat16, quantised: str | None = None, trust_remote_code: bool = False
+) -> Serving:
+    """Plan what a context takes in use; arguments and errors as for ``plan_training``."""
+    model = without_weights(config, dtype, trust_remote_code)
+    weights, dequantised = _weights(model, quantised)
+    return Serving(DryRun(model, dtype), Breakdown(length=0, weights=weights), dequantised)
+
+
+def longest(plan: Training | Serving, budget: int) -> Breakdown:
+    """The longest sequence, in steps of 256 tokens, that fits.
+
+    Args:
+        plan: of training or serving.
+        budget: bytes on the device.
+
+    Raises:
+        InvalidParameterError: not even 256 tokens fit; says what they take.
+    """
+    low = high = plan.at(STEP)
+    if low.total > budget:
+        raise InvalidParameterError(
+            f"{STEP} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
+            f"and what belongs to them; found {budget / 2**30:.3g} GiB. Allow more, or quantise (--quantised nf4)."
+        )
+    while high.total <= budget and high.length < LIMIT:
+        low, high = high, plan.at(16 * high.length)
+    halve = False
+    while high.length - low.length > STEP:  # bytes are nearly linear in tokens: interpolate, now and then halve
+        share = 0.5 if halve else (budget - low.total) / (high.total - low.total)
+        steps = int(share * (high.length - low.length)) // STEP
+        middle = plan.at(min(max(low.length + steps * STEP, low.length + STEP), high.length - STEP))
+        halve = not halve and steps > 0
+        low, high = (middle, high) if middle.total <= budget else (low, middle)
+    return low
+
+
+def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A model on the meta device, with the attention that its config says."""
+    config = _plainly_rotated(config)
+    with torch.device("meta"), restoring():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    return model if saved_extension(model.config, "the config") is None else attached(model, "the config")
+
+
+def _plainly_rotated(config: Any) -> Any:
+    """A copy whose frequencies follow no text: as many, but in need of no data."""
+    saved = saved_extension(config, "the config")
+    rotates = saved is not None and isinstance(saved_method(saved), RopeMethod)
+    config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in FOLLOWING:
+            parameters["rope_type"] = "default"
+    return config
+
+
+def _weights(model: PreTrainedModel, quantised: str | None) -> tuple[int, int]:
+    """Bytes of all weights, and of the largest that is unpacked in use."""
+    whole = _bytes(model.parameters())
+    if quantised is None:
+        return whole, 0
+    if quantised not in QUANTISED:
+        raise UnknownNameError.of("quantisation", quantised, QUANTISED)
+    linear = [m.weight for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)]
+    packed = int(sum(weight.numel() for weight in linear) * QUANTISED[quantised])
+    return whole - _bytes(linear) + packed, max(weight.numel() * weight.element_size() for weight in linear)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
