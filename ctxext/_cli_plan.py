@@ -48,7 +48,9 @@ def plan(
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.")] = (
         "auto"
     ),
-    quantised: Annotated[str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default=False)] = None,
+    quantisation: Annotated[
+        str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default=False)
+    ] = None,
     loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits exist at a time; 0 for all.", min=0)] = 1024,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in the backward pass.")
@@ -84,7 +86,7 @@ def plan(
     )
     config = read_config(checked_path(checkpoint, {}), trust_remote_code=trust)
     chosen, name = _dtype(config, dtype)
-    common: dict[str, Any] = {"dtype": chosen, "quantised": quantised, "trust_remote_code": trust}
+    common: dict[str, Any] = {"dtype": chosen, "quantisation": quantisation, "trust_remote_code": trust}
     trained: dict[str, Any] = {"memory": way, "lora_rank": lora_rank, "norms": norms, "embeddings": embeddings}
     with Console(stderr=True).status("Planning ..."):
         serving = _planned(plan_serving(config, **common), budget, length)
@@ -96,7 +98,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_plain(found, checkpoint, name, budget), indent=2))
         return
-    _show(found, f"{checkpoint}, {name}{f', {quantised}' if quantised else ''}", budget)
+    _show(found, f"{checkpoint}, {name}{f', {quantisation}' if quantisation else ''}", budget)
 
 
 def _planned(made: Training | Serving, budget: int | None, length: int | None) -> Breakdown:

@@ -131,7 +131,7 @@ def plan_training(
     norms: bool = True,
     embeddings: bool = True,
     dtype: torch.dtype = torch.bfloat16,
-    quantised: str | None = None,
+    quantisation: str | None = None,
     trust_remote_code: bool = False,
 ) -> Training:
     """Plan a LoRA step as ``recipes/finetune.py`` takes it: one sequence, mixed precision, AdamW.
@@ -143,12 +143,12 @@ def plan_training(
         norms: see ``attach_lora``.
         embeddings: see ``attach_lora``.
         dtype: of the weights and the computation.
-        quantised: nf4, or None: how the linear layers' weights are stored.
+        quantisation: nf4, or None: how the linear layers' weights are stored.
         trust_remote_code: run Python code that the checkpoint brings along.
 
     Raises:
         InvalidParameterError: a number outside its range.
-        UnknownNameError: an unknown ``quantised``.
+        UnknownNameError: an unknown ``quantisation``.
         IncompatibleError: the model cannot be trained so, or what it computes depends on its data.
     """
     from ctxext.training.lora import attach_lora
@@ -156,7 +156,7 @@ def plan_training(
     if lora_rank < 1:
         raise InvalidParameterError(f"lora_rank must be at least 1, found {lora_rank}.")
     model = without_weights(config, dtype, trust_remote_code)
-    weights, dequantised = _weights(model, quantised)
+    weights, dequantised = _weights(model, quantisation)
     model = attach_lora(model, rank=lora_rank, norms=norms, embeddings=embeddings)
     memory = memory or Memory()
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
@@ -166,11 +166,15 @@ def plan_training(
 
 
 def plan_serving(
-    config: Any, *, dtype: torch.dtype = torch.bfloat16, quantised: str | None = None, trust_remote_code: bool = False
+    config: Any,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    quantisation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Serving:
     """Plan what a context takes in use; arguments and errors as for ``plan_training``."""
     model = without_weights(config, dtype, trust_remote_code)
-    weights, dequantised = _weights(model, quantised)
+    weights, dequantised = _weights(model, quantisation)
     return Serving(DryRun(model, dtype), Breakdown(length=0, weights=weights), dequantised)
 
 
@@ -188,7 +192,7 @@ def longest(plan: Training | Serving, budget: int) -> Breakdown:
     if low.total > budget:
         raise InvalidParameterError(
             f"{STEP} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
-            f"and what belongs to them; found {budget / 2**30:.3g} GiB. Allow more, or quantise (--quantised nf4)."
+            f"and what belongs to them; found {budget / 2**30:.3g} GiB. Allow more, or quantise (--quantisation nf4)."
         )
     while high.total <= budget and high.length < LIMIT:
         low, high = high, plan.at(16 * high.length)
@@ -224,15 +228,15 @@ def _plainly_rotated(config: Any) -> Any:
     return config
 
 
-def _weights(model: PreTrainedModel, quantised: str | None) -> tuple[int, int]:
+def _weights(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
     """Bytes of all weights, and of the largest that is unpacked in use."""
     whole = _bytes(model.parameters())
-    if quantised is None:
+    if quantisation is None:
         return whole, 0
-    if quantised not in QUANTISED:
-        raise UnknownNameError.of("quantisation", quantised, QUANTISED)
+    if quantisation not in QUANTISED:
+        raise UnknownNameError.of("quantisation", quantisation, QUANTISED)
     linear = [m.weight for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)]
-    packed = int(sum(weight.numel() for weight in linear) * QUANTISED[quantised])
+    packed = int(sum(weight.numel() for weight in linear) * QUANTISED[quantisation])
     return whole - _bytes(linear) + packed, max(weight.numel() * weight.element_size() for weight in linear)
 
 

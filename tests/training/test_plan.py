@@ -75,7 +75,7 @@ def test_by_hand_what_memory_does() -> None:
 
 
 def test_by_hand_quantised() -> None:
-    plain, packed = (plan_serving(llama(5), quantised=how).at(LENGTH) for how in (None, "nf4"))
+    plain, packed = (plan_serving(llama(5), quantisation=how).at(LENGTH) for how in (None, "nf4"))
     linear = 5 * sum(inputs * outputs for inputs, outputs in LINEAR)
     assert plain.weights - packed.weights == 2 * linear - int(linear * (0.5 + 1 / 64 + 1 / 4096))
     assert packed.layer - plain.layer == 2 * HIDDEN * INNER, "the largest weight, unpacked"
@@ -172,6 +172,6 @@ def test_refused() -> None:
     with pytest.raises(InvalidParameterError, match="lora_rank must be at least 1, found 0"):
         plan_training(llama(2), lora_rank=0)
     with pytest.raises(UnknownNameError, match=r"Unknown quantisation 'nf3'. Did you mean 'nf4'\?"):
-        plan_serving(llama(2), quantised="nf3")
+        plan_serving(llama(2), quantisation="nf3")
     with pytest.raises(IncompatibleError, match="MptForCausalLM does not run at this length"):
         plan_serving(tiny("mpt").config).at(LENGTH)
