@@ -67,7 +67,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         require_separate(model)
     model = attach_lora(model, **settings.lora.model_dump())
     model.config.use_cache = False
-    Memory(**settings.memory.model_dump()).apply(model)
+    memory = Memory(**settings.memory.model_dump())
+    held = memory.apply(model)
 
     # 2. The data: documents, cut into as many sequences as there will be steps to read them.
     data, training = settings.data, settings.training
@@ -82,7 +83,12 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         arguments,
         train_dataset=sequences,
         embedding_learning_rate=training.embedding_learning_rate,
-        callbacks=[Curriculum(model, stages_of(settings)), ExtensionCallback(model), CompleteCheckpoints(), progress],
+        callbacks=[
+            Curriculum(model, stages_of(settings), memory, held),
+            ExtensionCallback(model),
+            CompleteCheckpoints(),
+            progress,
+        ],
     )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import ctxext
 from ctxext._api import base_model, patched_state, resolve
 from ctxext.errors import IncompatibleError
 from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.memory import Memory
 from ctxext.training.packing import PackedSequences
 from ctxext.training.sections import Extension, Settings
 from ctxext.training.sequences import Sequences, TrainingSequences
@@ -119,13 +121,22 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
     Args:
         model: extended as in the last stage.
         stages: from ``stages_of``.
+        memory: how the model holds its activations; what it put on the model is taken off for the change, since it may
+            stand on what the extension put there.
+        held: what ``memory.apply(model)`` returned.
 
     Raises:
         IncompatibleError: stages of a dynamic method, whose positions follow the length of the text by themselves.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[tuple[int, Extension, int]]) -> None:
-        self.base = base_model(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[tuple[int, Extension, int]],
+        memory: Memory,
+        held: contextlib.ExitStack,
+    ) -> None:
+        self.base, self.memory, self.held = base_model(model), memory, held
         self.extensions = [extension for _, extension, _ in stages]
         self._stops = list(itertools.accumulate(steps for steps, _, _ in stages))
         self._current = self.extensions[-1]
@@ -147,6 +158,8 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
     def _extend(self, step: int) -> None:
         wanted = self.extensions[min(bisect.bisect_right(self._stops, step), len(self.extensions) - 1)]
         if wanted is not self._current:
+            self.held.close()
             ctxext.unpatch(self.base)
             ctxext.patch(self.base, wanted.method, **wanted.arguments())
+            self.held = self.memory.apply(self.base)
             self._current = wanted

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from _models import tiny, tokens
 from _recipe import interrupted, losses, recipe
+from transformers import TrainerState
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.training.sections import Stage
+from ctxext.training import Memory
+from ctxext.training.lora import attach_lora
+from ctxext.training.sections import Extension, Stage
 from ctxext.training.settings import Settings
+from ctxext.training.stages import Curriculum
 
 
 def with_stages(settings: Settings, *stages: dict[str, Any]) -> Settings:
@@ -50,3 +55,29 @@ def test_stages_that_cannot_be(settings: Any) -> None:
         )
     with pytest.raises(InvalidParameterError, match=r"of 100 tokens do not fit into the extended window of 96"):
         recipe.finetune(with_stages(settings(), {"steps": 2, "factor": 1.5, "length": 100}))
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "yarn"), ("llama", "alibi"), ("bloom", "pi")])
+def test_changing_stages_leaves_what_else_was_done_to_the_model(model_type: str, method: str) -> None:
+    """Loss in chunks, checkpointing and the adapter stay; only the extension is another."""
+    extensions = [Extension(method=method, factor=factor) for factor in (2, 8)]
+    model = attach_lora(ctxext.patch(tiny(model_type), method, factor=8))
+    memory = Memory(loss_chunk=16)
+    held = memory.apply(model)
+    curriculum = Curriculum(model, [(1, extension, 8) for extension in extensions], memory, held)
+    inputs = tokens()
+    model.train()
+    found = []
+    for step, notify in ((0, curriculum.on_train_begin), (1, curriculum.on_step_end)):
+        notify(None, TrainerState(global_step=step), None)
+        found.append(model(inputs, labels=inputs))
+    assert all(output.logits is None for output in found)
+    expected = []
+    for extension in extensions:
+        fresh = ctxext.patch(tiny(model_type), method, **extension.arguments())
+        expected.append(fresh(inputs, labels=inputs).loss.item())
+    assert [output.loss.item() for output in found] == pytest.approx(expected, rel=1e-5)
+    assert (expected[0] != pytest.approx(expected[1], rel=1e-3)) == (method != "alibi"), "ALiBi's slopes stay"
+    extended = ctxext.describe(model).method
+    assert extended is not None
+    assert extended["factor"] == 8
