@@ -29,6 +29,7 @@ from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
 from ctxext.training.lora import attach_lora, merged
 from ctxext.training.packing import require_separate
+from ctxext.training.parallel import launched_parallelism
 from ctxext.training.progress import TrainingProgress
 from ctxext.training.referee import Referee, gain, summary
 from ctxext.training.report import now, peak_memory, trained_weights, write_json
@@ -73,7 +74,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     # 2. The data: documents, cut into as many sequences as there will be steps to read them.
     data, training = settings.data, settings.training
     documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
-    per_step = training.batch * training.accumulation * arguments.world_size
+    readers = arguments.world_size // launched_parallelism().non_data_parallel_size  # some may share a sequence
+    per_step = training.batch * training.accumulation * readers
     sequences = sequences_of(settings, documents, per_step, description.trained_length)
 
     # 3. Training.

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ctxext._stand_in import StandIn
+from ctxext.architectures._layout_mask import LayoutMask, layout_of
 from ctxext.attention import Layout
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 
-__all__ = ["ATTENTION", "LayoutMask", "PositionedForward", "declared_length", "layout_of"]
+__all__ = ["ATTENTION", "LayoutMask", "PositionedForward", "SharedForward", "declared_length", "layout_of"]
 
 ATTENTION = "ctxext"
 
@@ -30,6 +31,7 @@ class _Call:
 
     position_ids: Tensor | None
     length: int | None
+    shard: LayoutMask | None = None
 
 
 class _Current(threading.local):
@@ -41,30 +43,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@dataclass(frozen=True, eq=False)
-class LayoutMask:
-    """A layout in the place of an attention mask.
-
-    Args:
-        layout: where queries and keys stand.
-        length: the sequence's global length in tokens, where a caller that holds only a shard of it said so.
-    """
-
-    layout: Layout
-    length: int | None = None
-
-    ndim = 2
-
-    def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
-        """Models and device hooks move masks like tensors; a dtype means nothing here."""
-        target = next((a for a in (*args, kwargs.get("device")) if isinstance(a, torch.device | str | int)), None)
-        if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
-            return self
-        return LayoutMask(
-            self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target))), self.length
-        )
-
-
 @dataclass
 class PositionedForward(StandIn):
     """Stands in for a decoder's ``forward``: notes the positions it is called with, then calls what stood there."""
@@ -74,13 +52,17 @@ class PositionedForward(StandIn):
         """What to put in the place of ``decoder.forward``."""
         return cls(decoder, decoder.__dict__.get("forward"))
 
-    def __call__(self, *args: Any, ctxext_length: int | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, *args: Any, ctxext_length: int | None = None, ctxext_sharded: bool = False, **kwargs: Any
+    ) -> Any:
         """Run the decoder.
 
         Args:
             *args: the decoder's own.
             ctxext_length: global length in tokens of a sequence of which this process holds a shard; needed by
                 dynamic methods under sequence parallelism.
+            ctxext_sharded: whether this call holds a shard, and context parallelism replaced torch's attention by one
+                that sees the whole sequence; needs ``position_ids``, counted from its start, and ``ctxext_length``.
             **kwargs: the decoder's own.
         """
         given = self.given(args, kwargs)
@@ -92,11 +74,39 @@ class PositionedForward(StandIn):
             call = replace(call, position_ids=given["position_ids"])
         if ctxext_length is not None:
             call = replace(call, length=ctxext_length)
+        if ctxext_sharded:
+            call = replace(call, shard=_shard(given, call))
         _current.call = call
         try:
             return self.run(*args, **kwargs)
         finally:
             _current.call = outer
+
+
+@dataclass
+class SharedForward(PositionedForward):
+    """Stands in for the ``forward`` of a decoder whose layers hand their keyword arguments on to the attention.
+
+    A shard's layout goes there by that way too: engines drop the mask, since theirs would have to be dense.
+    """
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        shard = None if _current.call is None else _current.call.shard
+        return super().run(*args, **(kwargs if shard is None else kwargs | {"ctxext_layout": shard}))
+
+
+def _shard(given: dict[str, Any], call: _Call) -> LayoutMask:
+    """The layout of a shard, from the arguments of the call that holds it."""
+    mask, tokens = given.get("attention_mask"), given.get("input_ids")
+    if call.position_ids is None or call.length is None:
+        raise InvalidParameterError(
+            "A shard of a sequence (ctxext_sharded=True) needs position_ids, counted from the start of the whole "
+            "sequence, and ctxext_length, the whole length in tokens."
+        )
+    if isinstance(mask, Tensor) and not bool(mask.all()):
+        raise IncompatibleError("A shard of a sequence cannot be padded: its engine takes no mask. Cut or fill texts.")
+    rows = (given["inputs_embeds"] if tokens is None else tokens).shape[0]
+    return LayoutMask(Layout.shard(call.position_ids.expand(rows, -1)), call.length)
 
 
 def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -119,21 +129,6 @@ def declared_length() -> int | None:
     return None if _current.call is None else _current.call.length
 
 
-def layout_of(attention_mask: Any) -> LayoutMask:
-    """Read the layout off what a layer received as its mask.
-
-    Raises:
-        PatchStateError: if it is not there, because something between the decoder and the layer replaced the mask.
-    """
-    if isinstance(attention_mask, LayoutMask):
-        return attention_mask
-    raise PatchStateError(
-        f"The attention of a model patched by ctxext received {type(attention_mask).__name__} instead of a layout. Its "
-        f"decoder was called in a way that ctxext does not see; call the model itself, and do not change its "
-        f"_attn_implementation."
-    )
-
-
 def _layout_mask(
     batch_size: int,
     q_length: int,
@@ -148,6 +143,8 @@ def _layout_mask(
     call = _current.call
     if call is None:  # generate() prepares masks ahead of the decoder: leave the padding as it is for then
         return attention_mask
+    if call.shard is not None:
+        return call.shard
     device = attention_mask.device if attention_mask is not None and device is None else device
     layout = _layout(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, call.position_ids, device)
     return LayoutMask(layout, call.length)
@@ -267,6 +264,7 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    ctxext_layout: LayoutMask | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of the name ``ctxext``, in the signature that transformers calls."""
@@ -277,7 +275,8 @@ def _attention(
             f"Use ctxext.patch or ctxext.load."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(query, key, value, layout_of(attention_mask), scale=scale, window=sliding_window, dropout=dropout)
+    mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
+    out = attend(query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
-from ctxext.architectures._positions import ATTENTION, PositionedForward
+from ctxext.architectures._positions import ATTENTION, SharedForward
 from ctxext.architectures._sites import Site
 
 __all__ = ["attention_layers", "decoder_of", "why_not_ours", "wire"]
@@ -59,6 +59,6 @@ def wire(model: PreTrainedModel, text: Any, site: Site, attend: Any, edits: Edit
     """Give every attention layer ``attend`` and let the decoder hand it a layout."""
     decoder = decoder_of(model, site)
     edits.set(text, "_attn_implementation_internal", ATTENTION)
-    edits.set(decoder, "forward", PositionedForward.around(decoder))
+    edits.set(decoder, "forward", SharedForward.around(decoder))
     for layer in attention_layers(decoder):
         edits.set(layer, "_ctxext_attend", attend)

@@ -1,11 +1,28 @@
-"""What spreads a run over processes, and what of it an engine cannot carry."""
+"""What spreads a run over processes, and what of it an engine cannot carry: said before the first step.
+
+Two engines let several processes share a sequence: torch's context parallelism (ring attention) hands keys and values
+round; DeepSpeed's Ulysses gives each process all tokens of some heads while attention is computed. Everywhere else a
+process sees its own tokens only, and neither engine takes a mask.
+"""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+import os
+from collections.abc import Collection
+from typing import Any
 
-__all__ = ["is_fsdp", "is_sharded"]
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from ctxext._api import base_model, patched_state
+from ctxext.architectures._positions import ATTENTION
+from ctxext.errors import IncompatibleError
+
+__all__ = ["drop_mask_hooks", "is_fsdp", "is_sharded", "launched_parallelism", "require_carried", "whole_sequence"]
+
+CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -16,3 +33,177 @@ def is_sharded(model: nn.Module) -> bool:
 def is_fsdp(model: nn.Module) -> bool:
     """Whether FSDP 2 holds the weights."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def launched_parallelism() -> Any:
+    """The ``accelerate.ParallelismConfig`` that ``accelerate launch`` was given; all its sizes are 1 for none."""
+    from accelerate import ParallelismConfig
+
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        return ParallelismConfig()
+    return ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+
+
+def require_carried(model: nn.Module, accelerator: Any, *, lengths: Collection[int] = (), packed: bool = False) -> None:
+    """Refuse a run that its engine would train wrongly, or not at all.
+
+    Args:
+        model: patched or not, with adapters or without.
+        accelerator: an ``accelerate.Accelerator``.
+        lengths: tokens of the training sequences, each once.
+        packed: whether some of them hold several documents.
+
+    Raises:
+        IncompatibleError: with the reason and what to do instead.
+    """
+    base, parallelism = base_model(model), accelerator.parallelism_config
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1:
+        raise IncompatibleError(
+            "The first version of FSDP flattens weights, which a loss in chunks and separate learning rates cannot "
+            "use. Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does."
+        )
+    if parallelism is None:
+        return
+    size = max(parallelism.cp_size, parallelism.sp_size)
+    if size == 1:
+        return
+    context = parallelism.cp_size > 1
+    reason = _why_not_data(size, lengths, packed)
+    reason = reason or (_why_not_context(base) if context else _why_not_ulysses(base, parallelism))
+    if reason is not None:
+        engine = "Context parallelism" if context else "DeepSpeed Ulysses"
+        raise IncompatibleError(f"{engine} cannot carry this run: {reason}")
+
+
+def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What a patched model must be told of the sequences that context parallelism is about to cut into shards.
+
+    Args:
+        model: patched or not, with adapters or without.
+        inputs: of a forward pass, not cut yet: the same on all processes that share it.
+
+    Returns:
+        Further arguments of the forward pass.
+
+    Raises:
+        IncompatibleError: positions are missing or restart, a mask hides something, or a method that follows the length
+            would give the rows different positions.
+    """
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if not isinstance(positions, Tensor):
+        raise IncompatibleError(
+            "The batch has no position_ids: every process would count its part of a sequence from 0. Let the data set "
+            "give them, as ctxext.training.sequences.TrainingSequences does."
+        )
+    if bool((positions.diff(dim=-1) <= 0).any()):
+        raise IncompatibleError(
+            "position_ids restart inside a row, so it holds packed documents, and context parallelism takes no mask to "
+            "keep them apart. Give each document a row of its own."
+        )
+    if isinstance(mask, Tensor) and (mask.ndim > 2 or not bool(mask.all())):
+        raise IncompatibleError(
+            f"attention_mask {list(mask.shape)} hides tokens, and context parallelism drops masks. Cut sequences to "
+            f"one length instead of padding them."
+        )
+    patched = patched_state(base_model(model))
+    if patched is None or not (patched.method.dynamic or _is_ours(base_model(model))):
+        return {}
+    lengths = _lengths(positions)
+    regimes = {patched.method.regime(patched.extension.trained_length, length) for length in lengths}
+    if len(regimes) > 1:
+        raise IncompatibleError(
+            f"Method {patched.method.name!r} follows the length of each row, and those of this batch are "
+            f"{sorted(set(lengths))} tokens long; a shard can be told one length only. Set the batch to 1."
+        )
+    told: dict[str, Any] = {"ctxext_length": max(lengths)}
+    return told | ({"ctxext_sharded": True} if _is_ours(base_model(model)) else {})
+
+
+def drop_mask_hooks(model: nn.Module) -> None:
+    """Take off what accelerate put on attention layers for context parallelism, once training is over.
+
+    It drops every mask and calls what is left causal. Outside of the engine, with a cache or padding, that would be
+    another model.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if "_attach_context_parallel_hooks" in getattr(hook, "__qualname__", ""):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _lengths(positions: Int[Tensor, "batch seq"]) -> list[int]:
+    found: list[int] = (positions.amax(dim=-1) + 1).tolist()
+    return found
+
+
+def _why_not_data(size: int, lengths: Collection[int], packed: bool) -> str | None:
+    if packed:
+        return (
+            "it takes no mask, and packed documents need one to keep apart. Set data.positions to consecutive or pose."
+        )
+    for length in sorted(lengths):
+        if length % size:
+            return (
+                f"sequences of {length:,} tokens cannot be cut into {size} equal parts. Set data.length to a multiple "
+                f"of {2 * size}, by which processes that pass keys and values round also get the same work."
+            )
+    return None
+
+
+def _why_not_context(base: PreTrainedModel) -> str | None:
+    patched, attention = patched_state(base), base.config._attn_implementation
+    if attention not in ("sdpa", ATTENTION):
+        return (
+            f"it replaces torch's scaled_dot_product_attention, and the attention of this model is {attention!r}. Load "
+            f"it with attn_implementation='sdpa'."
+        )
+    if _windows(base):
+        return (
+            f"it takes no mask, and layers of type {_windows(base)} need one. Let the method lift the windows "
+            f"(extension.sliding_window: lift) where every layer has one, or train without it."
+        )
+    backend = None if patched is None else patched.extension.attention
+    if attention == ATTENTION and str(backend).partition("(")[0] not in ("auto", "sdpa"):
+        return f"attention backend {backend!r} has no form for a part of a sequence. Take attention='sdpa'."
+    if patched is not None and getattr(patched.method, "bias", "exact") != "exact":
+        return "bias='stock' reproduces BLOOM's rounding with a dense bias. Take bias='exact'."
+    return None
+
+
+def _why_not_ulysses(base: PreTrainedModel, parallelism: Any) -> str | None:
+    patched, size = patched_state(base), parallelism.sp_size
+    text, attention = base.config.get_text_config(decoder=True), base.config._attn_implementation
+    asked = parallelism.sp_handler.sp_attn_implementation
+    if _is_ours(base):
+        return f"it knows transformers' own attention only, and ALiBi is computed by ctxext's. Take {CONTEXT}."
+    if patched is not None and patched.method.dynamic:
+        return (
+            f"method {patched.method.name!r} follows the length of the text, of which every process knows its part "
+            f"only. Take a method that is not dynamic, such as yarn, or {CONTEXT}."
+        )
+    if attention != asked:
+        return (
+            f"the attention of this model is {attention!r} and sp_attn_implementation is {asked!r}. Set the latter to "
+            f"{attention!r}."
+        )
+    if _windows(base) and attention == "sdpa":
+        return f"it drops masks, and with SDPA layers of type {_windows(base)} need one. Take flash_attention_2."
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", text.num_attention_heads)
+    if heads % size or (kv_heads % size and size % kv_heads):
+        return f"{heads} heads and {kv_heads} key heads cannot be shared by {size} processes. Lower sp_size."
+    return None
+
+
+def _is_ours(base: PreTrainedModel) -> bool:
+    return bool(base.config._attn_implementation == ATTENTION)
+
+
+def _windows(base: PreTrainedModel) -> list[str]:
+    """Types of layers that do not see everything before them."""
+    text = base.config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return ["sliding_attention"] if getattr(text, "sliding_window", None) else []
+    return sorted(set(kinds) - {"full_attention"})

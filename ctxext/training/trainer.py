@@ -1,15 +1,19 @@
-"""The Trainer for long sequences: it stops at a loss that is no number."""
+"""The Trainer for long sequences: on any number of processes, and it stops at a loss that is no number."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, default_data_collator
 
 from ctxext._api import base_model
+from ctxext.architectures._positions import ATTENTION
 from ctxext.errors import CtxextError
+from ctxext.training.packing import PackedSequences
+from ctxext.training.parallel import drop_mask_hooks, require_carried, whole_sequence
 from ctxext.training.sequences import Sequences
 
 __all__ = ["LongTrainer", "NotANumberError"]
@@ -20,7 +24,7 @@ class NotANumberError(CtxextError, ArithmeticError):
 
 
 class LongTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer that refuses to train on a loss or gradient that is no number.
+    """A Trainer that refuses to train on a loss or gradient that is no number, and under an engine that falsifies it.
 
     Its data are ``Sequences``, in their own order: ``TrainingArguments(train_sampling_strategy="sequential",
     remove_unused_columns=False)``.
@@ -31,12 +35,22 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
+        IncompatibleError: if the engine that spreads the run over processes cannot carry it; see
+            ``ctxext.training.parallel``.
         NotANumberError: while training; names the step and its sequences, before any weight was changed by them.
     """
 
     def __init__(self, *args: Any, embedding_learning_rate: float | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"data_collator": collate, **kwargs})
         self.embedding_learning_rate = embedding_learning_rate
+        data = self.train_dataset
+        lengths = {data.length_of(i) for i in range(len(data))} if isinstance(data, Sequences) else set()
+        require_carried(self.model, self.accelerator, lengths=lengths, packed=_packed(data))
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.mixed_precision_policy is not None:
+            # accelerate's policy rounds the loss to 16 bits, and adds up the processes' gradients in as many.
+            whole = {"reduce_dtype": torch.float32, "output_dtype": None}
+            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **whole)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's own, with the embedding's weights in a group of their own."""
@@ -51,9 +65,26 @@ class LongTrainer(Trainer):  # type: ignore[misc]
                     optimizer.add_param_group({**group, **own})
         return optimizer
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own; afterwards the model can be measured, with masks and caches."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            drop_mask_hooks(self.model)
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """The Trainer's own, and what a patched model must know of the whole sequence."""
+        parallelism = self.accelerator.parallelism_config
+        if parallelism is not None and parallelism.cp_enabled:
+            inputs = {**inputs, **whole_sequence(self.model, inputs)}
+            if base_model(self.model).config._attn_implementation == ATTENTION:
+                # The Trainer would refuse a model with attention other than SDPA; ctxext's is SDPA without a mask here.
+                return super()._prepare_context_parallel_inputs(None, inputs)
+        return super()._prepare_context_parallel_inputs(model, inputs)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One forward and backward pass."""
-        indices: list[int] = inputs.pop("index").tolist()
+        indices: list[int] = inputs.pop("index")
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         wrong = None if torch.isfinite(loss) else f"The loss is {loss.item()}"
         if wrong is None and not all(torch.isfinite(w.grad).all() for w in model.parameters() if w.grad is not None):
@@ -66,3 +97,14 @@ class LongTrainer(Trainer):  # type: ignore[misc]
                 f"from the last checkpoint with a lower learning rate or a longer warm-up."
             )
         return loss
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One batch of ``Sequences``; indices stay a list: engines cut tensors."""
+    indices = [int(row["index"]) for row in rows]
+    tensors = default_data_collator([{key: row[key] for key in row if key != "index"} for row in rows])
+    return {**tensors, "index": indices}
+
+
+def _packed(data: Any) -> bool:
+    return isinstance(data, PackedSequences) or any(map(_packed, getattr(data, "parts", ())))

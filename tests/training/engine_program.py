@@ -1,7 +1,8 @@
 """One process of a distributed run of the recipe: ``python engine_program.py CASES.json``.
 
-Each case is a name, an engine, and the words of a command line. What is left of it lies in its output directory, and
-beside ``run.json``, ``recorded.pt``: every weight's whole gradient in every step, and the buffers after the last.
+Each case is a name, an engine, the words of a command line, and whether it is interrupted or resumed. What is left of
+it lies in its output directory, and beside ``run.json``, ``recorded.pt``: every weight's whole gradient in every step,
+and the buffers after the last.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _recipe import recipe
+from _recipe import Stop, recipe
 from accelerate.state import AcceleratorState, GradientState
 from cpu_engines import admit_processes, admit_ring_attention
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from ctxext.errors import IncompatibleError
 from ctxext.training import trainer as trainers
 from ctxext.training.settings import read_settings
 
@@ -42,9 +44,8 @@ class Recorder(TrainerCallback):
         self.steps: list[dict[str, Any]] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.steps.append(
-            {name: whole(weight.grad) for name, weight in model.named_parameters() if weight.requires_grad}
-        )
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.steps.append({name: whole(weight.grad) for name, weight in trained.items()})
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if state.is_world_process_zero:
             torch.save({"gradients": self.steps, "buffers": buffers}, self.output / "recorded.pt")
@@ -70,10 +71,16 @@ def run(case: dict[str, Any]) -> None:
     def with_recorder(self: Any, *args: Any, **kwargs: Any) -> None:
         prepare(self, *args, **kwargs)
         self.add_callback(Recorder(settings.output))
+        if case["interrupted"]:
+            self.add_callback(Stop())
 
     try:
         recipe.training_arguments, trainers.LongTrainer.__init__ = with_accelerators, with_recorder
-        recipe.finetune(settings, resume=case.get("resume", False))
+        recipe.finetune(settings, resume=case["resumed"])
+    except KeyboardInterrupt:
+        assert case["interrupted"]
+    except IncompatibleError as error:
+        Path(settings.output, "refused.txt").write_text(str(error), encoding="utf-8")
     finally:
         recipe.training_arguments, trainers.LongTrainer.__init__ = arguments, prepare
         for key in environment:

@@ -1,4 +1,7 @@
-"""The whole recipe on two processes against one: DDP and FSDP2, through accelerate and the Trainer, on gloo."""
+"""The whole recipe on two processes against one, through accelerate and the Trainer, on gloo.
+
+DDP, FSDP2, and FSDP2 with context parallelism: sequences, masks, losses, gradients, saving.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,40 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "smollm2-135m-16k-yarn-pose.yaml"
 STEPS = 3
 
-# Name, engine, checkpoint, further words of the command line.
-CASES = [
-    ("data", "data", "tied", []),
-    ("sharded", "sharded", "tied", []),
-    ("sharded-untied", "sharded", "untied", ["--memory.checkpointing", "false"]),
-]
-SINGLE = {case: f"one-{checkpoint}" for case, _, checkpoint, _ in CASES}
+# What is trained, in one process each: checkpoint and words of the command line.
+SETUPS: dict[str, tuple[str, list[str]]] = {
+    "tied": ("tied", ["--merge"]),
+    "untied": ("untied", ["--memory.checkpointing", "false"]),
+    "bf16": ("tied", ["--dtype", "bf16", "--method", "alibi"]),
+    "pose": ("untied", ["--data.positions", "pose"]),
+    "alibi": ("tied", ["--method", "alibi"]),
+    "bloom": ("bloom", ["--method", "alibi"]),
+    # Beyond the trained window of 64 tokens: frequencies of 96 tokens, of which a process sees 48.
+    "dynamic": ("untied", ["--method", "dynamic_ntk", "--data.length", "96", "--data.positions", "consecutive"]),
+}
+CASES = {
+    "data-tied": ["data", "tied"],
+    "sharded-tied": ["sharded", "tied"],
+    "sharded-untied": ["sharded", "untied"],
+    "sharded-bf16": ["sharded", "bf16"],
+    "context-pose": ["context", "pose"],
+    "context-alibi": ["context", "alibi"],
+    "context-bloom": ["context", "bloom"],
+    "context-dynamic": ["context", "dynamic"],
+}
 
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The output directory of every case, and of a single process on each checkpoint."""
     root = tmp_path_factory.mktemp("engines")
-    for name in ("tied", "untied"):
-        tiny(vocab_size=257, tie_word_embeddings=name == "tied").save_pretrained(root / name)
+    for name in ("tied", "untied", "bloom"):
+        tie = {} if name == "bloom" else {"tie_word_embeddings": name == "tied"}
+        tiny("bloom" if name == "bloom" else "llama", vocab_size=257, **tie).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
 
-    def case(name: str, engine: str, checkpoint: str, words: list[str]) -> dict[str, Any]:
+    def case(name: str, engine: str, setup: str, *words: str, interrupted: bool = False, resumed: bool = False) -> Any:
+        checkpoint, own = SETUPS[setup]
         given = {
             "checkpoint": root / checkpoint,
             "data.train": corpus,
@@ -48,15 +67,21 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
             "training.warmup": 0,
             "training.clip": 0,
             "training.learning_rate": 1e-2,
+            "training.checkpoint_every": 2,
             "lora.rank": 4,
             "dtype": "fp32",
+            "merge": "false",
         }
         known = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-        return {"name": name, "engine": engine, "config": str(CONFIG), "words": [*known, *words]}
+        flags = {"interrupted": interrupted, "resumed": resumed}
+        return {"name": name, "engine": engine, "config": str(CONFIG), "words": [*known, *own, *words], **flags}
 
-    two = ["--training.accumulation", "2"]  # as many sequences in a step as two processes read
-    start([case(f"one-{name}", "none", name, two) for name in ("tied", "untied")], 1, root)
-    start([case(*listed) for listed in CASES], 2, root)
+    two = ("--training.accumulation", "2")  # as many sequences in a step as two processes read
+    start([case(f"one-{setup}", "none", setup, *two) for setup in SETUPS], 1, root)
+    cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in CASES.items()]
+    cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
+    cases += [case("refused", "context", "alibi", "--extension.attention", "reference")]
+    start(cases, 2, root)
     return {path.name: path for path in (root / "runs").iterdir()}
 
 
@@ -103,42 +128,61 @@ def losses(run: Path) -> list[float]:
     return [entry["loss"] for entry in json.loads((run / "run.json").read_text(encoding="utf-8"))["loss"]]
 
 
-every_case = pytest.mark.parametrize("case", SINGLE)
+def single(case: str) -> str:
+    return f"one-{CASES[case][1]}"
+
+
+every_case = pytest.mark.parametrize("case", CASES)
 
 
 @every_case
 def test_losses_and_gradients_are_those_of_one_process(case: str, runs: dict[str, Path]) -> None:
-    """Of every trained weight, in every step: a shared embedding gets its part from both ends."""
-    two, one = runs[case], runs[SINGLE[case]]
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    """Of every trained weight: a token embedding that is the head as well gets its part from both ends."""
+    two, one, rounded = runs[case], runs[single(case)], case.endswith("bf16")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-2 if rounded else 1e-5)
     assert len(losses(two)) == STEPS
-    expected = recorded(one)["gradients"]
-    for step, (found, whole) in enumerate(zip(recorded(two)["gradients"], expected, strict=True)):
+    for step, (found, whole) in enumerate(zip(recorded(two)["gradients"], recorded(one)["gradients"], strict=True)):
         assert found.keys() == whole.keys()
-        assert {"embed_tokens", "input_layernorm", "lora_A", "lora_B"} <= {
-            part for name in found for part in name.split(".")
-        }
+        parts = {part for name in found for part in name.split(".")}
+        assert {"lora_A", "lora_B", "modules_to_save", "input_layernorm"} <= parts
+        assert {"embed_tokens", "word_embeddings"} & parts
+        if rounded and step:
+            break  # Adam makes much of gradients that are little but rounding
         for name, gradient in whole.items():
             error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
-            assert error < (1e-5, 1e-3, 1e-3)[step], name  # Adam makes much of what is nearly zero
+            assert error < (0.1 if rounded else (1e-4, 1e-3, 1e-3)[step]), name
 
 
 @every_case
 def test_frequencies_stay_in_float32(case: str, runs: dict[str, Path]) -> None:
-    expected = recorded(runs[SINGLE[case]])["buffers"]
-    found = recorded(runs[case])["buffers"]
-    assert any(name.endswith("inv_freq") for name in found)
+    found, expected = (recorded(runs[name])["buffers"] for name in (case, single(case)))
+    assert case.endswith("bloom") or any(name.endswith("inv_freq") for name in found)
     for name, buffer in found.items():
         assert buffer.dtype == torch.float32
         assert torch.equal(buffer, expected[name]), name
 
 
-@every_case
+@pytest.mark.parametrize("case", ["data-tied", "sharded-tied", "sharded-bf16", "context-bloom"])
 def test_the_adapter_is_whole_and_extended(case: str, runs: dict[str, Path]) -> None:
-    ours, theirs = (ctxext.load(runs[name] / "adapter", dtype=torch.float32).eval() for name in (case, SINGLE[case]))
-    assert ctxext.describe(ours).target_length == 128
+    ours, theirs = (ctxext.load(runs[name] / "adapter", dtype=torch.float32).eval() for name in (case, single(case)))
+    assert ctxext.describe(ours).fingerprint == ctxext.describe(theirs).fingerprint
     assert ours.state_dict().keys() == theirs.state_dict().keys()
-    plain = AutoModelForCausalLM.from_pretrained(runs[case] / "merged", dtype=torch.float32).eval()
     found, expected = logits(ours, tokens()), logits(theirs, tokens())
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
-    torch.testing.assert_close(logits(plain, tokens()), found, atol=1e-3, rtol=0)
+    assert (found - expected).abs().mean() < (0.5 if case.endswith("bf16") else 0.01)
+    if (runs[case] / "merged").exists():
+        plain = AutoModelForCausalLM.from_pretrained(runs[case] / "merged", dtype=torch.float32).eval()
+        torch.testing.assert_close(logits(plain, tokens()), found, atol=1e-3, rtol=0)
+
+
+def test_merged_models_are_among_them(runs: dict[str, Path]) -> None:
+    assert {name for name in CASES if (runs[name] / "merged").exists()} == {"data-tied", "sharded-tied"}
+
+
+def test_shards_are_resumed_with_the_losses_of_a_run_never_interrupted(runs: dict[str, Path]) -> None:
+    assert losses(runs["resumed"]) == pytest.approx(losses(runs["sharded-tied"]), rel=1e-5)
+
+
+def test_what_the_engine_cannot_carry_is_refused_before_the_first_step(runs: dict[str, Path]) -> None:
+    said = (runs["refused"] / "refused.txt").read_text(encoding="utf-8")
+    assert said.startswith("Context parallelism cannot carry this run: attention backend 'reference' has no form for")
+    assert not (runs["refused"] / "recorded.pt").exists()

@@ -1,0 +1,165 @@
+"""What engines cannot carry is refused by name; what a shard is told is enough for the whole model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from _models import tiny, tokens
+from accelerate import ParallelismConfig
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
+from torch import Tensor
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.training.lora import attach_lora
+from ctxext.training.parallel import drop_mask_hooks, launched_parallelism, require_carried, whole_sequence
+
+LENGTH = 96
+
+
+def accelerator(**sizes: int) -> Any:
+    """As much of one as is looked at."""
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa") if "sp_size" in sizes else None
+    state = SimpleNamespace(fsdp_plugin=None)
+    return SimpleNamespace(parallelism_config=ParallelismConfig(**sizes, sp_handler=handler), state=state)
+
+
+def patched(method: str, model_type: str = "llama", *, changes: dict[str, Any] | None = None, **parameters: Any) -> Any:
+    return ctxext.patch(tiny(model_type, **(changes or {})), method, factor=4, **parameters)
+
+
+def eager(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    return model
+
+
+FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}
+WINDOWED = {"changes": {"sliding_window": 32}, "sliding_window": "keep"}
+REFUSED: list[tuple[Any, dict[str, int], str]] = [
+    (lambda: eager(patched("yarn")), {"cp_size": 2}, "attention of this model is 'eager'. Load it with attn_impl"),
+    (lambda: patched("yarn", "mistral", **WINDOWED), {"cp_size": 2}, r"\['sliding_attention'\].*lift the windows"),
+    (lambda: patched("yarn", "gemma3_text"), {"cp_size": 2}, "layers of type .'sliding_attention'. need one"),
+    (lambda: patched("alibi", attention="flex"), {"cp_size": 2}, "backend 'flex' has no form for a part"),
+    (lambda: patched("alibi", "bloom", bias="stock"), {"cp_size": 2}, "bias='stock'.*Take bias='exact'"),
+    (lambda: patched("yarn"), {"cp_size": 5}, "96 tokens cannot be cut into 5 .* data.length to a multiple of 10"),
+    (lambda: patched("alibi"), {"sp_size": 2}, "ALiBi is computed by ctxext's. Take recipes/accelerate/fsdp2-context"),
+    (lambda: patched("dynamic_yarn"), {"sp_size": 2}, "'dynamic_yarn' follows the length .* such as yarn, or recipes"),
+    (lambda: eager(patched("yarn")), {"sp_size": 2}, "'eager' and sp_attn_implementation is 'sdpa'"),
+    (lambda: patched("yarn", "mistral", **WINDOWED), {"sp_size": 2}, "Take flash_attention_2"),
+    (lambda: patched("yarn"), {"sp_size": 3}, "heads cannot be shared by 3 processes. Lower sp_size"),
+]
+
+
+@pytest.mark.parametrize(("build", "sizes", "said"), REFUSED)
+def test_refused_with_the_reason(build: Any, sizes: dict[str, int], said: str) -> None:
+    engine = "Context parallelism" if "cp_size" in sizes else "DeepSpeed Ulysses"
+    with pytest.raises(IncompatibleError, match=f"^{engine} cannot carry this run: .*{said}"):
+        require_carried(attach_lora(build(), rank=2), accelerator(**sizes), lengths={LENGTH})
+
+
+def test_packed_documents_are_refused() -> None:
+    with pytest.raises(IncompatibleError, match=r"packed documents need one.*data\.positions to consecutive or pose"):
+        require_carried(patched("yarn"), accelerator(sp_size=2), packed=True)
+    require_carried(patched("yarn"), accelerator(dp_shard_size=2), packed=True)
+
+
+def test_flattened_weights_are_refused() -> None:
+    engine = accelerator()
+    engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    with pytest.raises(IncompatibleError, match="Set fsdp_version: 2"):
+        require_carried(patched("yarn"), engine)
+
+
+@pytest.mark.parametrize(
+    ("build", "sizes"),
+    [
+        (lambda: patched("yarn"), {"cp_size": 2}),
+        (lambda: patched("dynamic_ntk"), {"cp_size": 4}),
+        (lambda: patched("alibi"), {"cp_size": 2}),
+        (lambda: patched("alibi", "bloom", attention="sdpa"), {"cp_size": 2}),
+        (lambda: patched("yarn", "mistral", changes={"sliding_window": 32}, sliding_window="lift"), {"cp_size": 2}),
+        (lambda: patched("pi"), {"sp_size": 2}),
+        (lambda: eager(patched("dynamic_yarn")), {"dp_shard_size": 2}),
+        (lambda: eager(tiny()), {}),
+    ],
+)
+def test_carried(build: Any, sizes: dict[str, int]) -> None:
+    require_carried(build(), accelerator(**sizes), lengths={LENGTH})
+
+
+def test_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched_parallelism().non_data_parallel_size == 1
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
+    assert launched_parallelism().cp_size == 1, "a size without the switch is a leftover"
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    assert launched_parallelism().non_data_parallel_size == 4
+
+
+def batch(*lengths: int) -> dict[str, Tensor]:
+    """Rows of the same number of tokens; positions skip so that each ends at its length."""
+    rows = [torch.cat([torch.arange(8), torch.arange(length - 8, length)]) for length in lengths]
+    return {"input_ids": tokens(16, rows=len(rows)), "position_ids": torch.stack(rows)}
+
+
+def test_what_a_shard_is_told() -> None:
+    assert whole_sequence(attach_lora(patched("yarn"), rank=2), batch(96, 100)) == {}
+    assert whole_sequence(patched("dynamic_ntk"), batch(96, 96)) == {"ctxext_length": 96}
+    assert whole_sequence(patched("dynamic_ntk"), batch(30, 60)) == {"ctxext_length": 60}  # inside the trained window
+    assert whole_sequence(patched("dynamic_ntk", growth="doubling"), batch(90, 100)) == {"ctxext_length": 100}
+    told = {"ctxext_length": 100, "ctxext_sharded": True}
+    assert whole_sequence(attach_lora(patched("alibi"), rank=2), batch(96, 100)) == told
+
+
+def test_batches_that_no_shard_can_hold() -> None:
+    model, given = patched("yarn"), batch(96, 96)
+    with pytest.raises(IncompatibleError, match="no position_ids: every process would count"):
+        whole_sequence(model, {"input_ids": given["input_ids"]})
+    with pytest.raises(IncompatibleError, match="packed documents"):
+        whole_sequence(model, {**given, "position_ids": torch.arange(16).expand(2, -1) % 8})
+    with pytest.raises(IncompatibleError, match=r"attention_mask \[2, 16\] hides tokens"):
+        whole_sequence(model, {**given, "attention_mask": (torch.arange(16).expand(2, -1) > 2).long()})
+    with pytest.raises(IncompatibleError, match=r"attention_mask \[2, 1, 16, 16\] hides tokens"):
+        whole_sequence(model, {**given, "attention_mask": torch.ones(2, 1, 16, 16)})
+    with pytest.raises(IncompatibleError, match=r"\[96, 100\] tokens long.*Set the batch to 1"):
+        whole_sequence(patched("dynamic_yarn"), batch(96, 100))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "bloom", "mpt", "falcon"])
+def test_a_shard_that_is_the_whole_sequence(model_type: str) -> None:
+    """Plain causal attention is then what its engine would do; accelerate's hooks take the mask away."""
+    changes = FALCON if model_type == "falcon" else {}
+    model = patched("alibi", model_type, changes=changes, trained_length=64)
+    given = batch(200, 250) | {"attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits
+        _attach_context_parallel_hooks(model)
+        found = model(**given, **whole_sequence(model, given), use_cache=False).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    dropped = any(name.endswith("self_attn") for name, _ in model.named_modules())
+    assert dropped == (model_type not in ("bloom", "mpt", "falcon"))
+
+
+def test_after_training_masks_are_seen_again() -> None:
+    model = attach_lora(patched("yarn"), rank=2).eval()
+    padded = {"input_ids": tokens(16), "attention_mask": (torch.arange(16) > 4).long()[None], "use_cache": False}
+    with torch.no_grad():
+        before = model(**padded).logits[:, 5:]
+        _attach_context_parallel_hooks(model)
+        assert not torch.allclose(model(**padded).logits[:, 5:], before, atol=0.1)
+        drop_mask_hooks(model)
+        assert torch.equal(model(**padded).logits[:, 5:], before)
+
+
+def test_a_shard_must_say_where_it_stands() -> None:
+    model, given = patched("alibi"), batch(96)
+    for part in ({"ctxext_length": 96}, {"position_ids": given["position_ids"]}):
+        with pytest.raises(InvalidParameterError, match="needs position_ids, counted from the start"):
+            model(given["input_ids"], ctxext_sharded=True, **part)
+    mask = torch.tensor([[0] + [1] * 15])
+    with pytest.raises(IncompatibleError, match="cannot be padded"):
+        model(**given, attention_mask=mask, ctxext_sharded=True, ctxext_length=96)
