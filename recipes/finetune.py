@@ -4,7 +4,7 @@
     accelerate launch recipes/finetune.py --config ... --factor 8 --training.learning_rate 2e-5
     python recipes/finetune.py --config ... --data.train books.parquet --resume
 
-Read it from top to bottom, copy it, change it. Every setting is explained in ``ctxext/training/settings.py``; any of
+Read it from top to bottom, copy it, change it. Every setting is explained in ``ctxext/training/sections.py``; any of
 them can be given on the command line, by its dotted name or, where that is unambiguous, by the last part of it.
 
 In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.load`` restores it with its extension),

@@ -64,7 +64,8 @@ def run(
     model = checkpoint.model
     saved = plan.method is None and already_extended(base_model(model).config) is not None
     measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
-    plain = None if inside is not None else _plain_model(checkpoint, plan, reference, saved)
+    remembered = inside is not None
+    plain = None if remembered else _plain_model(checkpoint, plan, reference, saved)
     work = Work(plan, corpus, spread, progress, turning_point(model))
     provenance = provenance_of(checkpoint, corpus)
     readings: list[Timed] = []
@@ -89,7 +90,7 @@ def run(
         lengths=plan.lengths,
         stride=plan.stride,
         readings=tuple(_reading(plan, one, found[1], truncated[1], measured, change) for one in readings),
-        notes=_notes(checkpoint, corpus, plan, plain, reference, inside is not None),
+        notes=_notes(checkpoint, corpus, plan, plain, reference, remembered),
         provenance=provenance,
     )
 

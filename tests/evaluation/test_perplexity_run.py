@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
 from ctxext.evaluation.perplexity_plan import make_plan
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
-from ctxext.evaluation.perplexity_run import run, total_cost
+from ctxext.evaluation.perplexity_run import run, total_cost, window_losses
 
 TRAINED = 64
 Make = Callable[..., tuple[Checkpoint, Corpus]]
@@ -97,6 +98,22 @@ def test_references_and_differences_by_hand(make: Make) -> None:
     assert extension.in_window.mean == pytest.approx(inside, abs=1e-6)
     assert (unpatched.in_window, truncated.in_window) == (None, None)
     assert "beat feeding only the last 64 tokens?" in found.sentence()
+    assert not any("read by the extended model" in note for note in found.notes)
+
+
+def test_the_original_may_be_remembered(make: Make) -> None:
+    """A model in training has no original beside it: what that read inside the window is kept from before."""
+    checkpoint, corpus = make(129)
+    plan = make_plan(checkpoint.model, method="pi", lengths=[128], arguments={"factor": 2.0})
+    known = run(checkpoint, corpus, plan).extension
+    inside = window_losses(checkpoint, corpus, plan)
+    ctxext.patch(checkpoint.model, "pi", factor=2.0)
+    found = run(checkpoint, corpus, replace(plan, method=None, arguments={}), inside=inside, name="now")
+    assert [reading.name for reading in found.readings] == ["truncated", "now"]
+    assert found.extension is not None
+    assert known is not None
+    assert found.extension.in_window == known.in_window
+    assert any("read by the extended model itself" in note for note in found.notes)
 
 
 def test_a_dynamic_method_has_a_pass_per_length(make: Make) -> None:
