@@ -1,4 +1,4 @@
-"""lm-evaluation-harness reads a saved extended checkpoint over its whole new window, without knowing of ctxext."""
+"""lm-evaluation-harness reads a saved extended checkpoint over its whole new window."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ def test_its_window_is_the_extended_one(
         (found[name],) = harness.loglikelihood_rolling([request], disable_tqdm=True)
     assert found["extended"] == pytest.approx(own, rel=1e-5)
     assert found["plain"] != pytest.approx(own, rel=1e-3)
+    # What stock code cannot express is handed over loaded.
+    ctxext.unpatch(model)
+    ctxext.patch(model, "dynamic_yarn", factor=2)
+    model.save_pretrained(tmp_path / "dynamic")
+    own = -loss_by_position(model, ids).sum().item()
+    harness = HFLM(pretrained=ctxext.load(tmp_path / "dynamic"), tokenizer=tokenizer, prefix_token_id=0)
+    assert harness.max_length == 2 * TRAINED
+    assert harness.loglikelihood_rolling([request], disable_tqdm=True) == [pytest.approx(own, rel=1e-5)]
