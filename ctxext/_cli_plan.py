@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,7 @@ def plan(
     length: Annotated[
         int | None, typer.Option("--length", "-l", help="Tokens: plan what they take.", min=1, show_default=False)
     ] = None,
-    lora_rank: Annotated[int, typer.Option(help="Of LoRA on all linear layers, at least 1.")] = 16,
+    lora_rank: Annotated[int, typer.Option(help="Of LoRA on all linear layers.", min=1)] = 16,
     norms: Annotated[bool, typer.Option("--norms/--no-norms", help="Train normalisation weights too.")] = True,
     embeddings: Annotated[bool, typer.Option("--embeddings/--no-embeddings", help="Train the embedding too.")] = True,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.")] = (
@@ -88,7 +89,9 @@ def plan(
     chosen, name = _dtype(config, dtype)
     common: dict[str, Any] = {"dtype": chosen, "quantisation": quantisation, "trust_remote_code": trust}
     trained: dict[str, Any] = {"memory": way, "lora_rank": lora_rank, "norms": norms, "embeddings": embeddings}
-    with Console(stderr=True).status("Planning ..."):
+    with Console(stderr=True).status("Planning ..."), warnings.catch_warnings():
+        # PEFT reads an attribute that transformers has renamed, and says so.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         serving = _planned(plan_serving(config, **common), budget, length)
         try:
             training: Breakdown | str = _planned(plan_training(config, **trained, **common), budget, length)

@@ -109,6 +109,7 @@ class Setting:
         whole: whether norms and embeddings are trained too, as the recipe does.
         layers: fewer layers than the shape has.
         method: that the model is patched by, to 4 times its length; None for the stock model.
+        loss_chunk: tokens whose logits exist at a time, where it is not the variant's.
         steps: measured ones, after one to warm up.
         threads: of the CPU; None for torch's own choice.
     """
@@ -124,6 +125,13 @@ class Setting:
     steps: int = 1
     threads: int | None = None
     method: str | None = None
+    loss_chunk: int | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """How activations are held."""
+        memory = VARIANTS[self.device][self.variant]
+        return memory if self.loss_chunk is None else replace(memory, loss_chunk=self.loss_chunk)
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,7 @@ def measure(setting: Setting) -> Measured:
     model = build(setting).train()
     model.config.use_cache = False
     model = attach_lora(model, rank=setting.rank, norms=setting.whole, embeddings=setting.whole)
-    VARIANTS[setting.device][setting.variant].apply(model)
+    setting.memory.apply(model)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (setting.length,), generator=generator)
     rows = [{"input_ids": ids, "labels": ids}] * (setting.steps + 1)

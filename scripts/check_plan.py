@@ -21,7 +21,7 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_training import SHAPES, VARIANTS, Setting, build, config_of, in_a_process
+from bench_training import SHAPES, Setting, build, config_of, in_a_process
 from measuring import DTYPES, added_memory, machine, markdown_table
 from rich.console import Console
 from rich.table import Table
@@ -40,10 +40,9 @@ def predicted(setting: Setting) -> float:
     if setting.method is not None:
         config = extended_config(config, setting.method, factor=4, trained_length=2048)
     if setting.variant:
-        memory = VARIANTS[setting.device][setting.variant]
         planned = plan_training(
             config,
-            memory=memory,
+            memory=setting.memory,
             lora_rank=setting.rank,
             norms=setting.whole,
             embeddings=setting.whole,
@@ -87,6 +86,7 @@ def row(setting: Setting, what: str, say: Callable[[str], None]) -> list[str]:
     """Return a row of the table."""
     name = f"{setting.shape}, {setting.layers} layers" if setting.layers else setting.shape
     name += f", {setting.method}" if setting.method else ""
+    what += f", loss chunk {setting.loss_chunk}" if setting.variant and setting.loss_chunk else ""
     say(f"{name}, {what}, {setting.dtype}, {setting.length:,} tokens")
     plan, peak = predicted(setting), measured(setting)
     off = "" if peak is None else f"{plan / peak - 1:+.0%}"
@@ -101,13 +101,16 @@ def main(
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "1024,2048,4096",
     dtypes: Annotated[str, typer.Option(help=f"of {', '.join(DTYPES)}, comma-separated")] = "bf16,fp32",
     what: Annotated[str, typer.Option(help=f"of {'; '.join(KINDS)}, semicolon-separated")] = "train; serve",
+    loss_chunk: Annotated[
+        int, typer.Option(help="tokens whose logits exist at a time; 0 for what ctxext does by itself", min=0)
+    ] = 0,
     layers: Annotated[int, typer.Option(help="fewer layers than the shape has; 0 for all", min=0)] = 4,
     whole: Annotated[bool, typer.Option(help="train norms and embeddings too")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
     markdown: Annotated[Path | None, typer.Option(help="also write the table here, after every row")] = None,
 ) -> None:
     """Compare plans with measurements."""
-    base = Setting("", 0, "", device, whole=whole, layers=layers or None)
+    base = Setting("", 0, "", device, whole=whole, layers=layers or None, loss_chunk=loss_chunk or None)
     trained = "LoRA, norms and embeddings" if whole else "LoRA"
     title = f"Memory beside the weights, planned and measured; {trained} of rank {base.rank}; {machine(device)}"
     table, rows = Table(*COLUMNS, title=title), []

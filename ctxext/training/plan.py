@@ -194,8 +194,16 @@ def longest(plan: Training | Serving, budget: int) -> Breakdown:
             f"{STEP} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
             f"and what belongs to them; found {budget / 2**30:.3g} GiB. Allow more, or quantise (--quantisation nf4)."
         )
-    while high.total <= budget and high.length < LIMIT:
-        low, high = high, plan.at(16 * high.length)
+    before = low
+    while high.total <= budget:
+        if high.length >= LIMIT:
+            return high
+        # On from the last two lengths in a straight line: far beyond the end, a dry run of tiled MLPs takes long.
+        before, low = low, high
+        growth = (low.total - before.total) / max(low.length - before.length, 1)
+        ahead = (budget - low.total) / growth if growth > 0 else LIMIT
+        steps = int(min(ahead, 15 * low.length, LIMIT - low.length)) // STEP
+        high = plan.at(low.length + max(steps, 1) * STEP)
     halve = False
     while high.length - low.length > STEP:  # bytes are nearly linear in tokens: interpolate, now and then halve
         share = 0.5 if halve else (budget - low.total) / (high.total - low.total)
