@@ -55,8 +55,9 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._started, self.steps, self.seconds = time.monotonic(), 0, 0.0
         self.tokens = 0
         if state.global_step:
-            stored = state.stateful_callbacks[type(self).__name__]["attributes"]
-            self._before = (stored["total_seconds"], stored["total_tokens"])
+            stored = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})["attributes"]
+            # A checkpoint of a Trainer without this callback knows no time: it then counts from here.
+            self._before = (stored.get("total_seconds", 0.0), stored.get("total_tokens", 0))
         if state.is_world_process_zero and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))
