@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import ctxext
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "configs" / "smollm2-135m-16k-yarn-pose.yaml"
 STEPS = 3
+HANGING = 1800.0  # seconds; a minute is usual, but machines can be busy
 
 # What is trained, in one process each: checkpoint and words of the command line.
 SETUPS: dict[str, tuple[str, list[str]]] = {
@@ -86,7 +88,7 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
 
 
 def start(cases: list[dict[str, Any]], processes: int, root: Path) -> None:
-    """Run cases one after the other, each in all processes; an engine that hangs is ended."""
+    """Run cases one after the other, each in all processes; where one fails, the others wait for it and are ended."""
     listed = root / f"cases-{processes}.json"
     listed.write_text(json.dumps(cases), encoding="utf-8")
     with socket.socket() as free:
@@ -107,15 +109,20 @@ def start(cases: list[dict[str, Any]], processes: int, root: Path) -> None:
         log = (root / f"log-{processes}-{rank}.txt").open("w+", encoding="utf-8")
         environment = common | (own if processes > 1 else {})
         started.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
+    deadline = time.monotonic() + HANGING
     try:
-        codes = [process.wait(timeout=400) for process, _ in started]
+        codes = [process.poll() for process, _ in started]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            codes = [process.poll() for process, _ in started]
     finally:
         for process, _ in started:
             process.kill()
             process.wait()
-    for code, (_, log) in zip(codes, started, strict=True):
+    ended = zip(codes, started, strict=True)
+    for code, (_, log) in sorted(ended, key=lambda process: process[0] is None):  # those that failed first
         log.seek(0)
-        assert code == 0, log.read()[-4000:]
+        assert code == 0, f"exit status {code} (None: it hung, or another process failed)\n{log.read()[-4000:]}"
         log.close()
 
 
