@@ -142,6 +142,8 @@ def test_the_verdict_follows_the_losses(
     slight = base - 0.003 + 0.5 * noise[1]
     many = {f"other{n}": far for n in range(3000)}
     assert (told(slight=slight).beats, told(slight=slight, **many).beats) == ("yes", "undecided")
+    # Luck cannot make the best of many look worse than truncation.
+    assert told(slight=base + 0.0045 + 0.5 * noise[1], **many).beats == "no"
     result = measured(model, bos_tokenizer, tmp_path, methods=["yarn"])
     versus = told(near=near - 0.1).versus_truncation
     words = {

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _programs import launched, ran
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from ctxext.cli import app
 from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison import report
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +39,6 @@ def arguments(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTraine
 def checkpoint(model: LlamaForCausalLM, arguments: list[str]) -> None:
     if not (Path(arguments[2]) / "config.json").exists():
         model.save_pretrained(arguments[2])
-
-
-@pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    """Other processes take this checkout, and one thread each, whose sums are in this process's order."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def call(*given: object) -> Result:
@@ -89,7 +79,7 @@ app(sys.argv[1:])
 
 
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
-    arguments: list[str], environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tmp_path / "whole"
     first = call(*arguments, "-o", whole)
@@ -99,8 +89,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     assert (made["processes"], set(made)) == (1, {"date", "command", "seconds", "processes"})
     # Killed in the middle of a line, then interrupted, then finished.
     killed = tmp_path / "killed"
-    command = [sys.executable, "-c", KILLED, *arguments, "-o", str(killed)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = ran(["-c", KILLED, *arguments, "-o", str(killed)], tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(lines(killed)) == 6
     assert not lines(killed)[-1].endswith("}")
@@ -122,12 +111,8 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     assert len(lines(killed)) == count
     # Two processes, each with cells of its own.
     shared = tmp_path / "shared"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = [*launch, str(ROOT / "scripts" / "compare.py"), *arguments[2:], "-o", str(shared)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Written:") == 1, "one process talks"
+    said = launched("compare.py", [*arguments[2:], "-o", str(shared)], tmp_path)
+    assert said.count("Written:") == 1, "one process talks"
     shares = [path.read_text(encoding="utf-8").count("\n") for path in sorted(shared.glob("cells*.jsonl"))]
     assert sum(shares) == count
     assert len(shares) == 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from _programs import launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
@@ -275,6 +276,19 @@ def test_command_in_every_mode(folder: Path, mode: list[str], words: str) -> Non
     assert written[0].stat().st_size > 1000
     saved = json.loads(written[1].read_text(encoding="utf-8"))
     assert [reading["name"] for reading in saved["readings"]] == ["truncated", "dynamic_yarn"]
+
+
+def test_two_processes_give_the_same(folder: Path) -> None:
+    alone, shared = folder / "alone.json", folder / "shared.json"
+    options = ["-m", "dynamic_yarn", "-f", "2", "-l", "96", "-l", "128"]
+    assert call(folder, *options, "-o", str(alone)).exit_code == 0
+    texts = ["-t", str(folder / "one.txt"), "-t", str(folder / "two.txt")]
+    said = launched("perplexity.py", [str(folder / "checkpoint"), *texts, *options, "-o", str(shared)], folder)
+    assert said.count("Does dynamic_yarn at positions") == 1, "one process talks"
+    rows = [PerplexityResult.from_dict(json.loads(path.read_text(encoding="utf-8"))).rows() for path in (alone, shared)]
+    for one, other in zip(*rows, strict=True):
+        for name in one.keys() - {"seconds"}:
+            assert other[name] == (pytest.approx(one[name], rel=1e-5) if isinstance(one[name], float) else one[name])
 
 
 def test_command_for_programs(folder: Path) -> None:

@@ -8,14 +8,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _programs import launched, ran
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -35,7 +34,6 @@ from ctxext.evaluation.retrieval.store import TrialStore
 from ctxext.evaluation.retrieval.tables import passkey_sentences, ruler_sentences, show_passkeys
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
 
-ROOT = Path(__file__).parents[2]
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
 
 
@@ -118,13 +116,11 @@ app(["eval", *sys.argv[1:]])
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     arguments = ["passkey", checkpoint, *ASKED]
     whole, killed, shared = (tmp_path / f"{name}.json" for name in ("whole", "killed", "shared"))
     assert call(*arguments, "-o", whole).exit_code == 0
     # Killed in the middle of a line, then interrupted, then finished.
-    command = [sys.executable, "-c", KILLED, *arguments, "-o", str(killed)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = ran(["-c", KILLED, *arguments, "-o", str(killed)], tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     real, asked = passkey.measure, 0
 
@@ -148,12 +144,8 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     # A method more costs that method alone.
     more = call(*arguments, "-m", "pi", "-o", killed)
     assert (more.exit_code, asked) == (0, 3 + 9 + 4)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = [*launch, str(ROOT / "scripts" / "passkey.py"), *arguments[1:], "-o", str(shared)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Readings:") == 1, "one process talks"
+    said = launched("passkey.py", [*arguments[1:], "-o", str(shared)], tmp_path)
+    assert said.count("Readings:") == 1, "one process talks"
     shares = [len(path.read_text(encoding="utf-8").splitlines()) for path in tmp_path.glob("shared.trials*.jsonl")]
     assert len(shares) == 2
     assert min(shares) >= 5

@@ -16,11 +16,11 @@ from ctxext.evaluation.commands._outputs import check_outputs
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
-    from ctxext.evaluation.comparison.team import Team
     from ctxext.evaluation.corpus import Document
     from ctxext.evaluation.provenance import Provenance
     from ctxext.evaluation.retrieval.readers import Panel
     from ctxext.evaluation.retrieval.run import Prompt, Survey
+    from ctxext.evaluation.team import Team
 
 __all__ = ["Scene", "conduct", "first_document", "provenance_with", "set_up"]
 
@@ -63,8 +63,8 @@ def set_up(
         CtxextError: whatever cannot be right, before anything is measured.
     """
     from ctxext.evaluation.checkpoint import load_checkpoint
-    from ctxext.evaluation.comparison.team import team_of_launcher
     from ctxext.evaluation.retrieval.readers import make_panel
+    from ctxext.evaluation.team import team_of_launcher
 
     check_outputs(output, as_json, as_csv)
     team = team_of_launcher()

@@ -90,8 +90,8 @@ def compare(
     from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.comparison.report import require_report
     from ctxext.evaluation.comparison.run import prepare
-    from ctxext.evaluation.comparison.team import team_of_launcher
     from ctxext.evaluation.passkey import DEPTHS
+    from ctxext.evaluation.team import team_of_launcher
 
     require_report()
     team = team_of_launcher()

@@ -85,11 +85,13 @@ def perplexity(
     from ctxext.evaluation.perplexity_plan import make_plan
     from ctxext.evaluation.perplexity_report import announce, save_figure, show
     from ctxext.evaluation.perplexity_run import run, total_cost
+    from ctxext.evaluation.team import team_of_launcher
 
     check_outputs(output, as_json, as_csv)
     budget = None if memory is None else parse_bytes(memory)
-    console = Console(stderr=as_json or as_csv, highlight=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
+    team = team_of_launcher()
+    console = Console(stderr=as_json or as_csv, quiet=not team.is_main, highlight=False)
+    how: dict[str, Any] = {"dtype": dtype, "device": device or team.device, "trust_remote_code": trust}
     with console.status("Loading the checkpoint ..."):
         loaded = load_checkpoint(checkpoint, **how)
         original = None if reference is None else load_checkpoint(reference, **how)
@@ -107,8 +109,11 @@ def perplexity(
     texts = {"split": split, "column": column, "documents": documents, "skip": skip}
     corpus = _corpus(loaded, text, plan, tokens, bos, texts)
     announce(console, loaded, corpus, plan)
-    with Stages(Console(stderr=True), total_cost(loaded, corpus, plan)) as bar:
-        result = run(loaded, corpus, plan, reference=original, progress=bar)
+    cost = total_cost(loaded, corpus, plan) / team.processes
+    with Stages(Console(stderr=True, quiet=not team.is_main), cost) as bar:
+        result = run(loaded, corpus, plan, reference=original, spread=team.spread, progress=bar)
+    if not team.is_main:
+        return
     if not (as_json or as_csv):
         show(result, console)
     write_outputs(

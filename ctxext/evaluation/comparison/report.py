@@ -123,8 +123,8 @@ def _facts(result: ComparisonResult) -> dict[str, str]:
         "Seed": seeds,
         "Device": f"{found['device']}; {found['machine']}",
         "Versions": versions,
-        "Standard errors": f"over {result.unit}; a verdict needs {result.verdicts[-1].standard_errors:.2f} of them for "
-        f"{result.verdicts[-1].candidates} candidates (5 percent, Bonferroni)",
+        "Standard errors": f"over {result.unit}; at {result.verdicts[-1].standard_errors:.2f} of them a gain counts "
+        f"(5 percent, Bonferroni for {result.verdicts[-1].candidates} candidates), at what one candidate needs a loss",
         "Command": made["command"],
         "Made": f"{made['date']}, {made['seconds']:,.0f} s of computing in {made['processes']} process"
         + ("es" if made["processes"] > 1 else ""),

@@ -15,11 +15,11 @@ from ctxext.evaluation.comparison.plan import Cell, Plan, check_lengths, make_pl
 from ctxext.evaluation.comparison.readings import Wardrobe
 from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.comparison.store import CellStore
-from ctxext.evaluation.comparison.team import Team
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.progress import Progress, turning_point
 from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.team import Team
 from ctxext.methods import Method
 
 __all__ = ["Comparison", "prepare", "setting_of"]

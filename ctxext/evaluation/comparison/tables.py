@@ -186,7 +186,7 @@ def _methods(result: ComparisonResult) -> Table:
         name = str(method.pop("method", NONE))
         parameters = ", ".join(f"{key}={_short(value)}" for key, value in method.items()) or NONE
         attention = [f"Attention: {row.reading.attention}."] if row.reading.attention else []
-        notes = " ".join([*attention, *(f"{note}." for note in row.reading.notes)]) or NONE
+        notes = " ".join([*attention, *(f"{note.rstrip('.')}." for note in row.reading.notes)]) or NONE
         rows.append((row.reading.label, name, parameters, row.reading.fingerprint or NONE, notes))
     header = ("", "method", "parameters", "frequencies", "notes")
     return Table("What was measured, with a fingerprint of its frequencies", header, tuple(rows), _emphasis(result))

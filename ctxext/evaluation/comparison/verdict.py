@@ -26,8 +26,9 @@ class Verdict:
         best: name of the reading with the least loss at the end of that length.
         versus_truncation: its loss minus the truncation baseline's, same tokens.
         beats: ``yes``, ``no``, or ``undecided`` where this text cannot show a difference.
-        standard_errors: how many a difference must exceed to count; more candidates need more, since the best of many
-            is partly the luckiest.
+        standard_errors: how many a gain must exceed to count; more candidates need more, since the best of many is
+            partly the luckiest. Luck cannot make the best look worse than it is: a loss must exceed only what a single
+            candidate would need.
         candidates: how many extensions competed.
         as_good: names of other readings whose difference to the best this text cannot show.
     """
@@ -58,15 +59,15 @@ def judge(
     """
     versus = {name: paired_difference(own, truncated, block=block) for name, own in losses.items()}
     best = min(versus, key=lambda name: versus[name].mean)
-    needed = standard_errors_needed(len(losses), versus[best].units)
-    margin = needed * versus[best].standard_error
-    mean = versus[best].mean
+    units = versus[best].units
+    needed = standard_errors_needed(len(losses), units)
+    mean, error = versus[best].mean, versus[best].standard_error
     others = {name: paired_difference(own, losses[best], block=block) for name, own in losses.items() if name != best}
     return Verdict(
         length=length,
         best=best,
         versus_truncation=versus[best],
-        beats=YES if mean + margin < 0 else NO if mean - margin > 0 else UNDECIDED,
+        beats=YES if mean < -needed * error else NO if mean > standard_errors_needed(1, units) * error else UNDECIDED,
         standard_errors=needed,
         candidates=len(losses),
         as_good=tuple(name for name, gap in others.items() if gap.mean <= needed * gap.standard_error),

@@ -12,11 +12,11 @@ from torch import nn
 
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.measure import share_of, told_of_memory
-from ctxext.evaluation.comparison.team import Team
 from ctxext.evaluation.progress import Progress
 from ctxext.evaluation.provenance import Extended, Provenance
 from ctxext.evaluation.retrieval.readers import Panel, Reader
 from ctxext.evaluation.retrieval.store import TrialStore
+from ctxext.evaluation.team import Team
 
 __all__ = ["Prompt", "Survey", "Trial"]
 

@@ -1,18 +1,21 @@
-"""The processes that share a comparison: one, or as many as a launcher started."""
+"""The processes that share an evaluation: one, or as many as a launcher started."""
 
 from __future__ import annotations
 
 import atexit
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 __all__ = ["Team", "team_of_launcher"]
 
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 # A process that is done waits for the slowest cell of the others, which may take hours.
 PATIENCE = datetime.timedelta(days=30)
 
@@ -37,6 +40,16 @@ class Team:
     def is_main(self) -> bool:
         """Whether this is process 0."""
         return self.process == 0
+
+    def spread(self, items: Sequence[Item], work: Callable[[Item], Found]) -> list[Found]:
+        """Every process does its share of the items; all get what all found, in order."""
+        mine = {number: work(items[number]) for number in range(self.process, len(items), self.processes)}
+        shares: list[Any] = [mine]
+        if self.processes > 1:
+            shares = [None] * self.processes
+            distributed.all_gather_object(shares, mine)
+        found: dict[int, Found] = {number: one for share in shares for number, one in share.items()}
+        return [found[number] for number in range(len(items))]
 
 
 def team_of_launcher() -> Team:

@@ -1,0 +1,32 @@
+"""Programs of this checkout, run as a user runs them: in processes of their own, one or two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["launched", "ran"]
+
+ROOT = Path(__file__).parents[1]
+# What accelerate's configuration file would say.
+LAUNCH = [
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+]
+
+
+def ran(arguments: Sequence[str], place: Path) -> subprocess.CompletedProcess[str]:
+    """What ``python ARGUMENTS`` said, run in the folder ``place``."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=False)
+
+
+def launched(script: str, arguments: Sequence[str], place: Path) -> str:
+    """The standard output of a script that ``accelerate launch`` runs on two processes."""
+    done = ran([*LAUNCH, str(ROOT / "scripts" / script), *arguments], place)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
