@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
 
 from ctxext._adapters import is_adapter
 from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
@@ -20,6 +20,7 @@ __all__ = [
     "Contents",
     "checked_contents",
     "checked_path",
+    "gguf_inside",
     "read_any_config",
     "read_config",
     "read_json",
@@ -108,6 +109,20 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
             f"{local} has no config.json (found: {found or 'nothing'}). Give a directory saved by save_pretrained."
         )
     return place
+
+
+def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A ``.gguf`` file the way transformers wants it named, by its directory and itself; any other path as it is.
+
+    Args:
+        path: where a checkpoint is.
+        loading: arguments of ``from_pretrained``; what is already said there holds.
+    """
+    file = Path(path)
+    if file.suffix != ".gguf" or not file.is_file():
+        return os.fspath(path), loading
+    named = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
+    return str(file.parent), named | loading
 
 
 def _refuse_without_base(config: Any) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ctxext._adapters import is_adapter, keep_extension, read_extension, save_adapters, unwrapped
 from ctxext._api import architecture_of, base_model, describe, patch, patched_state
-from ctxext._checkpoint_source import checked_contents, checked_path, read_any_config
+from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
 from ctxext._saved import checked_extension, choices, plain_config, saved_extension, saved_method
 from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.architectures._hf import restoring
@@ -49,7 +49,7 @@ def load(
     ``trust_remote_code=True`` is passed.
 
     Args:
-        path: a checkpoint or adapter directory, or a name on the hub.
+        path: a checkpoint or adapter directory, a ``.gguf`` file (which is dequantised), or a name on the hub.
         method: as for ``ctxext.patch``; None restores the extension that the checkpoint or adapter carries.
         factor: as for ``ctxext.patch``.
         target_length: as for ``ctxext.patch``.
@@ -67,7 +67,8 @@ def load(
         CheckpointError: nothing at ``path``, no config in it, or no extension to restore.
         VerificationError: the restored model does not have the frequencies that were saved.
     """
-    place = checked_path(path, loading)
+    where, loading = gguf_inside(path, loading)
+    place = checked_path(where, loading)
     own = _method_parameters(method, loading)
     asked = {
         "factor": factor,
@@ -238,6 +239,7 @@ def _load_base(
     directory: Path, place: str, saved: dict[str, Any], attention: str | None, loading: dict[str, Any]
 ) -> PreTrainedModel:
     """The base model of an adapter, extended as the adapter says."""
+    place, loading = gguf_inside(place, loading)
     try:
         checked_path(place, loading)
     except CheckpointError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from _models import TRAINED_LENGTH, State, logits, tiny, tokens
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -22,6 +23,7 @@ from ctxext.errors import (
     CtxextError,
     PatchStateError,
 )
+from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from scripts.walk.check import Stock
 
@@ -111,6 +113,7 @@ def test_what_stock_code_cannot_express_fails_there(name: str, stock: Stock, tmp
 def test_stock_code_need_not_say_that_it_cannot_check_our_rope_types(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("transformers.modeling_rope_utils")
     log.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, log.name)
     try:
         config = tiny().config
         for rope_type in ("ctxext_rope", "ctxext_unrotated", "another"):
@@ -180,7 +183,24 @@ def test_from_gguf() -> None:
     loaded = ctxext.load(file.parent, "yarn", factor=2, **options)
     assert ctxext.describe(loaded).target_length == 2 * 8192
     patched = ctxext.patch(AutoModelForCausalLM.from_pretrained(file.parent, **options), "yarn", factor=2)
-    assert torch.equal(logits(loaded, tokens()), logits(patched, tokens()))
+    expected = logits(patched, tokens())
+    assert torch.equal(logits(loaded, tokens()), expected)
+    named = ctxext.load(file, "yarn", factor=2, dtype=torch.bfloat16)
+    assert torch.equal(logits(named, tokens()), expected)
+
+
+@pytest.mark.slow
+def test_an_adapter_on_gguf(tmp_path: Path) -> None:
+    """What a recipe on the default checkpoint leaves."""
+    model = load_checkpoint(None).model
+    adapted = get_peft_model(ctxext.patch(model, "yarn", factor=2), LoraConfig(target_modules=["q_proj"]))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.02)
+    expected = logits(adapted, tokens())
+    ctxext.save(adapted, tmp_path)
+    assert torch.equal(logits(ctxext.load(tmp_path, dtype=model.dtype), tokens()), expected)
+    assert torch.equal(logits(load_checkpoint(str(tmp_path)).model, tokens()), expected)
 
 
 @pytest.mark.parametrize("first", ["yarn", "dynamic_yarn", "alibi"])

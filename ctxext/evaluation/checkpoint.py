@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import ctxext
 from ctxext._adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
 from ctxext._api import base_model
-from ctxext._checkpoint_source import checked_path, read_any_config, read_json
+from ctxext._checkpoint_source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext._saved import saved_extension
 from ctxext.errors import CheckpointError, CtxextError, UnknownNameError
 from ctxext.evaluation._reading import package_folders
@@ -145,12 +145,12 @@ def _sample(tensor: Tensor) -> bytes:
 
 
 def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[nn.Module, Any, str]:
-    where, inside = str(path.parent), {"gguf_file": path.name}
+    where, inside = gguf_inside(path, {})
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(None, device)
     why = "weights dequantised from GGUF" if dtype == "auto" and chosen == "bf16" else why
-    tokenizer = AutoTokenizer.from_pretrained(where, **inside)
-    quantised = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=DTYPES[chosen], quantization_config=quantised, **inside)
+    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=DTYPES[chosen], **inside)
+    model.name_or_path = str(path)  # where adapters will look for their base: not in the directory, in this file of it
     return model, tokenizer, f"{chosen} ({why})"
 
 
@@ -173,8 +173,9 @@ def _load_adapter(source: str, dtype: str, device: torch.device, trust: dict[str
     base = read_json(Path(source) / ADAPTER_FILE).get("base_model_name_or_path")
     if not base:
         raise CheckpointError(f"{source} does not say what its base checkpoint is; write it into {ADAPTER_FILE}.")
-    checked_path(base, {})
-    stored = getattr(read_any_config(base, **trust), "dtype", None)
+    where, inside = gguf_inside(base, {})
+    checked_path(where, inside)
+    stored = None if inside else getattr(read_any_config(base, **trust), "dtype", None)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(stored, device)
     options: dict[str, Any] = {"dtype": DTYPES[chosen], **trust}
     if (Path(source) / EXTENSION_FILE).is_file():
@@ -184,9 +185,15 @@ def _load_adapter(source: str, dtype: str, device: torch.device, trust: dict[str
     else:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(_load(base, chosen, device, trust)[0], source)
+        plain = _load_gguf(Path(base), chosen, device) if inside else _load(base, chosen, device, trust)
+        model = PeftModel.from_pretrained(plain[0], source)
     own = any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    tokenizer = AutoTokenizer.from_pretrained(source if own else base, **trust)
+    named = {"gguf_file": inside["gguf_file"]} if inside else {}
+    tokenizer = (
+        AutoTokenizer.from_pretrained(source, **trust)
+        if own
+        else AutoTokenizer.from_pretrained(where, **named, **trust)
+    )
     return model, tokenizer, f"{chosen} ({why})"
 
 
