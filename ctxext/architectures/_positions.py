@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ctxext._stand_in import StandIn
@@ -150,6 +151,11 @@ def _layout_mask(
     return LayoutMask(layout, call.length)
 
 
+def _hides_nothing(attention_mask: Tensor) -> bool:
+    """Whether all of a mask is true; one without data, which only a dry run has, counts as the plain case."""
+    return isinstance(attention_mask, FakeTensor) or bool(attention_mask.all())
+
+
 def _layout(
     batch: int,
     query: int,
@@ -164,7 +170,12 @@ def _layout(
     if not compiling and isinstance(q_offset, Tensor):
         q_offset = int(q_offset)
     covered = attention_mask is not None and attention_mask.shape[-1] >= kv_offset + key
-    if attention_mask is not None and covered and not compiling and bool(attention_mask[:, : kv_offset + key].all()):
+    if (
+        attention_mask is not None
+        and covered
+        and not compiling
+        and _hides_nothing(attention_mask[:, : kv_offset + key])
+    ):
         attention_mask = None
     if isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and position_ids is not None:
         positions = position_ids.expand(batch, query).to(device)
