@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
+from ctxext._files import write_whole
 from ctxext.errors import CheckpointError
 
 __all__ = [
@@ -104,8 +105,8 @@ def _mark(directory: Path, extension: dict[str, Any]) -> None:
     saved = {"extension": extension, "guarded": {field: adapter[field]}}
     adapter[field] = SENTENCE
     # In this order: whatever happens between the two, the true value is on the disk.
-    _replace_text(directory / EXTENSION_FILE, json.dumps(saved, indent=2, sort_keys=True))
-    _replace_text(path, json.dumps(adapter, indent=2, sort_keys=True))
+    write_whole(directory / EXTENSION_FILE, json.dumps(saved, indent=2, sort_keys=True))
+    write_whole(path, json.dumps(adapter, indent=2, sort_keys=True))
 
 
 def read_extension(directory: Path) -> tuple[dict[str, Any], Any]:
@@ -139,10 +140,3 @@ def read_extension(directory: Path) -> tuple[dict[str, Any], Any]:
         (Path(restored) / ADAPTER_FILE).write_text(json.dumps(adapter | saved["guarded"]), encoding="utf-8")
         config = PeftConfig.from_pretrained(restored)
     return saved["extension"], config
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -13,33 +13,26 @@ or, with `--protocols run`, measured.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from measuring import DTYPES, machine, markdown_table, peak_resident, synchronize
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig
+from shapes import SHAPES
+from transformers import AutoModelForCausalLM
 
 from ctxext.evaluation.perplexity import loss_by_position
 from ctxext.evaluation.protocols import STRIDE, sliding, yarn
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 STEPS = 8
 PROTOCOLS = ("compute", "run", "skip")
 COLUMNS = (
@@ -87,7 +80,8 @@ class Measured:
 def measure(length: int, dtype: str, device: str, layers: int, rounds: int, protocols: str) -> Measured:
     """Measure one length; run it in a fresh process."""
     torch.manual_seed(0)
-    config = LlamaConfig(**(SHAPE | {"num_hidden_layers": layers}), max_position_embeddings=2 * length)
+    config = copy.deepcopy(SHAPES["smollm2"])
+    config.num_hidden_layers, config.max_position_embeddings = layers, 2 * length
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
     document = torch.randint(0, config.vocab_size, (1, 2 * length), device=device)

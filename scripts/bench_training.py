@@ -29,10 +29,9 @@ import typer
 from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PrinterCallback,
     Trainer,
@@ -46,38 +45,6 @@ from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 
 STOCK = "stock"
-SHAPES: dict[str, PreTrainedConfig] = {
-    "smollm2": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-    ),
-    "llama-1b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-        max_position_embeddings=131072,
-    ),
-    "llama-8b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-    ),
-    "bloom-560m": BloomConfig(vocab_size=250880, hidden_size=1024, n_layer=24, n_head=16),
-}
 VARIANTS: dict[str, dict[str, Memory]] = {
     "cpu": {
         STOCK: Memory(loss_chunk=None),

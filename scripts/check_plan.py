@@ -21,10 +21,11 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_training import SHAPES, Setting, build, config_of, in_a_process
+from bench_training import Setting, build, config_of, in_a_process
 from measuring import DTYPES, added_memory, machine, markdown_table
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES
 
 from ctxext._load import extended_config
 from ctxext.training import return_freed_memory

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["launched", "ran"]
+__all__ = ["killed_at", "launched", "ran"]
 
 ROOT = Path(__file__).parents[1]
 # What accelerate's configuration file would say.
@@ -17,12 +18,36 @@ LAUNCH = [
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
 ]
 
+# ctxext, killed in the middle of the line of its journal whose number is the first argument.
+KILLED = """
+import json, os, signal, sys
+from ctxext.evaluation._journal import Journal
+append, count, last = Journal.append, 0, int(sys.argv[1])
+def dying(self, entry):
+    global count
+    count += 1
+    if count == last:
+        with open(self.path, "a") as file:
+            file.write(json.dumps(entry)[:30])
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(self, entry)
+Journal.append = dying
+from ctxext.cli import app
+app(sys.argv[2:])
+"""
+
 
 def ran(arguments: Sequence[str], place: Path) -> subprocess.CompletedProcess[str]:
     """What ``python ARGUMENTS`` said, run in the folder ``place``."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=False)
+
+
+def killed_at(line: int, arguments: Sequence[str], place: Path) -> None:
+    """Run ``ctxext ARGUMENTS`` until its journal has half of a line."""
+    done = ran(["-c", KILLED, str(line), *arguments], place)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 def launched(script: str, arguments: Sequence[str], place: Path) -> str:

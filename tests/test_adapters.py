@@ -268,7 +268,7 @@ def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monke
     """Whatever was on the disk before, a half-written adapter is refused, and saving again repairs it."""
     ctxext.save(trained(ctxext.patch(base_of(plain), "pi", factor=2)), tmp_path)
     model = trained(ctxext.patch(base_of(plain), **EXTENSION))
-    writes, write = [], _adapters._replace_text
+    writes, write = [], _adapters.write_whole
 
     def crashing(path: Path, text: str) -> None:
         writes.append(path.name)
@@ -277,7 +277,7 @@ def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monke
         write(path, text)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_adapters, "_replace_text", crashing)
+        patched.setattr(_adapters, "write_whole", crashing)
         with pytest.raises(OSError, match="disk full"):
             ctxext.save(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"(without its extension|saving was interrupted).*ctxext\.save"):

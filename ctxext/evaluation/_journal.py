@@ -1,4 +1,4 @@
-"""Files that survive a kill and a full disk: lines of finished work, and files that appear whole or not at all."""
+"""Lines of finished work that survive a kill and a full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ctxext.errors import ResultsError
 
-__all__ = ["Journal", "parsed_object", "told_of_disk", "write_whole"]
+__all__ = ["Journal", "parsed_object", "told_of_disk"]
 
 
 class Journal:
@@ -64,24 +64,6 @@ class Journal:
                 with contextlib.suppress(OSError):
                     file.truncate(end)
                 raise
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a kill, meets the old one or the new one and never half of it.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
-    """
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(half, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
-    except OSError:
-        half.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ Source of the task: Mohtashami & Jaggi, arXiv:2305.16300, appendix; wording and 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterable
@@ -80,6 +81,12 @@ class Passkey:
     def distance(self) -> int:
         """Tokens between the key and the place where the answer begins."""
         return self.length - self.key_position
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokens of prompt and answer: the first 12 hexadecimal digits."""
+        tokens = [*self.prompt.tolist(), -1, *self.answer.tolist()]
+        return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
 
     def last(self, tokens: int, *, prefix: int = 0) -> Passkey:
         """What a model sees that is fed the last ``tokens`` only; the first ``prefix`` of them stay in front."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ctxext._api import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
-from ctxext.training.sequences import IGNORED, Sequences, long_enough
+from ctxext.training.sequences import IGNORED, Sequences, long_enough, require_fit
 
 __all__ = ["PackedSequences", "require_separate"]
 
@@ -56,11 +56,7 @@ class PackedSequences(Sequences):
         target_length: int,
         shortest: int | None = None,
     ) -> None:
-        if length > target_length:
-            raise InvalidParameterError(
-                f"Sequences of {length:,} tokens do not fit into the extended window of {target_length:,}; lower "
-                f"data.length or extend further."
-            )
+        require_fit(length, target_length)
         if length < len(documents.prefix) + LEAST:
             raise InvalidParameterError(f"A sequence needs at least 2 tokens of text, found length={length}.")
         self.documents, self.length, self.count, self.seed = documents, length, count, seed

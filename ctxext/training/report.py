@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ctxext._files import write_whole
 
 __all__ = ["now", "peak_memory", "trained_weights", "write_json"]
 
@@ -36,6 +37,4 @@ def now() -> str:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")

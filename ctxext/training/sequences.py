@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from ctxext.errors import InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
 
-__all__ = ["IGNORED", "Positions", "Sequences", "TrainingSequences", "long_enough"]
+__all__ = ["IGNORED", "Positions", "Sequences", "TrainingSequences", "long_enough", "require_fit"]
 
 IGNORED = -100
 """The label that counts for nothing, as everywhere in transformers."""
@@ -56,6 +56,15 @@ def long_enough(documents: TokenisedDocuments, shortest: int | None) -> Int[np.n
     """
     lengths = np.asarray(documents.lengths, dtype=np.int64)
     return np.where(lengths >= (shortest or 0), lengths, 0)
+
+
+def require_fit(length: int, target_length: int) -> None:
+    """Raise ``InvalidParameterError`` where sequences of ``length`` tokens are longer than the extended window."""
+    if length > target_length:
+        raise InvalidParameterError(
+            f"Sequences of {length:,} tokens do not fit into the extended window of {target_length:,}; lower "
+            f"data.length or extend further."
+        )
 
 
 class TrainingSequences(Sequences):
@@ -103,11 +112,7 @@ class TrainingSequences(Sequences):
         target_length: int,
         shortest: int | None = None,
     ) -> None:
-        if length > target_length:
-            raise InvalidParameterError(
-                f"Sequences of {length:,} tokens do not fit into the extended window of {target_length:,}; lower "
-                f"data.length or extend further."
-            )
+        require_fit(length, target_length)
         self.documents, self.count, self.seed = documents, count, seed
         self.length, self.target_length, self.positions = length, target_length, positions
         self.read = length - len(documents.prefix)

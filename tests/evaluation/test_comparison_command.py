@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import re
-import signal
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _programs import launched, ran
+from _programs import killed_at, launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
@@ -60,24 +59,6 @@ def lines(output: Path) -> list[str]:
     return [line for path in sorted(output.glob("cells*")) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-KILLED = """
-import json, os, signal, sys
-from ctxext.evaluation._journal import Journal
-append, count = Journal.append, 0
-def dying(self, entry):
-    global count
-    count += 1
-    if count == 6:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(entry)[:30])
-        os.kill(os.getpid(), signal.SIGKILL)
-    append(self, entry)
-Journal.append = dying
-from ctxext.cli import app
-app(sys.argv[1:])
-"""
-
-
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,8 +70,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     assert (made["processes"], set(made)) == (1, {"date", "command", "seconds", "processes"})
     # Killed in the middle of a line, then interrupted, then finished.
     killed = tmp_path / "killed"
-    done = ran(["-c", KILLED, *arguments, "-o", str(killed)], tmp_path)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed_at(6, [*arguments, "-o", str(killed)], tmp_path)
     assert len(lines(killed)) == 6
     assert not lines(killed)[-1].endswith("}")
     real = passkey.measure

@@ -7,14 +7,13 @@ import errno
 import json
 import os
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _programs import launched, ran
+from _programs import killed_at, launched
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -95,24 +94,6 @@ def test_passkeys_are_those_of_the_evaluation(
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
 
 
-KILLED = """
-import json, os, signal, sys
-from ctxext.evaluation._journal import Journal
-append, count = Journal.append, 0
-def dying(self, entry):
-    global count
-    count += 1
-    if count == 5:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(entry)[:30])
-        os.kill(os.getpid(), signal.SIGKILL)
-    append(self, entry)
-Journal.append = dying
-from ctxext.cli import app
-app(["eval", *sys.argv[1:]])
-"""
-
-
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,8 +101,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     whole, killed, shared = (tmp_path / f"{name}.json" for name in ("whole", "killed", "shared"))
     assert call(*arguments, "-o", whole).exit_code == 0
     # Killed in the middle of a line, then interrupted, then finished.
-    done = ran(["-c", KILLED, *arguments, "-o", str(killed)], tmp_path)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed_at(5, ["eval", *arguments, "-o", str(killed)], tmp_path)
     real, asked = passkey.measure, 0
 
     def interrupted(*given: Any, **more: Any) -> Any:

@@ -162,9 +162,10 @@ def _key_tokens(
     """Those of the file, or new ones, kept there before anything else is computed."""
     import json
 
+    from ctxext._files import write_whole
     from ctxext._progress import Stages
     from ctxext.errors import InvalidParameterError
-    from ctxext.evaluation._journal import told_of_disk, write_whole
+    from ctxext.evaluation._journal import told_of_disk
     from ctxext.evaluation.key_tokens import KeyTokens, find_key_tokens, search_cost
 
     if path is not None and path.exists():

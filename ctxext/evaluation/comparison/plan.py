@@ -13,7 +13,7 @@ from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.comparison.readings import TRUNCATED, Reading, Refusal
 from ctxext.evaluation.comparison.series import edges_for
 from ctxext.evaluation.corpus import TokenisedDocument
-from ctxext.evaluation.passkey import Passkey, Prompt
+from ctxext.evaluation.passkey import Prompt
 from ctxext.evaluation.progress import pass_cost
 
 __all__ = ["LOSS", "PASSKEY", "Cell", "Plan", "make_plan"]
@@ -181,10 +181,5 @@ def _cells(plan: Plan, reading: Reading, setting: Mapping[str, Any], turning_poi
         if prompt.length in lengths and not (reading.name == TRUNCATED and prompt.length <= plan.trained_length):
             key = prompt.passkey
             item = f"passkey at depth {key.depth:g}, seed {prompt.seed}"
-            add(PASSKEY, prompt.length, item, index, _digest(key), prompt.seed)
+            add(PASSKEY, prompt.length, item, index, key.sha256, prompt.seed)
     return cells
-
-
-def _digest(key: Passkey) -> str:
-    tokens = [*key.prompt.tolist(), -1, *key.answer.tolist()]
-    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]

@@ -12,8 +12,8 @@ from typing import Any
 from rich import box
 from rich.table import Table as RichTable
 
+from ctxext._files import write_whole
 from ctxext.errors import InvalidParameterError, ResultsError
-from ctxext.evaluation._journal import write_whole
 from ctxext.evaluation._plots import require_matplotlib, tokens_label
 from ctxext.evaluation.comparison.drawing import VARIABLES
 from ctxext.evaluation.comparison.figures import drawings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -57,7 +56,7 @@ def passkey_prompts(
         Prompt(
             name=f"{one.length:,} tokens at {one.passkey.depth:.0%}" + (f", seed {one.seed}" if trials > 1 else ""),
             length=one.length,
-            identity=[_digest(one.passkey), prefix],
+            identity=[one.passkey.sha256, prefix],
             cost=cost,
             ask=functools.partial(ask, one),
         )
@@ -81,8 +80,3 @@ def passkey_report(survey: Survey, haystack: Haystack, provenance: Provenance) -
         trained_length=survey.panel.trained_length,
         provenance=survey.with_extensions(provenance),
     )
-
-
-def _digest(asked: passkey.Passkey) -> str:
-    tokens = [*asked.prompt.tolist(), -1, *asked.answer.tolist()]
-    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]

@@ -103,7 +103,8 @@ def make_panel(
     references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=TRUNCATED)]
     if own.extended is not None:
         candidates = (plain, *candidates)
-        references = references if reference is not None else references[1:]
+        if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
+            references = [replace(plain, name=TRUNCATED, label=TRUNCATED, reach=None)]
     wanted = _lengths(lengths, candidates, own.trained_length, beyond)
     if wanted[-1] <= own.trained_length:  # inside the window, the truncated reading is the unpatched one
         references = [reading for reading in references if reading.name != TRUNCATED]
