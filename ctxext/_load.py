@@ -227,7 +227,7 @@ def _load_adapter(
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
     if base is None and adapter.revision is not None:
         loading.setdefault("revision", adapter.revision)
-    model = _load_base(directory, place, saved, attention, loading)
+    model = _load_base(directory, place, saved, attention, loading, named=base is None)
     wrapped = PeftModel.from_pretrained(model, directory, config=adapter, **for_adapter)
     patched = patched_state(model)
     if patched is not None:
@@ -236,9 +236,9 @@ def _load_adapter(
 
 
 def _load_base(
-    directory: Path, place: str, saved: dict[str, Any], attention: str | None, loading: dict[str, Any]
+    directory: Path, place: str, saved: dict[str, Any], attention: str | None, loading: dict[str, Any], *, named: bool
 ) -> PreTrainedModel:
-    """The base model of an adapter, extended as the adapter says."""
+    """The base model of an adapter, extended as the adapter says; ``named`` where the adapter says which it is."""
     place, loading = gguf_inside(place, loading)
     try:
         checked_path(place, loading)
@@ -248,10 +248,10 @@ def _load_base(
         ) from error
     config = _read_config(place, loading)
     carried = saved_extension(config, place)
-    if carried is None:
-        model: PreTrainedModel = load(place, saved_method(saved), **choices(saved, attention), **loading)
-    elif carried["fingerprint"] == saved["fingerprint"]:
-        model = load(place, attention=attention, **loading)
+    if carried is not None and carried["fingerprint"] == saved["fingerprint"]:
+        model: PreTrainedModel = load(place, attention=attention, **loading)
+    elif carried is None or named:  # trained on what that one's weights are, with its own extension in its place
+        model = load(place, saved_method(saved), **choices(saved, attention), **loading)
     else:
         raise CheckpointError(
             f"The adapter in {directory} was trained on {saved['method']['method']!r} (fingerprint "

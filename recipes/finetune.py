@@ -55,7 +55,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     output, started = Path(settings.output), now()
     arguments = training_arguments(settings, require_device(settings))
     checkpoint = resume_point(settings, resume=resume)
-    return_freed_memory()  # on a CPU, where it would not be used again
+    if settings.memory.return_freed:
+        return_freed_memory()
     set_seed(settings.seed)
 
     # 1. The model, extended, then its adapter.
@@ -68,7 +69,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         require_separate(model)
     model = attach_lora(model, **settings.lora.model_dump())
     model.config.use_cache = False
-    memory = Memory(**settings.memory.model_dump())
+    memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}))
     held = memory.apply(model)
 
     # 2. The data: documents, cut into as many sequences as there will be steps to read them.

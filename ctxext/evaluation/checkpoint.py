@@ -124,8 +124,10 @@ def weights_digest(model: nn.Module) -> str:
     """Twelve hexadecimal digits that another checkpoint does not share: config, tensors' names, shapes and samples.
 
     Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
-    The dtype counts, since it rounds the weights.
+    The dtype counts, since it rounds the weights. Where DeepSpeed's ZeRO-3 has shared the weights out, "unknown".
     """
+    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        return "unknown"
     config = base_model(model).config.to_dict()
     for noise in ("_name_or_path", "transformers_version", "ctxext"):
         config.pop(noise, None)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.integrations import deepspeed as zero
 
 import ctxext
 from ctxext._adapters import ADAPTER_FILE, is_adapter
 from ctxext._checkpoint_source import checked_path, read_any_config, read_json
-from ctxext._saved import saved_extension
+from ctxext._saved import plain_config, saved_extension
 from ctxext.errors import BackendUnavailableError, CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training.lora import reattach_lora
@@ -55,22 +59,29 @@ def require_device(settings: Settings) -> str:
 def load_base(settings: Settings, device: torch.device) -> Checkpoint:
     """Load what is to be trained, unextended, with its tokenizer.
 
+    From a checkpoint that was saved extended, the extension is taken off where ``extension.trained_length`` is given:
+    the run's own replaces it, as in ``ctxext.patch``. So a run can go on from what another one merged.
+
     Args:
         settings: of the run.
         device: where to put it.
 
     Raises:
-        CheckpointError: as ``load_checkpoint``; also for an adapter, or a checkpoint that was saved extended.
+        CheckpointError: as ``load_checkpoint``; also for an adapter, or for a checkpoint that was saved extended where
+            no trained length is given.
     """
     source = settings.checkpoint
     if source is not None and not source.endswith(".gguf"):
-        _require_original(source)
+        _require_whole(source, settings.extension.trained_length)
     if settings.quantisation is None:
-        return load_checkpoint(source, dtype=settings.dtype, device=device)
+        return _unextended(load_checkpoint(source, dtype=settings.dtype, device=device))
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     try:
+        config = read_any_config(str(source))
+        saved = saved_extension(config, str(source))
         model = AutoModelForCausalLM.from_pretrained(
             source,
+            config=config if saved is None else plain_config(config, saved),
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
@@ -88,7 +99,15 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
     return Checkpoint(name, model.eval(), tokenizer, f"{settings.quantisation}, computed in {settings.dtype}")
 
 
-def _require_original(source: str) -> None:
+def _unextended(checkpoint: Checkpoint) -> Checkpoint:
+    """Take off the extension that a checkpoint was saved with, if there is one."""
+    if ctxext.describe(checkpoint.model).method is None:
+        return checkpoint
+    ctxext.unpatch(checkpoint.model)
+    return replace(checkpoint, sha256="")  # which counts the config too
+
+
+def _require_whole(source: str, trained_length: int | None) -> None:
     """Refuse what a run cannot begin from, before gigabytes of it are loaded."""
     if is_adapter(source):
         base = read_json(Path(source) / ADAPTER_FILE).get("base_model_name_or_path")
@@ -98,10 +117,11 @@ def _require_original(source: str) -> None:
         )
     checked_path(source, {})
     saved = saved_extension(read_any_config(source), source)
-    if saved is not None:
+    if saved is not None and trained_length is None:
         raise CheckpointError(
             f"{source} was saved extended by {saved['method']['method']}, and extensions are never stacked. Begin from "
-            f"the original checkpoint."
+            f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
+            f"{saved['trained_length']}."
         )
 
 
@@ -115,6 +135,19 @@ def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
     """
     if not is_sharded(model) and settings.quantisation is None:  # 4-bit weights would be rounded once more
         return model
-    plain = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device="cpu").model
+    with _without_deepspeed():
+        plain = _unextended(load_checkpoint(settings.checkpoint, dtype=settings.dtype, device="cpu")).model
     ctxext.patch(plain, settings.extension.method, **settings.extension.arguments())
     return reattach_lora(plain, adapter)
+
+
+@contextlib.contextmanager
+def _without_deepspeed() -> Iterator[None]:
+    """Let transformers load whole weights although ZeRO-3 is running, which it would share them out for."""
+    running = zero.is_deepspeed_zero3_enabled() and zero._hf_deepspeed_config_weak_ref()
+    zero.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if running:
+            zero.set_hf_deepspeed_config(running)

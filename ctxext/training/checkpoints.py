@@ -19,7 +19,15 @@ COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 SETTINGS = "settings.json"
 # What may change between the two parts of a run without changing its losses.
-FREE = ("output=", "merge=", "training.checkpoint_every=", "training.keep=", "training.log_every=", "evaluation.")
+FREE = (
+    "output=",
+    "merge=",
+    "training.checkpoint_every=",
+    "training.keep=",
+    "training.log_every=",
+    "evaluation.",
+    "memory.return_freed=",
+)
 
 
 class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]

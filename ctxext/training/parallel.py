@@ -15,12 +15,13 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext._api import base_model, patched_state
 from ctxext.architectures._positions import ATTENTION
 from ctxext.errors import IncompatibleError
 
-__all__ = ["drop_mask_hooks", "is_fsdp", "is_sharded", "launched_parallelism", "require_carried", "whole_sequence"]
+__all__ = ["is_fsdp", "is_sharded", "launched_parallelism", "release_attention", "require_carried", "whole_sequence"]
 
 CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 
@@ -120,17 +121,20 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return told | ({"ctxext_sharded": True} if _is_ours(base_model(model)) else {})
 
 
-def drop_mask_hooks(model: nn.Module) -> None:
-    """Take off what accelerate put on attention layers for context parallelism, once training is over.
+def release_attention(model: nn.Module) -> None:
+    """Take off what engines that share sequences put on attention, once training is over.
 
-    It drops every mask and calls what is left causal. Outside of the engine, with a cache or padding, that would be
-    another model.
+    accelerate's hooks drop every mask and call what is left causal; DeepSpeed's function takes what it is given for one
+    process's part. Outside of the engine, with a cache, padding or whole sequences, that would be another model.
     """
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if "_attach_context_parallel_hooks" in getattr(hook, "__qualname__", ""):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+    name = base_model(model).config._attn_implementation
+    if getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("deepspeed."):
+        del ALL_ATTENTION_FUNCTIONS[name]  # an entry on top of transformers' own
 
 
 def _lengths(positions: Int[Tensor, "batch seq"]) -> list[int]:

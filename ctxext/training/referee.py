@@ -11,9 +11,11 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from torch import nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ctxext._api import base_model
 from ctxext._progress import Stages
+from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
@@ -35,13 +37,20 @@ class Referee:
         settings: of the run.
 
     Raises:
+        IncompatibleError: something is to be measured under DeepSpeed ZeRO-3.
         CtxextError: what is to be measured cannot be: texts too short, a length beyond the window, ...
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
         self.plan: Plan | None = None
-        if settings.evaluation.text:
+        evaluation = settings.evaluation
+        if (evaluation.text or evaluation.passkey_lengths) and is_deepspeed_zero3_enabled():
+            raise IncompatibleError(
+                "Nothing can be measured inside a run under DeepSpeed ZeRO-3: before the first step no process has "
+                "whole weights. Leave out the section evaluation, and measure the merged checkpoint with ctxext eval."
+            )
+        if evaluation.text:
             self.plan = self._plan()
             self.corpus = self._corpus(self.plan)
             with self._arithmetic(), _bar(self._cost(self.plan)) as progress:

@@ -152,7 +152,7 @@ class Training(Section):
 
 
 class Memory(Section):
-    """How a training step holds its activations: what ``ctxext.training.Memory`` is given, where each is explained.
+    """How a training step holds memory: what ``ctxext.training.Memory`` is given (explained there), and one more.
 
     Args:
         loss_chunk: tokens whose logits exist at a time; None computes the loss as the model does.
@@ -160,6 +160,8 @@ class Memory(Section):
         save_attention: with ``checkpointing``, do not compute attention again.
         offload: with ``checkpointing``, keep what it keeps in host memory. CUDA only.
         mlp_tile: tokens that pass through an MLP at a time.
+        return_freed: on a CPU, give memory back as soon as it is freed, see ``ctxext.training.return_freed_memory``:
+            less memory, at a price in time that depends on the machine.
     """
 
     loss_chunk: int | None = Field(default=1024, ge=1)
@@ -167,6 +169,7 @@ class Memory(Section):
     save_attention: bool = False
     offload: bool = False
     mlp_tile: int | None = Field(default=None, ge=1)
+    return_freed: bool = True
 
 
 class Evaluation(Section):

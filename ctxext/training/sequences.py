@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from ctxext.errors import InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
 
-__all__ = ["IGNORED", "Positions", "Sequences", "TrainingSequences", "long_enough", "require_fit"]
+__all__ = ["IGNORED", "Positions", "RemainingSequences", "Sequences", "TrainingSequences", "long_enough", "require_fit"]
 
 IGNORED = -100
 """The label that counts for nothing, as everywhere in transformers."""
@@ -45,6 +45,27 @@ class Sequences(Dataset[dict[str, Tensor]]):
     @abstractmethod
     def describe(self, indices: Sequence[int]) -> str:
         """Which texts these items hold, for an error message."""
+
+
+class RemainingSequences(Sequences):
+    """The sequences of ``whole`` from number ``start`` on; their ``index`` is still that in the whole."""
+
+    def __init__(self, whole: Sequences, start: int) -> None:
+        self.whole, self.start = whole, start
+
+    def __len__(self) -> int:
+        return len(self.whole) - self.start
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Sequence {index} of {len(self)}.")
+        return self.whole[self.start + index]
+
+    def length_of(self, index: int) -> int:
+        return self.whole.length_of(self.start + index)
+
+    def describe(self, indices: Sequence[int]) -> str:
+        return self.whole.describe(indices)
 
 
 def long_enough(documents: TokenisedDocuments, shortest: int | None) -> Int[np.ndarray, " documents"]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainerState, default_data_collator
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ctxext._api import base_model
 from ctxext.architectures._positions import ATTENTION
 from ctxext.errors import CtxextError
 from ctxext.training.packing import PackedSequences
-from ctxext.training.parallel import drop_mask_hooks, require_carried, whole_sequence
-from ctxext.training.sequences import Sequences
+from ctxext.training.parallel import release_attention, require_carried, whole_sequence
+from ctxext.training.sequences import RemainingSequences, Sequences
 
 __all__ = ["LongTrainer", "NotANumberError"]
 
@@ -39,6 +41,8 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             ``ctxext.training.parallel``.
         NotANumberError: while training; names the step and its sequences, before any weight was changed by them.
     """
+
+    train_dataset: Any
 
     def __init__(self, *args: Any, embedding_learning_rate: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **{"data_collator": collate, **kwargs})
@@ -65,12 +69,19 @@ class LongTrainer(Trainer):  # type: ignore[misc]
                     optimizer.add_param_group({**group, **own})
         return optimizer
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         """The Trainer's own; afterwards the model can be measured, with masks and caches."""
+        parallelism = self.accelerator.parallelism_config
+        if resume_from_checkpoint is not None and parallelism is not None and parallelism.sp_size > 1:
+            # The Trainer cannot skip what was read already in the data loader that DeepSpeed puts around its own.
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            data = self.train_dataset
+            self.train_dataset = RemainingSequences(data, state.global_step * len(data) // self.args.max_steps)
+            self.args.ignore_data_skip = True
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, **kwargs)
         finally:
-            drop_mask_hooks(self.model)
+            release_attention(self.model)
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The Trainer's own, and what a patched model must know of the whole sequence."""
@@ -84,19 +95,27 @@ class LongTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One forward and backward pass."""
-        indices: list[int] = inputs.pop("index")
+        self._indices: list[int] = inputs.pop("index")
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        wrong = None if torch.isfinite(loss) else f"The loss is {loss.item()}"
-        if wrong is None and not all(torch.isfinite(w.grad).all() for w in model.parameters() if w.grad is not None):
-            wrong = f"A gradient is not finite (the loss is {loss.item():.4g})"
-        if wrong is not None:
-            data = self.train_dataset
-            where = data.describe(indices) if isinstance(data, Sequences) else f"items {indices}"
-            raise NotANumberError(
-                f"{wrong} in step {self.state.global_step + 1}, on {where}. No weight was changed by this step: resume "
-                f"from the last checkpoint with a lower learning rate or a longer warm-up."
-            )
+        if not all(torch.isfinite(w.grad).all() for w in model.parameters() if w.grad is not None):
+            raise self._not_a_number(f"A gradient is not finite (the loss is {loss.item():.4g})")
         return loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, looked at before the backward pass: with DeepSpeed that one changes the weights too."""
+        found = super().compute_loss(*args, **kwargs)
+        loss = found[0] if isinstance(found, tuple) else found
+        if not torch.isfinite(loss):
+            raise self._not_a_number(f"The loss is {loss.item()}")
+        return found
+
+    def _not_a_number(self, wrong: str) -> NotANumberError:
+        data = self.train_dataset
+        where = data.describe(self._indices) if isinstance(data, Sequences) else f"items {self._indices}"
+        return NotANumberError(
+            f"{wrong} in step {self.state.global_step + 1}, on {where}. No weight was changed by this step: resume "
+            f"from the last checkpoint with a lower learning rate or a longer warm-up."
+        )
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:

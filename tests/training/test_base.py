@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _recipe import recipe
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError
@@ -58,12 +58,30 @@ def test_a_run_begins_from_a_plain_checkpoint(settings: Any, checkpoint: Path, t
     ctxext.save(attach_lora(model, rank=4), tmp_path / "adapter")
     for quantisation in ("null", "nf4"):  # each has a way of its own to load
         extended = settings("--checkpoint", str(tmp_path / "extended"), "--quantisation", quantisation)
-        with pytest.raises(CheckpointError, match=r"extended was saved extended by ntk, and extensions are never"):
+        with pytest.raises(CheckpointError, match=r"was saved extended by ntk, .* extension.trained_length 64\.$"):
             base.load_base(extended, torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"adapter is an adapter on .*, perhaps of another extension\. A run beg"):
         base.load_base(settings("--checkpoint", str(tmp_path / "adapter")), torch.device("cpu"))
     with pytest.raises(CheckpointError, match="no such directory"):
         base.load_base(settings("--checkpoint", str(tmp_path / "none")), torch.device("cpu"))
+
+
+def test_a_run_goes_on_from_what_another_one_merged(
+    settings: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = ctxext.describe(ctxext.patch(plain, "yarn", factor=2)).fingerprint
+    first = ctxext.patch(AutoModelForCausalLM.from_pretrained(checkpoint), "ntk", factor=4)
+    ctxext.save(first, tmp_path / "first")
+    tokenizer.save_pretrained(tmp_path / "first")
+    run = settings("--checkpoint", str(tmp_path / "first"), "--trained_length", "64", "--merge")
+    assert ctxext.describe(base.load_base(run, torch.device("cpu")).model).method is None
+    recipe.finetune(run)
+    adapted, whole = ctxext.load(tmp_path / "run" / "adapter"), ctxext.load(tmp_path / "run" / "merged")
+    assert ctxext.describe(adapted).fingerprint == ctxext.describe(whole).fingerprint == expected
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted.eval()(tokens).logits, whole(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The whole recipe on two processes against one, through accelerate and the Trainer, on gloo.
 
-DDP, FSDP2, and FSDP2 with context parallelism: sequences, masks, losses, gradients, saving.
+DDP, FSDP2, FSDP2 with context parallelism, and on four processes FSDP2 as on two machines: sequences, masks, losses,
+gradients, saving.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ CASES = {
     "context-alibi": ["context", "alibi"],
     "context-bloom": ["context", "bloom"],
     "context-dynamic": ["context", "dynamic"],
+    "machines-untied": ["machines", "untied"],
 }
 
 
@@ -78,16 +80,19 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
         flags = {"interrupted": interrupted, "resumed": resumed}
         return {"name": name, "engine": engine, "config": str(CONFIG), "words": [*known, *own, *words], **flags}
 
-    two = ("--training.accumulation", "2")  # as many sequences in a step as two processes read
-    start([case(f"one-{setup}", "none", setup, *two) for setup in SETUPS], 1, root)
-    cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in CASES.items()]
+    two, four = (("--training.accumulation", count) for count in "24")  # sequences in a step, as so many processes read
+    ones = [case(f"one-{setup}", "none", setup, *two) for setup in SETUPS]
+    start([*ones, case("one-untied-four", "none", "untied", *four)], 1, root)
+    several = {name: parts for name, parts in CASES.items() if parts[0] != "machines"}
+    cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in several.items()]
     cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
     cases += [case("refused", "context", "alibi", "--extension.attention", "reference")]
     start(cases, 2, root)
+    start([case("machines-untied", *CASES["machines-untied"])], 4, root, machines=2)
     return {path.name: path for path in (root / "runs").iterdir()}
 
 
-def start(cases: list[dict[str, Any]], processes: int, root: Path) -> None:
+def start(cases: list[dict[str, Any]], processes: int, root: Path, *, machines: int = 1) -> None:
     """Run cases one after the other, each in all processes; where one fails, the others wait for it and are ended."""
     listed = root / f"cases-{processes}.json"
     listed.write_text(json.dumps(cases), encoding="utf-8")
@@ -104,7 +109,8 @@ def start(cases: list[dict[str, Any]], processes: int, root: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("engine_program.py")), str(listed)]
     started = []
     for rank in range(processes):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+        here = processes // machines
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % here), "LOCAL_WORLD_SIZE": str(here)}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         log = (root / f"log-{processes}-{rank}.txt").open("w+", encoding="utf-8")
         environment = common | (own if processes > 1 else {})
@@ -136,7 +142,8 @@ def losses(run: Path) -> list[float]:
 
 
 def single(case: str) -> str:
-    return f"one-{CASES[case][1]}"
+    engine, setup = CASES[case]
+    return f"one-{setup}" + "-four" * (engine == "machines")
 
 
 every_case = pytest.mark.parametrize("case", CASES)

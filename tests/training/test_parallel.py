@@ -13,11 +13,12 @@ from accelerate.big_modeling import _attach_context_parallel_hooks
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.lora import attach_lora
-from ctxext.training.parallel import drop_mask_hooks, launched_parallelism, require_carried, whole_sequence
+from ctxext.training.parallel import launched_parallelism, release_attention, require_carried, whole_sequence
 
 LENGTH = 96
 
@@ -151,8 +152,23 @@ def test_after_training_masks_are_seen_again() -> None:
         before = model(**padded).logits[:, 5:]
         _attach_context_parallel_hooks(model)
         assert not torch.allclose(model(**padded).logits[:, 5:], before, atol=0.1)
-        drop_mask_hooks(model)
+        release_attention(model)
         assert torch.equal(model(**padded).logits[:, 5:], before)
+
+
+def test_after_training_deepspeed_has_left_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a part of a sequence was expected")
+
+    shared.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    model = patched("yarn")
+    before = model(tokens(16)).logits
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", shared)
+    with pytest.raises(AssertionError, match="a part of a sequence"):
+        model(tokens(16))
+    for _ in range(2):
+        release_attention(model)
+        assert torch.equal(model(tokens(16)).logits, before)
 
 
 def test_a_shard_must_say_where_it_stands() -> None:

@@ -12,9 +12,10 @@ from _recipe import recipe
 from torch import Tensor
 
 import ctxext
-from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
 from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.training import referee
 from ctxext.training.referee import Referee
 
 LONG = (0, 2)  # the documents that are longer than the extended window of 128
@@ -47,6 +48,18 @@ def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_pat
         assert [(cell["length"], cell["trials"]) for cell in found["passkey"]["cells"]] == [(400, 2)]
     before, after = (report["evaluation"][when]["perplexity"]["readings"][1] for when in ("before", "after"))
     assert before["in_window"]["mean"] != after["in_window"]["mean"]
+
+
+def test_nothing_is_measured_of_weights_that_are_shared_out(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed puts an id on each of them, and what is left has no values."""
+    loaded = load_checkpoint(settings().checkpoint, dtype="fp32")
+    monkeypatch.setattr(referee, "is_deepspeed_zero3_enabled", lambda: True)
+    Referee(loaded, settings())
+    with pytest.raises(IncompatibleError, match="before the first step no process has whole weights"):
+        Referee(loaded, settings(*PASSKEY))
+    assert weights_digest(loaded.model) == loaded.sha256
+    next(loaded.model.parameters()).ds_id = 0
+    assert weights_digest(loaded.model) == "unknown"
 
 
 def test_what_was_measured_before_an_interruption_is_not_measured_again(
