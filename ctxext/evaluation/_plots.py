@@ -17,6 +17,7 @@ __all__ = [
     "Look",
     "draw_differences",
     "draw_perplexity",
+    "few_of",
     "label_of",
     "looks_for",
     "plain_ticks",
@@ -76,6 +77,11 @@ STYLE = {
 def tokens_label(tokens: int) -> str:
     """``16384`` as ``16K``; what is no multiple of 1024 in full."""
     return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def few_of(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def label_of(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
-from ctxext.evaluation._plots import FAINT, STYLE, looks_for, require_matplotlib, tokens_label
+from ctxext.evaluation._plots import FAINT, STYLE, few_of, looks_for, require_matplotlib, tokens_label
 from ctxext.evaluation.longppl import TRUNCATED
 from ctxext.evaluation.longppl_result import LongPplResult, LongPplScore
 from ctxext.evaluation.retrieval.tables import plain_table
@@ -69,7 +69,7 @@ def save_figure(result: LongPplResult, path: Path) -> None:
         figure = Figure(figsize=(10.0, 4.3), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
-        title = f"{result.provenance.checkpoint}: {', '.join(result.provenance.documents[:3])}"
+        title = f"{result.provenance.checkpoint}: {few_of(result.provenance.documents)}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
         _draw(left, result, "LongPPL (key tokens)", lambda score: score.longppl)
         _draw(right, result, "Perplexity (all tokens at the same place)", lambda score: score.perplexity)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ctxext.evaluation._plots import COLOURS, FAINT, STYLE, label_of, require_matplotlib, tokens_label
+from ctxext.evaluation._plots import COLOURS, FAINT, STYLE, few_of, label_of, require_matplotlib, tokens_label
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.perplexity import PairedDifference
@@ -34,8 +34,7 @@ TITLES = {
 def announce(console: Console, checkpoint: Checkpoint, corpus: Corpus, plan: Plan) -> None:
     """Say what is about to be measured, on what."""
     short = corpus.read - len(corpus.documents)
-    names = [document.name for document in corpus.documents]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = few_of([document.name for document in corpus.documents])
     console.print(
         f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
         f"{checkpoint.dtype_note}, reads {corpus.tokens:,} tokens of {shown}"
@@ -84,7 +83,7 @@ def save_figure(result: PerplexityResult, path: Path) -> None:
         figure = Figure(figsize=(10.0 if compared else 6.5, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(1, 1 + bool(compared), squeeze=False)[0]
-        title = f"{result.provenance.checkpoint}: {', '.join(result.provenance.documents[:3])}"
+        title = f"{result.provenance.checkpoint}: {few_of(result.provenance.documents)}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
         _draw_perplexity(axes[0], result, kind)
         if compared:
