@@ -55,8 +55,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     output, started = Path(settings.output), now()
     arguments = training_arguments(settings, require_device(settings))
     checkpoint = resume_point(settings, resume=resume)
-    if settings.memory.return_freed:
-        return_freed_memory()
+    if settings.memory.return_freed is not None:
+        return_freed_memory(above=settings.memory.return_freed * 2**20)
     set_seed(settings.seed)
 
     # 1. The model, extended, then its adapter.

@@ -7,7 +7,8 @@
 Weights are random, made on the device: time and memory do not depend on them. Every measurement is a process of its
 own that lets a ``Trainer`` take a step to warm up and then the measured ones, on the same tokens; the variants of a
 length take turns, round after round. "Stock" is activation checkpointing as ``TrainingArguments`` sets it, and nothing
-else; "freed memory kept" is what a run with ``memory.return_freed: false`` does on a CPU. Memory is what the steps add,
+else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks returned" those of twice a layer's hidden
+states, "freed memory kept" none (``memory.return_freed`` of the recipe). Memory is what the steps add,
 at their peak, to what the process held with its model: adapters' gradients and optimizer state included, weights not.
 """
 
@@ -44,11 +45,12 @@ import ctxext
 from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 
-STOCK, KEPT = "stock", "ctxext, freed memory kept"
+STOCK, KEPT, LARGE = "stock", "ctxext, freed memory kept", "ctxext, large blocks returned"
 VARIANTS: dict[str, dict[str, Memory]] = {
     "cpu": {
         STOCK: Memory(loss_chunk=None),
         "ctxext": Memory(),
+        LARGE: Memory(),
         KEPT: Memory(),
         "ctxext, attention kept": Memory(save_attention=True),
     },
@@ -152,9 +154,10 @@ def build(setting: Setting) -> Any:
 def measure(setting: Setting) -> Measured:
     """Take the steps; run it in a fresh process."""
     logging.set_verbosity_error()
-    if setting.variant not in (STOCK, KEPT):
-        return_freed_memory()
     model = build(setting).train()
+    if setting.variant not in (STOCK, KEPT):
+        hidden_states = setting.length * model.config.hidden_size * DTYPES[setting.dtype].itemsize
+        return_freed_memory(above=min(2 * hidden_states, 2**25) if setting.variant == LARGE else 2**20)
     model.config.use_cache = False
     model = attach_lora(model, rank=setting.rank, norms=setting.whole, embeddings=setting.whole)
     setting.memory.apply(model)

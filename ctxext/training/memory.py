@@ -38,6 +38,9 @@ ATTENTION_KERNELS = frozenset(
 )
 """Operations that return an attention's output and its log-sum-exp, of torch, flash-attn 2 and 3, FlexAttention."""
 
+MOST_KEPT = 32 * 2**20
+"""Bytes of the largest block that glibc may keep, ``DEFAULT_MMAP_THRESHOLD_MAX`` in its malloc.c for 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -179,23 +182,31 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
     return edits
 
 
-def return_freed_memory() -> bool:
+def return_freed_memory(*, above: int = 2**20) -> bool:
     """Let glibc give memory back to the system as soon as it is freed. Affects this whole process, from now on.
 
     glibc keeps freed blocks of up to 32 MiB for later, and with the sizes that training asks for it can rarely use
     them again: a LoRA step of SmolLM2-135M at 16K tokens peaks at 5.48 GiB instead of 1.71 GiB (measured). Here all
-    blocks from 1 MiB on become mappings of their own. The price is that the system has to hand out and clear their
-    pages again and again: at 4K tokens 5 percent of the speed on one day, 38 percent on another, of the same virtual
-    machine (112 instead of 181 tokens/s without activation checkpointing, peak 5.6 instead of 7.4 GiB). Call it at the
-    start of a program that trains on the CPU, unless there is memory to spare; on CUDA, whose memory is torch's own
-    business, it is not needed.
+    blocks of ``above`` bytes and more become mappings of their own. The price is that the system has to hand out and
+    clear their pages again and again: from 1 MiB on it was 5 percent of the speed at 4K tokens on one day, 38 percent
+    on another, of the same virtual machine. From twice the size of a layer's hidden states on, most of the memory goes
+    back for little of the price, see scripts/results/training-cpu.md. Call it at the start of a program that trains on
+    the CPU, unless there is memory to spare; on CUDA, whose memory is torch's own business, it is not needed.
+
+    Args:
+        above: bytes, up to 32 MiB.
 
     Returns:
         Whether it took effect: not with another C library, nor where ``MALLOC_MMAP_THRESHOLD_`` or
         ``GLIBC_TUNABLES`` say something else.
+
+    Raises:
+        InvalidParameterError: ``above`` out of range.
     """
+    if not 0 < above <= MOST_KEPT:
+        raise InvalidParameterError(f"above must be 1 to {MOST_KEPT} bytes (32 MiB, glibc's limit), found {above}.")
     decided = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     if platform.libc_ver()[0] != "glibc" or decided:
         return False
     mmap_threshold = -3  # M_MMAP_THRESHOLD in malloc.h
-    return bool(ctypes.CDLL(None).mallopt(mmap_threshold, 2**20))
+    return bool(ctypes.CDLL(None).mallopt(mmap_threshold, above))

@@ -150,5 +150,7 @@ def test_freed_memory_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     _, before, took_effect, after = done.stdout.split()
     assert took_effect == "True"
     assert int(after) < 10 < 20 <= int(before)  # MiB that stay resident
+    with pytest.raises(InvalidParameterError, match=r"above must be 1 to 33554432 bytes .*, found 33554433"):
+        return_freed_memory(above=2**25 + 1)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "33554432")
     assert not return_freed_memory(), "the user's word counts"
