@@ -11,7 +11,9 @@ import pytest
 import torch
 from _models import logits, tokens
 from _recipe import interrupted, losses, recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
@@ -127,13 +129,19 @@ def test_a_run_is_resumed_only_as_itself(settings: Any) -> None:
 def test_a_loss_that_is_no_number_stops_training(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = LongTrainer.compute_loss
+    original = Trainer.compute_loss
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = original(self, *args, **kwargs)
         return loss * float("nan") if self.state.global_step == 2 else loss
 
-    monkeypatch.setattr(LongTrainer, "compute_loss", broken)
+    def backward(self: Any, loss: Tensor, **kwargs: Any) -> None:
+        assert torch.isfinite(loss), "with DeepSpeed the weights would be changed here"
+        pushed(self, loss, **kwargs)
+
+    pushed = Accelerator.backward
+    monkeypatch.setattr(Accelerator, "backward", backward)
+    monkeypatch.setattr(Trainer, "compute_loss", broken)
     with pytest.raises(
         NotANumberError, match=r"The loss is nan in step 3, on sequence 2: 'document \d' from token \d+"
     ):
