@@ -188,8 +188,8 @@ def return_freed_memory(*, above: int = 2**20) -> bool:
     glibc keeps freed blocks of up to 32 MiB for later, and with the sizes that training asks for it can rarely use
     them again: a LoRA step of SmolLM2-135M at 16K tokens peaks at 5.48 GiB instead of 1.71 GiB (measured). Here all
     blocks of ``above`` bytes and more become mappings of their own. The price is that the system has to hand out and
-    clear their pages again and again: from 1 MiB on it was 5 percent of the speed at 4K tokens on one day, 38 percent
-    on another, of the same virtual machine. From twice the size of a layer's hidden states on, most of the memory goes
+    clear their pages again and again: from 1 MiB on, a step of 4K tokens takes up to 60 percent longer, one of 16K
+    tokens 7 percent (measured). From twice the size of a layer's hidden states on, most of the memory goes
     back for little of the price, see scripts/results/training-cpu.md. Call it at the start of a program that trains on
     the CPU, unless there is memory to spare; on CUDA, whose memory is torch's own business, it is not needed.
 
