@@ -267,6 +267,11 @@ def architecture_of(base: PreTrainedModel) -> Architecture:
     )
 
 
+def is_zero3(model: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
+    return any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+
 def patched_state(base: PreTrainedModel) -> Patched | None:
     """What ``patch`` left on the model, None where it is not patched."""
     state: Patched | None = base.__dict__.get("_ctxext")

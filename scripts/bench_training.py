@@ -8,8 +8,8 @@ Weights are random, made on the device: time and memory do not depend on them. E
 own that lets a ``Trainer`` take a step to warm up and then the measured ones, on the same tokens; the variants of a
 length take turns, round after round. "Stock" is activation checkpointing as ``TrainingArguments`` sets it, and nothing
 else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks returned" those of twice a layer's hidden
-states, "freed memory kept" none (``memory.return_freed`` of the recipe). Memory is what the steps add,
-at their peak, to what the process held with its model: adapters' gradients and optimizer state included, weights not.
+states, "freed memory kept" none (``memory.return_freed`` of the recipe). Memory is what the steps add, at their peak,
+to what the process held with its model: adapters' gradients and optimizer state included, weights not.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from transformers.utils import logging
 import ctxext
 from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
+from ctxext.training.memory import MOST_KEPT
 
 STOCK, KEPT, LARGE = "stock", "ctxext, freed memory kept", "ctxext, large blocks returned"
 VARIANTS: dict[str, dict[str, Memory]] = {
@@ -157,7 +158,7 @@ def measure(setting: Setting) -> Measured:
     model = build(setting).train()
     if setting.variant not in (STOCK, KEPT):
         hidden_states = setting.length * model.config.hidden_size * DTYPES[setting.dtype].itemsize
-        return_freed_memory(above=min(2 * hidden_states, 2**25) if setting.variant == LARGE else 2**20)
+        return_freed_memory(above=min(2 * hidden_states, MOST_KEPT) if setting.variant == LARGE else 2**20)
     model.config.use_cache = False
     model = attach_lora(model, rank=setting.rank, norms=setting.whole, embeddings=setting.whole)
     setting.memory.apply(model)

@@ -18,6 +18,7 @@ __all__ = [
     "draw_differences",
     "draw_perplexity",
     "few_of",
+    "label_ends",
     "label_of",
     "looks_for",
     "plain_ticks",
@@ -174,21 +175,18 @@ def draw_perplexity(axes: Any, series: Sequence[Series], looks: Mapping[str, Loo
     plain_ticks(axes, low, high * 1.25)
     middle, ha = (trained_length / 2, "center") if trained_length > 0.25 * stop else (0.01 * stop, "left")
     axes.text(middle, high * 1.12, "trained window", ha=ha, va="top", fontsize=9, color=NOTE)
-    for name, end, place in _spread(ends, low, high * 1.25, gap=0.058):
-        axes.annotate(
-            looks[name].label,
-            xy=(stop, end),
-            xytext=(1.015, place),
-            textcoords="axes fraction",
-            color=looks[name].colour,
-            fontsize=9.5,
-            va="center",
-            annotation_clip=False,
-        )
+    label_ends(axes, ends, looks, gap=0.058)
     axes.set_xticks(_positions(trained_length, stop), [tokens_label(tick) for tick in _positions(trained_length, stop)])
     axes.set_xlabel("position in the text, tokens")
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
+
+
+def label_ends(axes: Any, ends: Sequence[tuple[str, float]], looks: Mapping[str, Look], *, gap: float) -> None:
+    """Name lines beside their right ends on a log axis: in their order, at least ``gap`` of its height apart."""
+    for name, place in _spread(ends, *axes.get_ylim(), gap=gap):
+        look = looks[name]
+        axes.text(1.015, place, look.label, transform=axes.transAxes, color=look.colour, fontsize=9.5, va="center")
 
 
 def draw_differences(axes: Any, methods: Sequence[Series], looks: Mapping[str, Look]) -> None:
@@ -241,17 +239,16 @@ def plain_ticks(axes: Any, low: float, high: float) -> None:
     axes.minorticks_off()
 
 
-def _spread(
-    ends: Sequence[tuple[str, float]], low: float, high: float, *, gap: float
-) -> list[tuple[str, float, float]]:
-    """Heights for the labels at the lines' ends, as fractions of a log axis, pushed apart to at least ``gap``."""
+def _spread(ends: Sequence[tuple[str, float]], low: float, high: float, *, gap: float) -> list[tuple[str, float]]:
+    """Heights for the labels at the lines' ends, as fractions of a log axis, pushed apart to about ``gap``."""
     span = math.log(high / low)
-    places = sorted((math.log(y / low) / span, name, y) for name, y in ends)
-    heights = [place for place, _, _ in places]
+    places = sorted((math.log(y / low) / span, name) for name, y in ends)
+    heights = [place for place, _ in places]
     for _ in range(200):
+        heights[0], heights[-1] = max(heights[0], 0.0), min(heights[-1], 1.0)
         for i in range(len(heights) - 1):
             overlap = gap - (heights[i + 1] - heights[i])
             if overlap > 0:
                 heights[i] -= overlap / 2
                 heights[i + 1] += overlap / 2
-    return [(name, y, height) for (_, name, y), height in zip(places, heights, strict=True)]
+    return [(name, height) for (_, name), height in zip(places, heights, strict=True)]

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 import ctxext
 from ctxext._adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
-from ctxext._api import base_model
+from ctxext._api import base_model, is_zero3
 from ctxext._checkpoint_source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext._saved import saved_extension
 from ctxext.errors import CheckpointError, CtxextError, UnknownNameError
@@ -126,7 +126,7 @@ def weights_digest(model: nn.Module) -> str:
     Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
     The dtype counts, since it rounds the weights. Where DeepSpeed's ZeRO-3 has shared the weights out, "unknown".
     """
-    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+    if is_zero3(model):
         return "unknown"
     config = base_model(model).config.to_dict()
     for noise in ("_name_or_path", "transformers_version", "ctxext"):

@@ -15,6 +15,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Passkey:
         """Tokens between the key and the place where the answer begins."""
         return self.length - self.key_position
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Of the tokens of prompt and answer: the first 12 hexadecimal digits."""
         tokens = [*self.prompt.tolist(), -1, *self.answer.tolist()]

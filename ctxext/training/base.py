@@ -71,17 +71,16 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
             no trained length is given.
     """
     source = settings.checkpoint
+    config = None
     if source is not None and not source.endswith(".gguf"):
-        _require_whole(source, settings.extension.trained_length)
+        config = _config_of_whole(source, settings.extension.trained_length)
     if settings.quantisation is None:
-        return _unextended(load_checkpoint(source, dtype=settings.dtype, device=device))
+        return _load_plain(settings, device)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     try:
-        config = read_any_config(str(source))
-        saved = saved_extension(config, str(source))
         model = AutoModelForCausalLM.from_pretrained(
             source,
-            config=config if saved is None else plain_config(config, saved),
+            config=config,
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
@@ -99,16 +98,17 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
     return Checkpoint(name, model.eval(), tokenizer, f"{settings.quantisation}, computed in {settings.dtype}")
 
 
-def _unextended(checkpoint: Checkpoint) -> Checkpoint:
-    """Take off the extension that a checkpoint was saved with, if there is one."""
+def _load_plain(settings: Settings, device: torch.device | str) -> Checkpoint:
+    """Load the run's checkpoint, and take off the extension that it was saved with, if there is one."""
+    checkpoint = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=device)
     if ctxext.describe(checkpoint.model).method is None:
         return checkpoint
     ctxext.unpatch(checkpoint.model)
     return replace(checkpoint, sha256="")  # which counts the config too
 
 
-def _require_whole(source: str, trained_length: int | None) -> None:
-    """Refuse what a run cannot begin from, before gigabytes of it are loaded."""
+def _config_of_whole(source: str, trained_length: int | None) -> Any:
+    """The config, unextended, of what a run begins from; what it cannot begin from is refused before it is loaded."""
     if is_adapter(source):
         base = read_json(Path(source) / ADAPTER_FILE).get("base_model_name_or_path")
         raise CheckpointError(
@@ -116,13 +116,17 @@ def _require_whole(source: str, trained_length: int | None) -> None:
             f"name {base} itself, or merge the adapter into it first. To go on with the run that wrote it, --resume."
         )
     checked_path(source, {})
-    saved = saved_extension(read_any_config(source), source)
-    if saved is not None and trained_length is None:
+    config = read_any_config(source)
+    saved = saved_extension(config, source)
+    if saved is None:
+        return config
+    if trained_length is None:
         raise CheckpointError(
             f"{source} was saved extended by {saved['method']['method']}, and extensions are never stacked. Begin from "
             f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
             f"{saved['trained_length']}."
         )
+    return plain_config(config, saved)
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
@@ -136,7 +140,7 @@ def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
     if not is_sharded(model) and settings.quantisation is None:  # 4-bit weights would be rounded once more
         return model
     with _without_deepspeed():
-        plain = _unextended(load_checkpoint(settings.checkpoint, dtype=settings.dtype, device="cpu")).model
+        plain = _load_plain(settings, "cpu").model
     ctxext.patch(plain, settings.extension.method, **settings.extension.arguments())
     return reattach_lora(plain, adapter)
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
+from ctxext.training.report import write_json
 from ctxext.training.settings import Settings, checked_settings
 
 __all__ = ["CompleteCheckpoints", "last_checkpoint", "resume_point", "saving"]
@@ -67,7 +68,7 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
             )
         with saving(output):
             output.mkdir(parents=True, exist_ok=True)
-            stored.write_text(json.dumps(settings.model_dump(), indent=2) + "\n", encoding="utf-8")
+            write_json(stored, settings.model_dump())
         return None
     if checkpoint is None or not stored.is_file():
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")

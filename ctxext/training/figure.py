@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ctxext._files import whole_file
 from ctxext.evaluation._plots import COLOURS, FAINT, NOTE, STYLE, require_matplotlib, tokens_label
 from ctxext.evaluation.perplexity import PairedDifference
 
@@ -67,9 +68,8 @@ def save_training_figure(
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
         if gains:
             _draw_gains(figure.add_subplot(grid[:, 1]), gains)
-        partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-        figure.savefig(partial, dpi=160)
-        partial.replace(path)
+        with whole_file(path) as half:
+            figure.savefig(half, dpi=160)
 
 
 def _draw_loss(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:

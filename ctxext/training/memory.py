@@ -22,7 +22,7 @@ from ctxext._stand_in import StandIn
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.loss import chunk_loss
 
-__all__ = ["Memory", "return_freed_memory"]
+__all__ = ["MOST_KEPT", "Memory", "return_freed_memory"]
 
 ATTENTION_KERNELS = frozenset(
     {

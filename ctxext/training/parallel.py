@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext._api import base_model, patched_state
+from ctxext._api import base_model, is_zero3, patched_state
 from ctxext.architectures._positions import ATTENTION
 from ctxext.errors import IncompatibleError
 
@@ -27,8 +27,8 @@ CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each process holds a part of the weights: FSDP 2, or DeepSpeed ZeRO-3, which puts an id on them."""
-    return is_fsdp(model) or any(hasattr(weight, "ds_id") for weight in model.parameters())
+    """Whether each process holds a part of the weights: FSDP 2, or DeepSpeed ZeRO-3."""
+    return is_fsdp(model) or is_zero3(model)
 
 
 def is_fsdp(model: nn.Module) -> bool:

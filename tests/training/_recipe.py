@@ -1,9 +1,10 @@
-"""The recipe, loaded from its file as a program is, its configs, and what happens to a run."""
+"""The recipe, loaded from its file as a program is, its configs, words for its command line, what happens to a run."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,19 @@ from transformers import TrainerCallback
 
 from ctxext.training.trainer import LongTrainer
 
-__all__ = ["CONFIGS", "RECIPES", "interrupted", "losses", "recipe"]
+__all__ = ["CONFIG", "CONFIGS", "RECIPES", "SMALL", "interrupted", "losses", "recipe", "words_of"]
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))
+CONFIG = RECIPES / "configs" / "smollm2-135m-16k-yarn-pose.yaml"
+SMALL = {
+    "data.length": 32,
+    "training.learning_rate": 1e-2,
+    "training.checkpoint_every": 2,
+    "lora.rank": 4,
+    "dtype": "fp32",
+}
+"""What makes a run of that config a small one, on the tests' documents."""
 
 
 def _load() -> Any:
@@ -28,6 +38,11 @@ def _load() -> Any:
 
 
 recipe = _load()
+
+
+def words_of(settings: Mapping[str, object]) -> list[str]:
+    """Settings as words of the command line."""
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def losses(run: Path) -> dict[int, float]:

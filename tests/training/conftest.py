@@ -10,14 +10,13 @@ from typing import Any
 import datasets
 import pytest
 from _models import tiny
-from _recipe import RECIPES
+from _recipe import CONFIG, SMALL, words_of
 from _tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.training.settings import Settings, read_settings
 
 LENGTHS = (400, 90, 200, 20)
-CONFIG = RECIPES / "configs" / "smollm2-135m-16k-yarn-pose.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -60,19 +59,8 @@ def settings(checkpoint: Path, corpus: Path, tmp_path: Path) -> Any:
     """Settings of a config, made small."""
 
     def make(*overrides: str, config: Path = CONFIG) -> Settings:
-        small = {
-            "checkpoint": str(checkpoint),
-            "data.train": str(corpus),
-            "output": str(tmp_path / "run"),
-            "data.length": "32",
-            "training.steps": "4",
-            "training.warmup": "1",
-            "training.checkpoint_every": "2",
-            "training.learning_rate": "1e-2",
-            "lora.rank": "4",
-            "dtype": "fp32",
-        }
-        words = [word for key, value in small.items() for word in (f"--{key}", value)]
-        return read_settings(config, [*words, *overrides])
+        own = {"checkpoint": checkpoint, "data.train": corpus, "output": tmp_path / "run"}
+        small = SMALL | own | {"training.steps": 4, "training.warmup": 1}
+        return read_settings(config, [*words_of(small), *overrides])
 
     return make

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from _models import TRAINED_LENGTH, tiny
-from _recipe import CONFIGS, losses, recipe
+from _recipe import CONFIGS, losses, recipe, words_of
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.training.sections import Stage
@@ -114,7 +114,7 @@ def test_it_trains_two_steps(path: Path, models: dict[str | None, Path], corpus:
         small["extension.trained_length"] = TRAINED_LENGTH
     if real.memory.mlp_tile is not None:
         small["memory.mlp_tile"] = 8
-    settings = read_settings(path, [word for key, value in small.items() for word in (f"--{key}", str(value))])
+    settings = read_settings(path, words_of(small))
     stages = [Stage(**stage.model_dump() | {"steps": 1, "length": 24}) for stage in real.stages]
     recipe.finetune(settings.model_copy(update={"stages": stages}))
     found = losses(tmp_path / "run")

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 from _models import logits, tiny, tokens
+from _recipe import CONFIG, SMALL, words_of
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "recipes" / "configs" / "smollm2-135m-16k-yarn-pose.yaml"
 STEPS = 3
 HANGING = 1800.0  # seconds; a minute is usual, but machines can be busy
 
@@ -62,21 +62,9 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
 
     def case(name: str, engine: str, setup: str, *words: str, interrupted: bool = False, resumed: bool = False) -> Any:
         checkpoint, own = SETUPS[setup]
-        given = {
-            "checkpoint": root / checkpoint,
-            "data.train": corpus,
-            "output": root / "runs" / name,
-            "data.length": 32,
-            "training.steps": STEPS,
-            "training.warmup": 0,
-            "training.clip": 0,
-            "training.learning_rate": 1e-2,
-            "training.checkpoint_every": 2,
-            "lora.rank": 4,
-            "dtype": "fp32",
-            "merge": "false",
-        }
-        known = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        given = {"checkpoint": root / checkpoint, "data.train": corpus, "output": root / "runs" / name}
+        plain = {"training.steps": STEPS, "training.warmup": 0, "training.clip": 0, "merge": "false"}
+        known = words_of(SMALL | given | plain)
         flags = {"interrupted": interrupted, "resumed": resumed}
         return {"name": name, "engine": engine, "config": str(CONFIG), "words": [*known, *own, *words], **flags}
 

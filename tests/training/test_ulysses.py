@@ -14,6 +14,7 @@ import pytest
 import torch
 from _models import logits, tiny, tokens
 from _programs import ROOT, ran
+from _recipe import CONFIG, SMALL, words_of
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
@@ -27,18 +28,7 @@ LAUNCH = [
     *("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / "zero3-ulysses.yaml")),
     *("--num_processes", "2", "--parallelism_config_sp_size", "2", "--main_process_port", "0"),
 ]
-WORDS = {
-    "config": ROOT / "recipes" / "configs" / "smollm2-135m-16k-yarn-pose.yaml",
-    "data.length": 32,
-    "training.steps": 3,
-    "training.warmup": 0,
-    "training.clip": 0,
-    "training.learning_rate": 1e-2,
-    "training.checkpoint_every": 2,
-    "lora.rank": 4,
-    "dtype": "fp32",
-    "merge": "true",
-}
+GIVEN = {"config": CONFIG, "training.steps": 3, "training.warmup": 0, "training.clip": 0, "merge": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +37,7 @@ def place(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
     root = tmp_path_factory.mktemp("ulysses")
     tiny("llama", vocab_size=257, tie_word_embeddings=False).save_pretrained(root / "plain")
     tokenizer.save_pretrained(root / "plain")
-    words = [word for key, value in WORDS.items() for word in (f"--{key}", str(value))]
+    words = words_of(SMALL | GIVEN)
     words += ["--data.train", str(corpus), "--checkpoint", str(root / "plain"), "--output"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from ctxext._cli_options import check_output
+from ctxext._files import whole_file, write_whole
 from ctxext.errors import InvalidParameterError
 
 __all__ = ["check_outputs", "write_outputs"]
@@ -66,19 +67,16 @@ def write_outputs(
     if as_csv:
         typer.echo(_csv(rows), nl=False)
     for path in output or ():
-        partial = path.with_name(f".{path.stem}.partial{path.suffix}")
         try:
             if path.suffix == ".json":
-                partial.write_text(_json(result), encoding="utf-8")
+                write_whole(path, _json(result))
             elif path.suffix == ".csv":
-                partial.write_text(_csv(rows), encoding="utf-8", newline="")
+                write_whole(path, _csv(rows))
             else:
-                draw(partial)
-            partial.replace(path)
+                with whole_file(path) as half:
+                    draw(half)
         except OSError as error:
             raise InvalidParameterError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def _json(result: Mapping[str, Any]) -> str:

@@ -30,7 +30,6 @@ WIDTH = 5.1
 # Lost to found, the same in both themes: the cells bring their own background.
 LOST, FOUND, CELL_INK = "#F3D3B8", "#7DB8E0", "#1A1A1A"
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": "linecolor", "handletextpad": 0.4}
-LINES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
 
 
 def drawings(result: ComparisonResult) -> list[list[Drawing]]:
@@ -171,31 +170,33 @@ def _at_length(result: ComparisonResult) -> Drawing:
         caption=f"Of the last {tokens_label(end.stop - end.start)} positions before each length (log scales). Other "
         f"positions are other words: compare methods at one length, not lengths.",
         alternative=f"Perplexity at the end of each length, up to {tokens_label(last)}: {told}.",
-        size=(WIDTH, 4.2),
+        size=(WIDTH, 0.4 + 2.9 * len(result.panels)),
         draw=lambda figure: _draw_at_length(figure, result),
     )
 
 
 def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
-    axes = figure.subplots()
-    looks = _by_method(result)
-    factors = sorted({row.reading.factor for row in result.rows if not row.reading.is_reference})
-    for row in result.rows:
-        x, y = [score.length for score in row.scores], [score.end.perplexity for score in row.scores]
-        style = LINES[factors.index(row.reading.factor) % len(LINES)] if row.reading.factor in factors else "-"
-        style = (0, (3, 1.5)) if row.reading.name == "truncated" else style
-        axes.plot(
-            x, y, marker="o", ms=4, lw=1.6, ls=style, color=looks[row.reading.name].colour, label=row.reading.label
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(result.lengths, [tokens_label(length) for length in result.lengths])
-    axes.margins(x=0.06)
-    _plots.plain_ticks(axes, *axes.get_ylim())
-    axes.set_xlabel("length, tokens")
-    axes.grid(axis="y", color=_plots.FAINT, lw=0.6)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2, **LEGEND)
+    grid = figure.subplots(len(result.panels), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    named = [[result.row(item.name) for item in panel.series] for panel in result.panels]
+    for axes, panel, rows in zip(grid, result.panels, named, strict=True):
+        looks = _looks([row.reading for row in rows], short=True)
+        for row in rows:
+            x, y = [score.length for score in row.scores], [score.end.perplexity for score in row.scores]
+            style = (0, (3, 1.5)) if row.reading.name == TRUNCATED else "-"
+            axes.plot(x, y, marker="o", ms=4, lw=1.6, ls=style, color=looks[row.reading.name].colour)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        if panel.factor is not None:
+            axes.set_title(f"factor {panel.factor:g}", loc="left", fontsize=10.5)
+        axes.grid(axis="y", color=_plots.FAINT, lw=0.6)
+        axes.set_axisbelow(True)
+    for axes, panel, rows in zip(grid, result.panels, named, strict=True):  # when the range of them all is known
+        _plots.plain_ticks(axes, *axes.get_ylim())
+        ends = [(row.reading.name, row.scores[-1].end.perplexity) for row in rows]
+        _plots.label_ends(axes, ends, _looks([row.reading for row in rows], short=True), gap=0.075)
+    grid[-1].set_xticks(result.lengths, [tokens_label(length) for length in result.lengths])
+    grid[-1].margins(x=0.06)
+    grid[-1].set_xlabel("length, tokens")
 
 
 def _passkeys(result: ComparisonResult) -> Drawing:
