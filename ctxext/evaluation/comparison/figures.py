@@ -190,7 +190,7 @@ def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
             axes.set_title(f"factor {panel.factor:g}", loc="left", fontsize=10.5)
         axes.grid(axis="y", color=_plots.FAINT, lw=0.6)
         axes.set_axisbelow(True)
-    for axes, panel, rows in zip(grid, result.panels, named, strict=True):  # when the range of them all is known
+    for axes, rows in zip(grid, named, strict=True):  # when the range of them all is known
         _plots.plain_ticks(axes, *axes.get_ylim())
         ends = [(row.reading.name, row.scores[-1].end.perplexity) for row in rows]
         _plots.label_ends(axes, ends, _looks([row.reading for row in rows], short=True), gap=0.075)
