@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from ctxext._adapters import keep_extension, unwrapped
 from ctxext._edits import Edits
-from ctxext._saved import saved_form
+from ctxext._saved import checked_trained_length, choices, saved_extension, saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
-from ctxext.architectures.rope import already_extended
+from ctxext.architectures._own_config import give_own_config
+from ctxext.architectures._scaling import checked_scaling, refuse_shrinking, scaling_of
 from ctxext.attention import Need, select
 from ctxext.errors import (
     BackendUnavailableError,
@@ -23,7 +24,7 @@ from ctxext.errors import (
     PatchStateError,
     UnknownNameError,
 )
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.base import is_number, require
 from ctxext.spec import Description
 
@@ -73,6 +74,7 @@ def patch(
     target_length: int | None = None,
     trained_length: int | None = None,
     sliding_window: str | None = None,
+    scaling: str | None = None,
     attention: str | None = None,
     **parameters: Any,
 ) -> ModelT:
@@ -84,11 +86,17 @@ def patch(
     Args:
         model: a transformers model, or a PEFT, compiled or data-parallel wrapper around one.
         method: a name (``ctxext.methods()`` lists them) or a method object such as ``YaRN(factor=4)``.
-        factor: target_length / trained_length, at least 1. With a name only.
+        factor: target_length / trained_length, at least 1. With a name only, and needed there for every rotary method
+            unless ``target_length`` is given.
         target_length: tokens to extend to, instead of ``factor``.
         trained_length: tokens that the checkpoint was trained for; default ``config.max_position_embeddings``.
-            Required for a checkpoint that is already extended: the new method replaces the old one.
+            Required for a checkpoint that is already extended. One that ctxext extended: the length before that, and
+            the new method replaces the old one. One whose config scales its rotary positions (Llama 3.1, gpt-oss,
+            Phi-3): the length with that scaling, and the new method extends the frequencies that it gives.
         sliding_window: for models whose every attention layer has one: "lift" or "keep".
+        scaling: for a checkpoint whose config scales its rotary positions: "extend", if its weights were trained with
+            that scaling, starts from its frequencies and its scale of cos and sin (the default where
+            ``trained_length`` is the scaled length); "replace", if it was put on afterwards, takes it off.
         attention: where ctxext computes attention (ALiBi models, and ALiBi on rotary ones): "auto" (the default) takes
             the first backend that can serve each call, a name such as "flash" never falls back. Rotary methods leave
             attention to the model and refuse it.
@@ -99,7 +107,8 @@ def patch(
 
     Raises:
         UnknownNameError: unknown method or parameter.
-        InvalidParameterError: a value outside its range, or factor and target_length that contradict each other.
+        InvalidParameterError: a value outside its range, factor and target_length that contradict each other, neither
+            of them, or a target below what the checkpoint reads already.
         IncompatibleError: the method cannot be right on this model; the message says why.
         PatchStateError: the model is already patched or already extended.
         VerificationError: the patched model does not compute what the method says.
@@ -109,11 +118,23 @@ def patch(
     architecture = architecture_of(base)
     if trained_length is not None:
         _require_tokens("trained_length", trained_length)
-    _refuse_extended(base, trained_length)
-    known_length = trained_length or architecture.trained_length(base.config)
-    chosen = resolve(method, factor, target_length, known_length, parameters)
-    request = Request(trained_length=trained_length, sliding_window=sliding_window, attention=attention)
     with Edits() as edits:
+        saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
+        if saved is not None:
+            checked_trained_length(saved, trained_length)
+            architecture.revert(base, saved["original"], edits)
+            edits.delete(base.config, "ctxext")
+            scaling = scaling or choices(saved)["scaling"]
+        carried = scaling_of(base.config)
+        scaling, trained_length = checked_scaling(base.config.model_type, carried, scaling, trained_length)
+        known_length = trained_length or architecture.trained_length(base.config)
+        chosen = resolve(method, factor, target_length, known_length, parameters)
+        if known_length is not None:
+            refuse_shrinking(carried, chosen.target_length(known_length))
+        request = Request(
+            trained_length=trained_length, sliding_window=sliding_window, scaling=scaling, attention=attention
+        )
+        give_own_config(base, edits)
         extension = architecture.apply(base, chosen, request, edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
@@ -212,7 +233,13 @@ def resolve(
         raise InvalidParameterError(f"method must be a name or a ctxext method object, found {chosen!r}.")
     if target_length is not None:
         factor = _factor_for(target_length, trained_length, factor)
-    return method(chosen, factor=factor, **parameters)
+    built = method(chosen, factor=factor, **parameters)
+    if factor is None and isinstance(built, RopeMethod) and "reach" not in parameters:
+        raise InvalidParameterError(
+            f"Method {chosen!r} needs to know how far to reach: give factor=... (target_length / trained_length) or "
+            f"target_length=... in tokens."
+        )
+    return built
 
 
 def _factor_for(target_length: int, trained_length: int | None, factor: float | None) -> float:
@@ -284,13 +311,4 @@ def _refuse_patched(base: PreTrainedModel) -> None:
         raise PatchStateError(
             f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
             f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
-        )
-
-
-def _refuse_extended(base: PreTrainedModel, trained_length: int | None) -> None:
-    extended = already_extended(base.config)
-    if extended and trained_length is None:
-        raise PatchStateError(
-            f"This checkpoint is already extended ({extended}). Say which length its weights were trained for before "
-            f"that extension: trained_length=...; the new method then replaces the old one."
         )

@@ -16,7 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ctxext._adapters import is_adapter, keep_extension, read_extension, save_adapters, unwrapped
 from ctxext._api import architecture_of, base_model, describe, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
-from ctxext._saved import checked_extension, choices, plain_config, saved_extension, saved_method
+from ctxext._edits import Edits
+from ctxext._saved import (
+    checked_extension,
+    checked_trained_length,
+    choices,
+    plain_config,
+    saved_extension,
+    saved_method,
+)
 from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.architectures._hf import restoring
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
@@ -38,6 +46,7 @@ def load(
     target_length: int | None = None,
     trained_length: int | None = None,
     sliding_window: str | None = None,
+    scaling: str | None = None,
     attention: str | None = None,
     base: str | os.PathLike[str] | None = None,
     **loading: Any,
@@ -55,6 +64,7 @@ def load(
         target_length: as for ``ctxext.patch``.
         trained_length: as for ``ctxext.patch``.
         sliding_window: as for ``ctxext.patch``.
+        scaling: as for ``ctxext.patch``.
         attention: as for ``ctxext.patch``.
         base: for an adapter: the base checkpoint, where it is not where the adapter says.
         **loading: the method's own parameters; everything else goes to ``from_pretrained`` (``dtype``,
@@ -77,7 +87,7 @@ def load(
         "sliding_window": sliding_window,
     }
     if method is None:
-        _refuse_without_method(asked)
+        _refuse_without_method(asked | {"scaling": scaling})
     if is_adapter(place):
         if method is not None:
             raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
@@ -93,10 +103,14 @@ def load(
                 f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
             )
         return attached(_read_model(place, config, loading), place, attention)
-    if saved is not None and trained_length is not None:  # without it, patch says that it is needed
+    if saved is not None:
+        checked_trained_length(saved, trained_length)
         config = plain_config(config, saved)
+        scaling = scaling or choices(saved)["scaling"]
     trusted = bool(loading.get("trust_remote_code", False))
-    extended = extended_config(config, method, trust_remote_code=trusted, attention=attention, **asked, **own)
+    extended = extended_config(
+        config, method, trust_remote_code=trusted, attention=attention, scaling=scaling, **asked, **own
+    )
     return attached(_read_model(place, _buildable(extended, config), loading), place)
 
 
@@ -197,7 +211,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     text = model.config.get_text_config(decoder=True)
     saved, rope = model.config.ctxext, getattr(text, "rope_parameters", None)
     chosen = saved_method(saved)
-    architecture_of(model).revert(model, saved["original"])
+    architecture_of(model).revert(model, saved["original"], Edits())
     del model.config.ctxext
     patch(model, chosen, **choices(saved, attention))
     if describe(model).fingerprint != saved["fingerprint"]:

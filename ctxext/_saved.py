@@ -11,10 +11,19 @@ import transformers
 
 import ctxext
 from ctxext.architectures import Extension
-from ctxext.errors import CheckpointError
+from ctxext.architectures._scaling import SCALED
+from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.methods import METHODS, Method
 
-__all__ = ["checked_extension", "choices", "plain_config", "saved_extension", "saved_form", "saved_method"]
+__all__ = [
+    "checked_extension",
+    "checked_trained_length",
+    "choices",
+    "plain_config",
+    "saved_extension",
+    "saved_form",
+    "saved_method",
+]
 
 FORMAT = 1
 
@@ -48,7 +57,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
             f"The extension in {place} has format {found!r}; ctxext {ctxext.__version__} reads format {FORMAT}. It was "
             f"saved by another version of ctxext, or changed by hand."
         )
-    needed = {"method", "versions", *(field.name for field in fields(Extension))}
+    needed = {"method", "versions", *(field.name for field in fields(Extension))} - {"scaling"}  # a later field
     missing = sorted(needed - saved.keys())
     if missing:
         raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
@@ -73,7 +82,36 @@ def saved_method(saved: dict[str, Any]) -> Method:
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
     """What else ``patch`` was told; the attention backend may be another on another machine."""
     given = {key: saved[key] for key in ("trained_length", "sliding_window", "attention")}
+    given["scaling"] = saved["scaling"] if "scaling" in saved else _scaling_before(saved)
     return given if attention is None else given | {"attention": attention}
+
+
+def _scaling_before(saved: dict[str, Any]) -> str | None:
+    """What an extension did to a scaling before that was said: it replaced it."""
+    rope = saved["original"].get("rope_parameters") or {}
+    kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    return "replace" if kinds & set(SCALED) else None
+
+
+def checked_trained_length(saved: dict[str, Any], trained_length: int | None) -> None:
+    """Refuse to extend anew what is saved extended, unless the length that its weights were trained for is said.
+
+    Raises:
+        PatchStateError: without a length, or with another one than was saved.
+    """
+    known, name = saved["trained_length"], saved["method"]["method"]
+    if trained_length is None:
+        raise PatchStateError(
+            f"This checkpoint is already extended (ctxext {name}, trained_length={known}). Say which length its "
+            f"weights were trained for before that extension: trained_length={known}; the new method then replaces the "
+            f"old one."
+        )
+    if trained_length != known:
+        raise PatchStateError(
+            f"This checkpoint is already extended (ctxext {name}, trained_length={known}), and "
+            f"trained_length={trained_length} contradicts that. Pass trained_length={known}; the new method then "
+            f"replaces the old one."
+        )
 
 
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:

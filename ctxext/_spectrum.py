@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method, RopeMethod
-from ctxext.methods._math import plain_inv_freq
+from ctxext.methods._math import index_that_turns, plain_inv_freq
 from ctxext.spec import RopeSpec
 
 __all__ = ["bands", "plot_spectrum", "shown_by_default", "speed"]
@@ -157,8 +157,7 @@ def _name_the_line(panel: Any, rope: RopeSpec) -> None:
 
 def _turning_once(rope: RopeSpec) -> float:
     """Where on the axis a frequency would turn exactly once in the trained window."""
-    turns = rope.trained_length / (2 * math.pi)
-    return min(rope.rotary_dim / 2 * math.log(turns) / math.log(rope.base), rope.rotary_dim / 2 - 0.5)
+    return min(index_that_turns(rope, 1.0), rope.rotary_dim / 2 - 0.5)
 
 
 def _legend(figure: Any, seen: set[str]) -> None:

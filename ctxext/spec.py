@@ -21,11 +21,17 @@ class RopeSpec:
         rotary_dim: number of head dimensions that rotate (not ``head_dim`` when rotary is partial). Even, at least 2.
         base: ``rope_theta``, dimensionless, above 1.
         trained_length: tokens that the unextended checkpoint was trained for, at least 1.
+        inv_freq: radians per token that the weights were trained with, one per rotated pair, above 0; None for
+            ``base^(-2i/d)``. Llama 3.1 and others were trained with scaled ones.
+        attention_scale: what multiplied cos and sin in that training, above 0. An extension's own scale, which methods
+            return, comes on top of it.
     """
 
     rotary_dim: int
     base: float
     trained_length: int
+    inv_freq: tuple[float, ...] | None = None
+    attention_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
@@ -34,6 +40,10 @@ class RopeSpec:
             raise InvalidParameterError(f"base (rope_theta) must be above 1, found {self.base}.")
         if self.trained_length < 1:
             raise InvalidParameterError(f"trained_length must be at least 1 token, found {self.trained_length}.")
+        if self.inv_freq is not None and len(self.inv_freq) != self.rotary_dim // 2:
+            raise InvalidParameterError(
+                f"inv_freq must have {self.rotary_dim // 2} numbers (rotary_dim / 2), found {len(self.inv_freq)}."
+            )
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,6 @@ def test_a_name_and_an_object_are_the_same() -> None:
         ({"target_length": 4 * TRAINED_LENGTH, "trained_length": 2 * TRAINED_LENGTH}, 2.0),
         ({"target_length": 2 * TRAINED_LENGTH + 1, "factor": 2}, 2.0),
         ({"target_length": TRAINED_LENGTH}, 1.0),
-        ({}, 1.0),
     ],
 )
 def test_factor_from_the_target_length(lengths: dict[str, Any], factor: float) -> None:
@@ -188,10 +187,6 @@ def test_bad_factors(factor: Any) -> None:
         refused(model, InvalidParameterError, message[:35], "yarn", factor=factor, target_length=4 * TRAINED_LENGTH)
 
 
-def test_no_factor_is_the_default_of_the_method() -> None:
-    assert ctxext.describe(ctxext.patch(tiny(), "yarn", factor=None)).method == YaRN().to_dict()
-
-
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
@@ -234,8 +229,12 @@ def test_what_is_no_method(method: Any) -> None:
 
 
 def test_unknown_choices() -> None:
-    refused(tiny(), InvalidParameterError, "sliding_window must be 'keep' or 'lift'", "pi", sliding_window="drop")
-    refused(tiny(), InvalidParameterError, "method 'pi' leaves attention to the model", "pi", attention="sdpa")
+    refused(
+        tiny(), InvalidParameterError, "sliding_window must be 'keep' or 'lift'", "pi", factor=4, sliding_window="drop"
+    )
+    refused(
+        tiny(), InvalidParameterError, "method 'pi' leaves attention to the model", "pi", factor=4, attention="sdpa"
+    )
     refused(tiny(), UnknownNameError, "Did you mean 'flash'?", "alibi", attention="flahs")
 
 
@@ -253,18 +252,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 @pytest.mark.parametrize(
     ("rope", "said"),
     [
-        (YARN, "rope_type=yarn, original_max_position_embeddings=16"),
-        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "rope_type=linear"),
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "rope_type=dynamic"),
+        (YARN, "rope_type=yarn, factor 4, original_max_position_embeddings=16"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "rope_type=linear, factor 4"),
     ],
     ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
 )
 def test_an_extended_checkpoint_says_relative_to_what(rope: dict[str, Any], said: str) -> None:
     model = tiny(rope_parameters=rope)
-    message = f"This checkpoint is already extended ({said}). Say which length its weights were trained for before"
+    message = f"This checkpoint is already extended ({said}). Were its weights trained with that scaling"
     for arguments in ({"factor": 2}, {"target_length": 32}, {"target_length": 512}):
         refused(model, PatchStateError, message, "pi", **arguments)
-    ctxext.patch(model, "pi", factor=8, trained_length=16)
+    ctxext.patch(model, "pi", factor=8, trained_length=16, scaling="replace")
     plain = ctxext.patch(tiny(max_position_embeddings=16), "pi", factor=8)
     assert torch.equal(logits(model, tokens()), logits(plain, tokens())), "the old extension shows through"
 

@@ -104,12 +104,12 @@ class AlibiArchitecture(Architecture):
             original=original,
         )
 
-    def revert(self, model: PreTrainedModel, original: dict[str, Any]) -> None:
+    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
         for name, value in original.items():
-            if value is None and hasattr(model.config, name):
-                delattr(model.config, name)
-            elif value is not None:
-                setattr(model.config, name, value)
+            if value is None:
+                edits.delete(model.config, name)
+            else:
+                edits.set(model.config, name, value)
 
 
 def slopes_differ(ours: Tensor, theirs: Tensor) -> str | None:

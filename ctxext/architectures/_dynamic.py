@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.architectures._hf import ROPE_TYPE, restoring
 from ctxext.architectures._positions import PositionedForward, declared_length
 from ctxext.architectures._regime import refuse_mixed_regimes
+from ctxext.architectures._sites import rotating
 from ctxext.methods import RopeMethod
 from ctxext.spec import RopeSpec
 
@@ -71,7 +72,7 @@ class DynamicSite:
         """``inv_freq`` in float32, ``[half]``, and the scale of cos and sin."""
         if length <= self.rope.trained_length:
             inv_freq: Tensor = getattr(self.rotary, f"{self.prefix}original_inv_freq")
-            return inv_freq, float(self.method.frequencies(self.rope, length).attention_scale)
+            return inv_freq, float(rotating(self.rope, self.method.frequencies(self.rope, length)).attention_scale)
         length = self.method.regime(self.rope.trained_length, length)
         seq_len: int | Tensor = length if self.rope_type == ROPE_TYPE else torch.tensor(length)
         kwargs = {} if self.layer_type is None else {"layer_type": self.layer_type}

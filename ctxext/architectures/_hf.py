@@ -37,11 +37,14 @@ def restoring() -> Iterator[None]:
 
 def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:
     """The saved form of a method that stock transformers cannot express; stock code refuses its rope type."""
+    trained: dict[str, Any] = {}
+    if rope.inv_freq is not None:
+        trained = {"trained_inv_freq": list(rope.inv_freq), "trained_scale": rope.attention_scale}
     return {
         "rope_type": ROPE_TYPE,
         "rope_theta": rope.base,
         "factor": float(method.factor),  # latent attention of older transformers reads it whatever the type
-        "ctxext": {"rotary_dim": rope.rotary_dim, "trained_length": rope.trained_length, **method.to_dict()},
+        "ctxext": {"rotary_dim": rope.rotary_dim, "trained_length": rope.trained_length, **trained, **method.to_dict()},
     }
 
 
@@ -51,7 +54,14 @@ def _initial_frequencies(
     """Rope init function of ``ctxext_rope``, in the signature that transformers calls."""
     parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
     saved = dict(parameters["ctxext"])
-    rope = RopeSpec(saved.pop("rotary_dim"), parameters["rope_theta"], saved.pop("trained_length"))
+    trained = saved.pop("trained_inv_freq", None)
+    rope = RopeSpec(
+        rotary_dim=saved.pop("rotary_dim"),
+        base=parameters["rope_theta"],
+        trained_length=saved.pop("trained_length"),
+        inv_freq=None if trained is None else tuple(trained),
+        attention_scale=saved.pop("trained_scale", 1.0),
+    )
     method_class = METHODS.get(saved["method"])
     if method_class is None or not issubclass(method_class, RopeMethod):
         raise CheckpointError(
@@ -64,8 +74,11 @@ def _initial_frequencies(
             f"This checkpoint is extended by the dynamic method {method.name!r}, which needs more than its config "
             f"to be computed rightly. Load it with ctxext.load(path)."
         )
-    frequencies = method.frequencies(rope, rope.trained_length if seq_len is None else int(seq_len))
-    return frequencies.inv_freq.to(device=device, dtype=torch.float32), float(frequencies.attention_scale)
+    with torch.device("cpu"):  # numbers, also where a model is built on another device or on none
+        frequencies = method.frequencies(rope, rope.trained_length if seq_len is None else int(seq_len))
+    place = torch.get_default_device() if device is None else device
+    scale = float(frequencies.attention_scale * rope.attention_scale)
+    return frequencies.inv_freq.to(device=place, dtype=torch.float32), scale
 
 
 def _no_rotation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ctxext.architectures._hf import ROPE_TYPE, method_rope_parameters
-from ctxext.architectures._sites import ProportionalSpec, Site, merged, parameters_of, rotating
+from ctxext.architectures._sites import LatentSpec, ProportionalSpec, Site, merged, parameters_of, rotating
 from ctxext.architectures._twins import rotary_twin, round_trip, twin_config
 from ctxext.architectures._verify import disagreement, module_output
 from ctxext.errors import IncompatibleError
@@ -42,7 +43,8 @@ def make_plan(
     """Find the first saved form that stock transformers rebuilds into what the method says."""
     text = model.config.get_text_config(decoder=True)
     reasons = []
-    for stored_as, forms in _forms(method, specs):
+    for stored_as, plain_forms in _forms(method, specs):
+        forms = {kind: _on_scores(specs[kind], form) for kind, form in plain_forms.items()}
         rope: dict[str, Any] = dict(text.rope_parameters)
         for layer_type, form in forms.items():
             new = merged(text, layer_type, form)
@@ -81,7 +83,9 @@ def _forms(
     method: RopeMethod, specs: dict[str | None, RopeSpec]
 ) -> Iterator[tuple[str, dict[str | None, dict[str, Any]]]]:
     """Saved forms of the method, best first: its own stock form, stock longrope factors, ctxext's rope type."""
-    stock = {kind: method.rope_parameters(spec) for kind, spec in specs.items()}
+    is_scaled = any(spec.inv_freq is not None for spec in specs.values())
+    # A method's own stock form starts from plain frequencies, and from nothing else.
+    stock = {} if is_scaled else {kind: method.rope_parameters(spec) for kind, spec in specs.items()}
     found = {kind: form for kind, form in stock.items() if form is not None}
     if any(isinstance(spec, ProportionalSpec) for spec in specs.values()):
         names = {form["rope_type"] for form in found.values()}
@@ -100,13 +104,31 @@ def _forms(
                 {kind: method_rope_parameters(method, spec) for kind, spec in specs.items()},
             )
         return
-    yield (
-        "stock rope_type 'longrope' holding the frequencies themselves",
-        {
-            kind: as_longrope(spec, method.frequencies(spec, spec.trained_length), method.factor)
-            for kind, spec in specs.items()
-        },
-    )
+    tables = {
+        kind: as_longrope(spec, mathematics(method, spec)(spec.trained_length), method.factor)
+        for kind, spec in specs.items()
+    }
+    lines = {kind: _as_linear(form) for kind, form in tables.items()}
+    if is_scaled and all(line is not None for line in lines.values()):
+        yield "stock rope_type 'linear'", {kind: line for kind, line in lines.items() if line is not None}
+    yield "stock rope_type 'longrope' holding the frequencies themselves", tables
+
+
+def _on_scores(spec: RopeSpec, form: dict[str, Any]) -> dict[str, Any]:
+    """A saved form whose temperature multiplies whole scores, where the spec asks for that."""
+    if not isinstance(spec, LatentSpec) or form.get("factor", 1) == 1:  # without a factor there is no such number
+        return form
+    new = form | {"mscale_all_dim": (spec.temperature - 1) / (0.1 * math.log(form["factor"]))}
+    return new | {"attention_factor": spec.attention_scale} if form["rope_type"] in ("yarn", "longrope") else new
+
+
+def _as_linear(form: dict[str, Any]) -> dict[str, Any] | None:
+    """A table of factors in the form that all runtimes read, if they are one and the same."""
+    factors = form["long_factor"]
+    # The frequencies that a checkpoint was trained with are float32: seven digits are theirs.
+    if form["attention_factor"] != 1 or max(factors) > min(factors) * (1 + 1e-6):
+        return None
+    return {"rope_type": "linear", "rope_theta": form["rope_theta"], "factor": float(f"{factors[0]:.7g}")}
 
 
 def _proportional(spec: RopeSpec, form: dict[str, Any]) -> str:

@@ -77,6 +77,7 @@ def retrofit(
         fingerprint=bias_fingerprint(method, alibi),
         notes=(NOTE, *attend.notes(), *([window] if window else [])),
         sliding_window=request.sliding_window,
+        scaling=request.scaling,
         attention=request.attention or "auto",
         original=original,
     )

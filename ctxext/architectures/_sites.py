@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -16,7 +17,18 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods._math import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["ProportionalSpec", "Site", "find_sites", "merged", "parameters_of", "plain_spec", "rotaries", "rotating"]
+__all__ = [
+    "LatentSpec",
+    "ProportionalSpec",
+    "Site",
+    "find_sites",
+    "merged",
+    "parameters_of",
+    "plain_spec",
+    "rotaries",
+    "rotating",
+    "trained_spec",
+]
 
 # Keys of a rope dict that say how it is scaled; all others (mrope_section, ...) belong to the model and are kept.
 SCALING_KEYS = frozenset(
@@ -27,6 +39,8 @@ SCALING_KEYS = frozenset(
         "ctxext",
     }
 )
+# Rope types that weights are trained with. ("dynamic" leaves texts of the trained length as they are.)
+TRAINED_WITH = frozenset({"linear", "yarn", "longrope", "llama3"})
 
 
 @dataclass(frozen=True)
@@ -49,13 +63,27 @@ class ProportionalSpec(RopeSpec):
     rotated: int = 0
 
 
+@dataclass(frozen=True)
+class LatentSpec(RopeSpec):
+    """Only a part of each head rotates: queries and keys are multiplied by ``temperature`` as a whole (DeepSeek).
+
+    Stock code reads it off the config as ``0.1 * mscale_all_dim * ln(factor) + 1``.
+    """
+
+    temperature: float = 1.0
+
+
 def rotating(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
-    """The frequencies that a model of this spec uses: pairs that never rotate stay at zero."""
-    if not isinstance(spec, ProportionalSpec):
-        return frequencies
-    inv_freq = frequencies.inv_freq.clone()
-    inv_freq[spec.rotated :] = 0.0
-    return Frequencies(inv_freq, frequencies.attention_scale)
+    """What a model of this spec makes of a method's frequencies.
+
+    Pairs that never rotate stay at zero, and the method's scale comes on top of the one that the weights know.
+    """
+    inv_freq = frequencies.inv_freq
+    if isinstance(spec, ProportionalSpec):
+        inv_freq = inv_freq.clone()
+        inv_freq[spec.rotated :] = 0.0
+    scale = 1.0 if isinstance(spec, LatentSpec) else frequencies.attention_scale
+    return Frequencies(inv_freq, scale * spec.attention_scale)
 
 
 def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -137,6 +165,29 @@ def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: in
             f"starts from: {problem}"
         )
     return spec
+
+
+def trained_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: int) -> RopeSpec:
+    """Read off the site's twin what a checkpoint was trained with whose positions are scaled already.
+
+    That are the frequencies and the scale of cos and sin that its config gives a text of ``trained_length`` tokens,
+    in the float32 that its weights saw.
+    """
+    plain = plain_spec(model, text, site, trained_length)
+    parameters = parameters_of(text, site.layer_type)
+    if parameters.get("rope_type") == "proportional" and (parameters.get("factor") or 1.0) != 1:
+        raise IncompatibleError(
+            f"The frequencies of this {text.model_type} are 'proportional' with factor={parameters['factor']}, which "
+            f"no method here can extend. Where that factor was put on after training, take it out of config.json."
+        )
+    if parameters.get("rope_type") not in TRAINED_WITH:
+        return plain
+    config = round_trip(model.config, {})
+    twin = rotary_twin(model.get_submodule(site.path), twin_config(model, site.path, config))
+    module_output(twin, site.layer_type)(torch.tensor([0, trained_length - 1]))  # longrope: its set for long texts
+    inv_freq = getattr(twin, f"{site.prefix}inv_freq").double()
+    scale = float(getattr(twin, f"{site.prefix}attention_scaling"))
+    return replace(plain, inv_freq=tuple(inv_freq.tolist()), attention_scale=scale)
 
 
 def merged(text: Any, layer_type: str | None, new: dict[str, Any]) -> dict[str, Any]:

@@ -22,11 +22,14 @@ class Request:
         trained_length: tokens the checkpoint was trained for; None reads ``max_position_embeddings``, and is given
             for a checkpoint that is not extended only.
         sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
+        scaling: "extend", "replace" or None, for a checkpoint whose config scales its positions already; see
+            ``ctxext.patch``.
         attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
     """
 
     trained_length: int | None = None
     sliding_window: str | None = None
+    scaling: str | None = None
     attention: str | None = None
 
 
@@ -42,6 +45,7 @@ class Extension:
         fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.
         notes: sentences that a user must know before relying on the model.
         sliding_window: what the user chose to do about it, see ``ctxext.patch``.
+        scaling: whether a scaling that the checkpoint had was extended or replaced; None where it had none.
         attention: the attention backend asked for, where the method needs one of ctxext's; else None.
         original: the config fields that were changed, as they were.
     """
@@ -53,6 +57,7 @@ class Extension:
     fingerprint: str
     notes: tuple[str, ...] = field(default=())
     sliding_window: str | None = None
+    scaling: str | None = None
     attention: str | None = None
     original: dict[str, Any] = field(default_factory=dict)
 
@@ -76,8 +81,8 @@ class Architecture(ABC):
         """
 
     @abstractmethod
-    def revert(self, model: PreTrainedModel, original: dict[str, Any]) -> None:
-        """Make a model that was loaded extended plain again, given the config fields as they were before."""
+    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
+        """Make a model that was loaded extended what it was before, given the config fields as they were then."""
 
     def trained_length(self, config: Any) -> int | None:
         """Tokens that ``config`` says the checkpoint was trained for, None where it does not say."""

@@ -17,7 +17,16 @@ from ctxext.architectures._latent import for_scores
 from ctxext.architectures._pin import PinnedApply
 from ctxext.architectures._plan import Plan, checked_lengths, make_plan, mathematics
 from ctxext.architectures._retrofit import retrofit
-from ctxext.architectures._sites import ProportionalSpec, Site, find_sites, plain_spec, rotaries
+from ctxext.architectures._scaling import Scaling, scaling_of
+from ctxext.architectures._sites import (
+    LatentSpec,
+    ProportionalSpec,
+    Site,
+    find_sites,
+    plain_spec,
+    rotaries,
+    trained_spec,
+)
 from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures._twins import round_trip
 from ctxext.architectures._verify import disagreement, module_output
@@ -45,16 +54,19 @@ class Rope(Architecture):
             return retrofit(model, method, request, sites, trained_length, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
-        specs = {site.layer_type: plain_spec(model, text, site, trained_length) for site in sites}
+        scaling, read = scaling_of(model.config), trained_spec if request.scaling == "extend" else plain_spec
+        specs = {site.layer_type: read(model, text, site, trained_length) for site in sites}
         windows = window_fields(text, request, trained_length)
         with restoring():
-            given, method = method, for_scores(model, method, sites, specs, windows)
+            method, specs = for_scores(model, method, sites, specs, windows)
             plan = make_plan(model, method, sites, specs, windows)
             original = {name: copy.deepcopy(getattr(text, name)) for name in plan.fields}
             _edit(model, plan, method, sites, request, edits)
             _prove(model, plan, method, sites)
         spec = next(iter(plan.specs.values()))
-        notes = _notes(text, method, sites, spec, method != given)
+        notes = _notes(text, method, sites, spec, request)
+        if scaling is not None:
+            notes = (_scaling_note(scaling, request, spec), *notes)
         return Extension(
             trained_length=trained_length,
             target_length=method.target_length(trained_length),
@@ -63,13 +75,14 @@ class Rope(Architecture):
             fingerprint=fingerprint(method, spec),
             notes=notes,
             sliding_window=request.sliding_window,
+            scaling=request.scaling,
             attention=request.attention,
             original=original,
         )
 
-    def revert(self, model: PreTrainedModel, original: dict[str, Any]) -> None:
+    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
         with restoring():
-            carry_over(model, round_trip(model.config, original), original, Edits())
+            carry_over(model, round_trip(model.config, original), original, edits)
 
     def _trained_length(self, model: PreTrainedModel, text: Any, request: Request) -> int:
         length = request.trained_length or self.trained_length(model.config)
@@ -85,22 +98,23 @@ def already_extended(config: Any) -> str | None:
     saved = getattr(config, "ctxext", None)
     if saved:
         return f"ctxext {saved['method']['method']}, trained_length={saved['trained_length']}"
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = parameters.get("rope_type", "default")
-        if kind in ("linear", "dynamic", "yarn", "longrope", "llama3"):
-            original = parameters.get("original_max_position_embeddings")
-            return f"rope_type={kind}" + (f", original_max_position_embeddings={original}" if original else "")
-    return None
+    scaling = scaling_of(config)
+    return None if scaling is None else str(scaling)
 
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     """12 hexadecimal digits that two models share exactly when their frequencies at the target length agree."""
     frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
     digest = hashlib.sha256(frequencies.inv_freq.float().numpy().tobytes())
-    digest.update(repr(round(frequencies.attention_scale, 9)).encode())
+    digest.update(repr(round(frequencies.attention_scale * spec.attention_scale, 9)).encode())
     return digest.hexdigest()[:12]
+
+
+def _head_dim(text: Any) -> int:
+    """Dimensions of a head of queries and keys, whether they rotate or not."""
+    if hasattr(text, "qk_rope_head_dim") and hasattr(text, "qk_nope_head_dim"):
+        return int(text.qk_rope_head_dim + text.qk_nope_head_dim)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _edit(
@@ -134,12 +148,29 @@ def _prove(model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[S
             )
 
 
-def _notes(text: Any, method: RopeMethod, sites: list[Site], spec: RopeSpec, is_latent_form: bool) -> tuple[str, ...]:
+def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
+    if request.scaling == "replace":
+        return f"The scaling that this checkpoint had ({scaling}) is taken off: the extension stands in its place."
+    if spec.inv_freq is None:
+        return f"Its scaling ({scaling}) leaves texts of {spec.trained_length} tokens as they are; it is taken off."
+    note = f"Extends the frequencies that its scaling ({scaling}) gives a text of {spec.trained_length} tokens."
+    if scaling.rope_type == "longrope" and scaling.has_two_sets:
+        note += f" Texts of up to {scaling.original} tokens, which had frequencies of their own, get these too."
+    return note
+
+
+def _notes(text: Any, method: RopeMethod, sites: list[Site], spec: RopeSpec, request: Request) -> tuple[str, ...]:
     notes = []
-    if is_latent_form:
+    has_temperature = method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale != 1
+    if isinstance(spec, LatentSpec) or (getattr(method, "mscale_all_dim", None) and hasattr(text, "qk_rope_head_dim")):
         notes.append(
             "The temperature multiplies whole attention scores (mscale_all_dim), as in DeepSeek's checkpoints: on cos "
             "and sin it would reach only the part of each head that rotates."
+        )
+    elif has_temperature and spec.rotary_dim < (head_dim := _head_dim(text)):
+        notes.append(
+            f"The temperature reaches the {spec.rotary_dim} dimensions of each head that rotate, as in stock "
+            f"transformers, and not the other {head_dim - spec.rotary_dim}; the paper's divides the whole score."
         )
     if isinstance(spec, ProportionalSpec):
         notes.append(

@@ -14,10 +14,21 @@ from ctxext.spec import Frequencies, RopeSpec
 
 
 def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
-    """Unextended frequencies ``base^(-2i/d)`` in float64, radians per token.
+    """The frequencies that the weights were trained with, in float64, radians per token.
+
+    These are ``base^(-2i/d)``, or ``rope.inv_freq`` for a checkpoint that was trained with scaled ones. Another
+    ``base`` changes those by the ratio that it changes the former by.
 
     Source: Su et al., arXiv:2104.09864, section 3.4.2.
     """
+    if rope.inv_freq is None:
+        return geometric_inv_freq(rope, base)
+    trained = torch.tensor(rope.inv_freq, dtype=torch.float64)
+    return trained if base is None else trained * (geometric_inv_freq(rope, base) / geometric_inv_freq(rope))
+
+
+def geometric_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
+    """``base^(-2i/d)`` in float64: what stock transformers divides by the factors that it finds in a config."""
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64) / rope.rotary_dim
     return (rope.base if base is None else base) ** -exponent
 
@@ -30,6 +41,26 @@ def ntk_base(rope: RopeSpec, stretch: float) -> float:
     """
     require(rope.rotary_dim > 2, "rotary_dim", rope.rotary_dim, "above 2 for a method that changes the base")
     return float(rope.base * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+
+
+def index_that_turns(rope: RopeSpec, turns: float) -> float:
+    """The (fractional) index of the frequency that turns ``turns`` times in the trained window.
+
+    Between two frequencies that are no powers of one base it is linear in their logarithms, as it is between powers;
+    beyond the slowest and the fastest the last step goes on.
+
+    Raises:
+        InvalidParameterError: if only one pair of dimensions rotates, at a frequency that is no power of the base.
+    """
+    if rope.inv_freq is None:
+        return rope.rotary_dim * math.log(rope.trained_length / (2 * math.pi * turns)) / (2 * math.log(rope.base))
+    require(rope.rotary_dim > 2, "rotary_dim", rope.rotary_dim, "above 2 where the trained frequencies are scaled")
+    # Searched factors (LongRoPE) may let a frequency be faster than the one before it: the first that is slow counts.
+    logarithms = plain_inv_freq(rope).log().cummin(0).values
+    wanted = math.log(2 * math.pi * turns / rope.trained_length)
+    after = min(max(int((logarithms > wanted).sum()), 1), len(logarithms) - 1)
+    step = float(logarithms[after] - logarithms[after - 1])
+    return after if step == 0 else after - 1 + (wanted - float(logarithms[after - 1])) / step
 
 
 def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half"]:
@@ -64,7 +95,7 @@ def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict
     The two sets being equal, stock code has no switch to get wrong. A frequency of zero has no finite factor
     and cannot be stored this way.
     """
-    factors = (plain_inv_freq(rope) / frequencies.inv_freq).tolist()
+    factors = (geometric_inv_freq(rope) / frequencies.inv_freq).tolist()
     return {
         "rope_type": "longrope",
         "rope_theta": rope.base,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ctxext.methods._math import plain_inv_freq
+from ctxext.methods._math import index_that_turns, plain_inv_freq
 from ctxext.methods.base import RopeMethod, is_number, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -52,4 +52,6 @@ class ABF(RopeMethod):
             return self.base
         turns = rope.trained_length / (2 * math.pi)
         require(turns > 1, "trained_length", rope.trained_length, "above 2 pi, or base be given")
+        if rope.inv_freq is not None:
+            return float(rope.base * self.factor ** (rope.rotary_dim / (2 * index_that_turns(rope, 1.0))))
         return float(rope.base ** (math.log(turns * self.factor) / math.log(turns)))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods._math import as_longrope, blend, turns_ramp
+from ctxext.methods._math import as_longrope, blend, index_that_turns, turns_ramp
 from ctxext.methods.base import RopeMethod, is_number, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -128,7 +128,7 @@ class YaRN(RopeMethod):
         require(
             self.beta_slow <= slowest, "beta_slow", self.beta_slow, f"at most trained_length / 2 pi ({slowest:.4g})"
         )
-        first, last = (self._index_that_turns(rope, turns) for turns in (self.beta_fast, self.beta_slow))
+        first, last = (index_that_turns(rope, turns) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         # These clamps and the guard are the authors' (the last index is rotary_dim - 1 although only half exist), and
@@ -138,8 +138,3 @@ class YaRN(RopeMethod):
             last += 0.001
         index = torch.arange(rope.rotary_dim // 2, dtype=torch.float64)
         return 1 - ((index - first) / (last - first)).clamp(0, 1)
-
-    @staticmethod
-    def _index_that_turns(rope: RopeSpec, turns: float) -> float:
-        """The (fractional) index of the frequency that turns ``turns`` times in the trained window."""
-        return rope.rotary_dim * math.log(rope.trained_length / (2 * math.pi * turns)) / (2 * math.log(rope.base))

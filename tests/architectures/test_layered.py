@@ -57,7 +57,7 @@ def test_a_query_temperature_that_steps_with_length_stays_as_trained(method: str
     """Ministral 3 reads its step from the same key in which YaRN stores the trained length."""
     model = tiny("ministral3")
     trained = model.config.rope_parameters["original_max_position_embeddings"]
-    ctxext.patch(model, method, factor=4.0, trained_length=32)
+    ctxext.patch(model, method, factor=4.0, scaling="extend")
     assert trained == 64
     assert model.config.rope_parameters["original_max_position_embeddings"] == trained
     assert model.config.rope_parameters["llama_4_scaling_beta"] > 0

@@ -12,7 +12,6 @@ from _models import RECENT, logits, tiny, tokens
 from transformers import AutoModelForCausalLM
 
 import ctxext
-from ctxext.methods.yarn import YaRN
 
 LATENT = ["deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3", "youtu", "glm4_moe_lite"]
 TEMPERATURE = 0.1 * math.log(4) + 1
@@ -46,14 +45,6 @@ def test_it_equals_stock_code_on_the_published_form(tmp_path: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, rope_parameters=published, max_position_embeddings=256)
     ctxext.patch(model, "yarn", factor=4.0)
     assert torch.equal(logits(model, tokens()), logits(stock.eval(), tokens()))
-
-
-def test_a_temperature_that_the_user_chose_stays_on_cos_and_sin() -> None:
-    model = tiny("deepseek_v3")
-    plain = scalings(model)
-    ctxext.patch(model, YaRN(factor=4.0, attention_factor=1.2))
-    assert scalings(model) == plain
-    assert model.model.rotary_emb.attention_scaling == pytest.approx(1.2)
 
 
 def test_other_models_keep_the_temperature_on_cos_and_sin() -> None:
