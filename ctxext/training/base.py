@@ -16,7 +16,7 @@ from transformers.integrations import deepspeed as zero
 import ctxext
 from ctxext._adapters import ADAPTER_FILE, is_adapter
 from ctxext._checkpoint_source import checked_path, read_any_config, read_json
-from ctxext._saved import plain_config, saved_extension
+from ctxext._saved import checked_trained_length, plain_config, saved_extension
 from ctxext.errors import BackendUnavailableError, CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training.lora import reattach_lora
@@ -126,6 +126,7 @@ def _config_of_whole(source: str, trained_length: int | None) -> Any:
             f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
             f"{saved['trained_length']}."
         )
+    checked_trained_length(saved, trained_length)
     return plain_config(config, saved)
 
 

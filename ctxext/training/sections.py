@@ -30,6 +30,7 @@ class Extension(Section):
         factor: target_length / trained_length, at least 1.
         target_length: tokens, instead of ``factor``.
         trained_length: tokens; needed for a checkpoint that is already extended.
+        scaling: ``extend`` or ``replace``, for a checkpoint whose config scales its positions already.
         sliding_window: ``lift`` or ``keep``, for models whose every attention layer has a window.
         attention: backend for methods that compute attention themselves.
         parameters: the method's own.
@@ -40,6 +41,7 @@ class Extension(Section):
     target_length: int | None = Field(None, ge=1)
     trained_length: int | None = Field(None, ge=1)
     sliding_window: Literal["lift", "keep"] | None = None
+    scaling: Literal["extend", "replace"] | None = None
     attention: str | None = None
     parameters: dict[str, Any] = {}
 
