@@ -15,10 +15,12 @@ from ctxext._adapters import EXTENSION_FILE, is_adapter
 from ctxext._api import architecture_of, describe, describe_saved, patch, unpatch
 from ctxext._checkpoint_source import checked_path, read_config, read_json
 from ctxext._export import TARGETS, export_config
+from ctxext._saved import plain_config, saved_extension
 from ctxext.architectures import Request
 from ctxext.architectures._alibi import AlibiArchitecture
 from ctxext.architectures._hf import restoring
-from ctxext.architectures._sites import find_sites, parameters_of, plain_spec
+from ctxext.architectures._scaling import scaling_of
+from ctxext.architectures._sites import find_sites, parameters_of, plain_spec, trained_spec
 from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
@@ -80,7 +82,8 @@ class Inspection:
         model_type: transformers' name of the architecture.
         positions: the rotary frequencies that reach beyond a sliding window.
         no_positions: why there are none.
-        trained_length: tokens the weights were trained for before any extension; None where nothing says so.
+        trained_length: tokens the weights were trained for: before an extension by ctxext, or with the scaling that the
+            config has otherwise; None where nothing says so.
         longest: ``max_position_embeddings``.
         window: what sliding windows there are and whether they cap the reach; None without any.
         window_caps: whether an extension has to lift or keep them.
@@ -151,7 +154,9 @@ def rope_of_checkpoint(
         IncompatibleError: no rotary positions, or no trained length.
     """
     checked_path(place, {})
-    model = _without_weights(read_config(place, trust_remote_code=trust_remote_code), trust_remote_code)
+    config = read_config(place, trust_remote_code=trust_remote_code)
+    saved = saved_extension(config, os.fspath(place))
+    model = _without_weights(config if saved is None else plain_config(config, saved), trust_remote_code)
     known = trained_length or trained_length_of(model, already_extended(model.config))
     if known is None:
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
@@ -185,19 +190,15 @@ def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def trained_length_of(model: PreTrainedModel, extended: str | None) -> int | None:
-    """What the config says the weights were trained for; None where only an extended length is known."""
+    """What the config says the weights were trained for; None where it does not say."""
     config = model.config
     saved = getattr(config, "ctxext", None)
     if saved:
         return int(saved["trained_length"])
-    text = config.get_text_config(decoder=True)
-    if not extended:
-        return architecture_of(model).trained_length(config) if _has_architecture(model) else None
-    for rope in (text.rope_parameters, *(v for v in text.rope_parameters.values() if isinstance(v, dict))):
-        if rope.get("original_max_position_embeddings"):
-            return int(rope["original_max_position_embeddings"])
-    original = getattr(text, "original_max_position_embeddings", None)
-    return int(original) if original else None
+    scaling = scaling_of(config)
+    if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
+        return scaling.window
+    return architecture_of(model).trained_length(config) if _has_architecture(model) else None
 
 
 def _has_architecture(model: PreTrainedModel) -> bool:
@@ -227,7 +228,8 @@ def _positions(
         if isinstance(architecture, AlibiArchitecture):
             return (), f"none: this {model.config.model_type} has ALiBi", None
         for site in find_sites(model, text):
-            here = plain_spec(model, text, site, trained_length)
+            read = plain_spec if getattr(model.config, "ctxext", None) else trained_spec
+            here = read(model, text, site, trained_length)
             spec = spec or here
             kind = str(parameters_of(text, site.layer_type).get("rope_type", "default"))
             found.append(

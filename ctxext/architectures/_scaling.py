@@ -38,6 +38,11 @@ class Scaling:
     windows: tuple[int, ...]
     has_two_sets: bool = False
 
+    @property
+    def window(self) -> int | None:
+        """The length that the scaled checkpoint was trained for, None where the config leaves it open."""
+        return self.windows[0] if len(self.windows) == 1 else None
+
     def __str__(self) -> str:
         factor = "" if self.factor is None else f", factor {self.factor:g}"
         original = "" if self.original is None else f", original_max_position_embeddings={self.original}"
@@ -105,7 +110,7 @@ def checked_scaling(
         choice = "extend"
     if choice is None:
         raise PatchStateError(_question(scaling, trained_length))
-    known = scaling.original if choice == "replace" else scaling.reach
+    known = scaling.original if choice == "replace" else scaling.window
     if trained_length is None and known is None:
         raise InvalidParameterError(
             f"scaling={choice!r}: the config of this {model_type} ({scaling}) does not say the length that is meant; "
@@ -121,12 +126,12 @@ def checked_scaling(
 
 def _question(scaling: Scaling, trained_length: int | None) -> str:
     given = "" if trained_length is None else f", and trained_length={trained_length} is not the length that it reads"
-    length = f"trained_length={scaling.reach}" if scaling.reach else "scaling='extend', trained_length=..."
+    lengths = " or ".join(f"trained_length={window}" for window in scaling.windows) or "its trained_length"
     original = scaling.original or "..."
     return (
         f"This checkpoint is already extended ({scaling}){given}. Were its weights trained with that scaling (Llama "
-        f"3.1, gpt-oss, Phi-3)? Then pass {length}, and the new method extends the frequencies that they know. Was "
-        f"it put on afterwards? Then pass scaling='replace', trained_length={original}, and the new method takes its "
+        f"3.1, gpt-oss, Phi-3)? Then pass {lengths}, and the new method extends the frequencies that they know. Was it "
+        f"put on afterwards? Then pass scaling='replace', trained_length={original}, and the new method takes its "
         f"place."
     )
 

@@ -75,16 +75,17 @@ def test_inspect_extended_by_others(cli: Cli, tmp_path: Path) -> None:
     rope["original_max_position_embeddings"] = TRAINED
     config = LlamaConfig(**(SHAPE | {"max_position_embeddings": 4 * TRAINED}), rope_parameters=rope)
     found = json.loads(cli("inspect", config_only(tmp_path / "llama31", config), "--json").stdout)
-    assert found["trained_length"] == TRAINED
+    assert found["trained_length"] == 4 * TRAINED, "its weights were trained with the scaling"
     assert found["extended"].startswith("rope_type=llama3")
+    assert {v["target_length"] for v in found["verdicts"] if not v["refused"]} == {16 * TRAINED}
     assert found["exports"]["vllm"]["flags"] == ["--max-model-len", str(4 * TRAINED)]
     linear = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     place = config_only(tmp_path / "linear", linear)
     found = json.loads(cli("inspect", place, "--json").stdout)
     assert found["trained_length"] is None
     assert all("--trained-length" in verdict["refused"] for verdict in found["verdicts"])
-    found = json.loads(cli("inspect", place, "--trained-length", 128, "--json").stdout)
-    assert {v["target_length"] for v in found["verdicts"] if not v["refused"]} == {512}
+    found = json.loads(cli("inspect", place, "--trained-length", 2 * TRAINED, "--json").stdout)
+    assert {v["target_length"] for v in found["verdicts"] if not v["refused"]} == {8 * TRAINED}
 
 
 def test_inspect_names_what_is_refused(cli: Cli, tmp_path: Path) -> None:
