@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext.errors import InvalidParameterError, PatchStateError
 
-# Which length each reads with the scaling of its config, by its model card; and what its config says that it was trained
-# for before that.
+# Which length each reads with the scaling of its config, by its model card; and what its config says that it was
+# trained for before that.
 WINDOWS = {
     "meta-llama/Llama-3.1-8B": (131072, 8192),
     "meta-llama/Llama-3.2-1B": (131072, 8192),
