@@ -36,7 +36,7 @@ class Edits:
             self.undo()
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Set ``owner.name`` and remember the old value (or that there was none)."""
+        """Set ``owner.name``, or the entry ``name`` of a dict, and remember the old value (or that there was none)."""
         self._entries.append((owner, name, self._current(owner, name)))
         _assign(owner, name, value)
 
@@ -60,8 +60,8 @@ class Edits:
             owner, name, old = self._entries.pop()
             if old is _Absent.ABSENT:
                 if self._current(owner, name) is not _Absent.ABSENT:
-                    delattr(owner, name)
-            else:
+                    _remove(owner, name)
+            elif not (isinstance(owner, dict) and name not in owner):  # taken out by others since
                 _assign(owner, name, _beside(getattr(owner, name, None), old))
 
     def lines(self) -> list[str]:
@@ -79,6 +79,8 @@ class Edits:
             if name in owner._modules:
                 return owner._modules[name]
             return owner.__dict__.get(name, _Absent.ABSENT)
+        if isinstance(owner, dict):
+            return owner.get(name, _Absent.ABSENT)
         return getattr(owner, name, _Absent.ABSENT)
 
 
@@ -91,8 +93,17 @@ def _assign(owner: object, name: str, value: object) -> None:
                 buffer.copy_(value)
         else:
             owner.register_buffer(name, value, persistent=name not in owner._non_persistent_buffers_set)
-        return
-    setattr(owner, name, value)
+    elif isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _remove(owner: object, name: str) -> None:
+    if isinstance(owner, dict):
+        del owner[name]
+    else:
+        delattr(owner, name)
 
 
 def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:

@@ -11,16 +11,25 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ctxext._adapters import is_adapter, keep_extension, read_extension, save_adapters, unwrapped
-from ctxext._api import architecture_of, base_model, describe, patch, patched_state
+from ctxext._adapters import (
+    is_adapter,
+    keep_extension,
+    read_extension,
+    require_trained_on,
+    save_adapters,
+    unwrapped,
+)
+from ctxext._api import architecture_of, base_model, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
 from ctxext._edits import Edits
 from ctxext._saved import (
     checked_extension,
     checked_trained_length,
     choices,
+    differences,
     plain_config,
     saved_extension,
     saved_method,
@@ -48,7 +57,7 @@ def load(
     sliding_window: str | None = None,
     scaling: str | None = None,
     attention: str | None = None,
-    base: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | nn.Module | None = None,
     **loading: Any,
 ) -> Any:
     """Load a checkpoint extended: by ``method``, or as it was saved. Adapter directories bring their extension along.
@@ -66,7 +75,8 @@ def load(
         sliding_window: as for ``ctxext.patch``.
         scaling: as for ``ctxext.patch``.
         attention: as for ``ctxext.patch``.
-        base: for an adapter: the base checkpoint, where it is not where the adapter says.
+        base: for an adapter: the base checkpoint, where it is not where the adapter says; or a model in memory that is
+            extended as the adapter's was, which then carries the adapter.
         **loading: the method's own parameters; everything else goes to ``from_pretrained`` (``dtype``,
             ``device_map``, ``quantization_config``, ``gguf_file``, ...).
 
@@ -93,7 +103,8 @@ def load(
             raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
         return _load_adapter(Path(place), base, attention, loading)
     if base is not None:
-        raise InvalidParameterError(f"base={os.fspath(base)!r} is for adapters, and {place} is a whole model.")
+        given = type(base).__name__ if isinstance(base, nn.Module) else repr(os.fspath(base))
+        raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
     config = _read_config(place, loading)
     saved = saved_extension(config, place)
     if method is None:
@@ -209,15 +220,16 @@ def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> 
 def attached(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
     """Patch a model that was built extended, so that it is proven, complete and reversible."""
     text = model.config.get_text_config(decoder=True)
-    saved, rope = model.config.ctxext, getattr(text, "rope_parameters", None)
+    saved, rope = checked_extension(model.config.ctxext, place), getattr(text, "rope_parameters", None)
     chosen = saved_method(saved)
     architecture_of(model).revert(model, saved["original"], Edits())
     del model.config.ctxext
     patch(model, chosen, **choices(saved, attention))
-    if describe(model).fingerprint != saved["fingerprint"]:
+    different = differences(saved, model.config.ctxext)
+    if different:
         raise VerificationError(
-            f"The restored {chosen.name!r} has fingerprint {describe(model).fingerprint}, {place} was saved with "
-            f"{saved['fingerprint']}. Either its config.json was changed by hand, or ctxext "
+            f"The restored {chosen.name!r} is not the one that {place} was saved with: {different}. Either its "
+            f"config.json was changed by hand, or ctxext "
             f"{saved['versions']['ctxext']} that saved it computed otherwise."
         )
     if getattr(text, "rope_parameters", None) != rope:
@@ -229,23 +241,28 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
 
 
 def _load_adapter(
-    directory: Path, base: str | os.PathLike[str] | None, attention: str | None, loading: dict[str, Any]
+    directory: Path, base: str | os.PathLike[str] | nn.Module | None, attention: str | None, loading: dict[str, Any]
 ) -> Any:
     from peft import PeftModel
 
     saved, adapter = read_extension(directory)
-    saved = checked_extension(saved, str(directory))
-    place = os.fspath(base) if base is not None else adapter.base_model_name_or_path
-    if not place:
-        raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
-    if base is None and adapter.revision is not None:
-        loading.setdefault("revision", adapter.revision)
-    model = _load_base(directory, place, saved, attention, loading, named=base is None)
+    if isinstance(base, nn.Module):
+        extra = [*loading, *(["attention"] if attention is not None else [])]
+        if extra:
+            raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
+        require_trained_on(saved, directory, base)
+        model: nn.Module = base
+    else:
+        place = os.fspath(base) if base is not None else adapter.base_model_name_or_path
+        if not place:
+            raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
+        if base is None and adapter.revision is not None:
+            loading.setdefault("revision", adapter.revision)
+        model = _load_base(directory, place, saved, attention, loading, named=base is None)
     wrapped = PeftModel.from_pretrained(model, directory, config=adapter, **for_adapter)
-    patched = patched_state(model)
-    if patched is not None:
-        keep_extension(wrapped, patched.edits)
+    patched = patched_state(base_model(model))
+    keep_extension(wrapped, Edits() if patched is None else patched.edits)
     return wrapped
 
 
@@ -262,19 +279,19 @@ def _load_base(
         ) from error
     config = _read_config(place, loading)
     carried = saved_extension(config, place)
-    if carried is not None and carried["fingerprint"] == saved["fingerprint"]:
+    if carried is not None and not differences(saved, carried):
         model: PreTrainedModel = load(place, attention=attention, **loading)
     elif carried is None or named:  # trained on what that one's weights are, with its own extension in its place
         model = load(place, saved_method(saved), **choices(saved, attention), **loading)
     else:
         raise CheckpointError(
-            f"The adapter in {directory} was trained on {saved['method']['method']!r} (fingerprint "
-            f"{saved['fingerprint']}), but its base {place} is saved extended by {carried['method']['method']!r} "
-            f"(fingerprint {carried['fingerprint']}). Give the right base with base=..."
+            f"The adapter in {directory} was trained on another extension than its base {place} has: "
+            f"{differences(saved, carried)}. Give the right base with base=..."
         )
-    if describe(model).fingerprint != saved["fingerprint"]:
+    different = differences(saved, model.config.ctxext)
+    if different:
         raise VerificationError(
-            f"The base {place} extended as the adapter says has fingerprint {describe(model).fingerprint}, the adapter "
-            f"was trained with {saved['fingerprint']}: it is not the same base model. Give the right one with base=..."
+            f"The base {place}, extended as the adapter says, is not what it was trained on: {different}; it is not "
+            f"the same base model. Give the right one with base=..."
         )
     return model

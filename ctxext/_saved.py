@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, fields
+import reprlib
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ __all__ = [
     "checked_extension",
     "checked_trained_length",
     "choices",
+    "differences",
+    "identity",
     "plain_config",
     "saved_extension",
     "saved_form",
@@ -26,6 +29,10 @@ __all__ = [
 ]
 
 FORMAT = 1
+# What no logit depends on: who wrote it and how it is expressed, what to tell a user, how to undo it, which of several
+# exact kernels computes it, and what follows from the rest. Whatever else a saved form holds, now or later, counts.
+NOT_IDENTITY = ("format", "versions", "stored_as", "stock", "notes", "original", "attention", "target_length")
+OPTIONAL = {field.name: field.default for field in fields(Extension) if field.default is not MISSING}
 
 
 def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
@@ -46,7 +53,9 @@ def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
 
 
 def checked_extension(saved: Any, place: str) -> dict[str, Any]:
-    """``saved`` itself, if it is in the form that this version of ctxext reads and writes.
+    """``saved``, if it is in the form that this version of ctxext reads and writes, with every choice in it.
+
+    A choice that did not exist yet when it was saved has its default: that is how the model was extended then.
 
     Raises:
         CheckpointError: if it is not.
@@ -57,11 +66,16 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
             f"The extension in {place} has format {found!r}; ctxext {ctxext.__version__} reads format {FORMAT}. It was "
             f"saved by another version of ctxext, or changed by hand."
         )
-    needed = {"method", "versions", *(field.name for field in fields(Extension))} - {"scaling"}  # a later field
+    needed = {"method", "versions", *(field.name for field in fields(Extension) if field.name not in OPTIONAL)}
     missing = sorted(needed - saved.keys())
     if missing:
         raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
-    return saved
+    return _complete(saved)
+
+
+def _complete(saved: dict[str, Any]) -> dict[str, Any]:
+    """With every choice that did not exist yet when it was saved, as the model was extended then."""
+    return OPTIONAL | {"scaling": _scaling_before(saved)} | saved
 
 
 def saved_method(saved: dict[str, Any]) -> Method:
@@ -79,10 +93,41 @@ def saved_method(saved: dict[str, Any]) -> Method:
     return METHODS[stored["method"]].from_dict(stored)
 
 
+def identity(saved: dict[str, Any]) -> dict[str, Any]:
+    """Every choice in a saved extension that logits depend on: the same weights compute the same where this is equal.
+
+    Args:
+        saved: ``config.ctxext`` of a model, or what was stored of it.
+    """
+    rest = {name: value for name, value in _complete(saved).items() if name not in (*NOT_IDENTITY, "method")}
+    kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
+    return saved_method(saved).to_dict() | rest | kept
+
+
+def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str:
+    """How two saved extensions differ in what logits depend on, with both values; empty where they are one.
+
+    Args:
+        there: what was saved, None for a model that was not extended.
+        here: what is compared with it, None for a model that is not extended.
+    """
+    one, other = (None if saved is None else identity(saved) for saved in (there, here))
+    if one is None or other is None:
+        names = ["not extended" if choice is None else f"method {choice['method']!r}" for choice in (one, other)]
+        return "" if one == other else f"{names[0]} there, {names[1]} here"
+    # Two methods differ in which parameters they have; two versions of ctxext in which choices they know.
+    known = [name for name in one | other if one["method"] == other["method"] or (name in one and name in other)]
+    different = [name for name in known if one.get(name) != other.get(name)]
+    if len(different) > 1 and "fingerprint" in different:  # which follows from the others
+        different.remove("fingerprint")
+    return "; ".join(
+        f"{name} {reprlib.repr(one.get(name))} there, {reprlib.repr(other.get(name))} here" for name in different
+    )
+
+
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
     """What else ``patch`` was told; the attention backend may be another on another machine."""
-    given = {key: saved[key] for key in ("trained_length", "sliding_window", "attention")}
-    given["scaling"] = saved["scaling"] if "scaling" in saved else _scaling_before(saved)
+    given = {key: saved[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,9 @@ from _models import State, logits, tiny, tokens
 from peft import (
     AutoPeftModelForCausalLM,
     IA3Config,
+    LoHaConfig,
     LoraConfig,
+    OFTConfig,
     PeftConfig,
     PeftModel,
     PromptTuningConfig,
@@ -27,9 +32,14 @@ import ctxext
 from ctxext import _adapters
 from ctxext._adapters import EXTENSION_FILE, SENTENCE
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
+from ctxext.training.lora import attach_lora, reattach_lora
 
 EXTENSION = {"method": "yarn", "factor": 4}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def extended(model: Any, **more: Any) -> Any:
+    return ctxext.patch(model, **EXTENSION, **more)
 
 
 def base_of(directory: Path) -> Any:
@@ -54,15 +64,15 @@ def shake(model: nn.Module) -> None:
 @pytest.fixture
 def adapter(plain: Path, tmp_path: Path) -> tuple[Path, Tensor]:
     """An adapter saved with its extension, and the logits of its model."""
-    model = trained(ctxext.patch(base_of(plain), **EXTENSION))
+    model = trained(extended(base_of(plain)))
     ctxext.save(model, tmp_path / "adapter")
     return tmp_path / "adapter", logits(model, tokens())
 
 
 def test_before_and_after_get_peft_model(plain: Path) -> None:
-    before, after = trained(ctxext.patch(base_of(plain), **EXTENSION)), trained(base_of(plain))
+    before, after = trained(extended(base_of(plain))), trained(base_of(plain))
     unextended = State.of(after, tokens())
-    assert ctxext.patch(after, **EXTENSION) is after
+    assert extended(after) is after
     assert torch.equal(logits(before, tokens()), logits(after, tokens()))
     assert after.config.ctxext == before.config.ctxext
     ctxext.unpatch(after)
@@ -112,7 +122,7 @@ def plainly(directory: Path, plain: Path) -> list[Callable[[], Any]]:
 
 def test_the_plain_way_fails_with_a_sentence(adapter: tuple[Path, Tensor], plain: Path) -> None:
     for load in plainly(adapter[0], plain):
-        with pytest.raises(ValueError, match=SENTENCE):
+        with pytest.raises(ValueError, match=re.escape(SENTENCE)):
             load()
 
 
@@ -125,24 +135,27 @@ def test_the_plain_way_fails_with_a_sentence(adapter: tuple[Path, Tensor], plain
     ids=lambda config: type(config).__name__,
 )
 def test_other_kinds_of_adapters(config: Any, plain: Path, tmp_path: Path) -> None:
-    model = trained(ctxext.patch(base_of(plain), **EXTENSION), config)
+    model = trained(extended(base_of(plain)), config)
     ctxext.save(model, tmp_path)
     for load in plainly(tmp_path, plain)[:3]:
-        with pytest.raises((KeyError, ValueError), match=SENTENCE):
+        with pytest.raises((KeyError, ValueError), match=re.escape(SENTENCE)):
             load()
     loaded = ctxext.load(tmp_path)
     assert loaded.peft_config["default"].peft_type == config.peft_type
     assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
 
 
-def test_an_adapter_saved_without_its_extension(plain: Path, tmp_path: Path) -> None:
-    trained(ctxext.patch(base_of(plain), **EXTENSION)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"is an adapter without {EXTENSION_FILE}: it was saved \(or copied\)"):
-        ctxext.load(tmp_path)
+def test_an_adapter_without_its_extension(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
+    (adapter[0] / EXTENSION_FILE).unlink()
+    with pytest.raises(CheckpointError, match=rf"without its {EXTENSION_FILE}: saving was interrupted, or that"):
+        ctxext.load(adapter[0])
+    trained(base_of(plain)).save_pretrained(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=rf"is an adapter without {EXTENSION_FILE}: .* PeftModel\."):
+        ctxext.load(tmp_path / "plain")
 
 
 def test_a_model_patched_as_an_adapted_one_saves_its_extension_by_itself(plain: Path, tmp_path: Path) -> None:
-    model = ctxext.patch(trained(base_of(plain)), **EXTENSION)
+    model = extended(trained(base_of(plain)))
     model.save_pretrained(tmp_path / "extended")
     assert torch.equal(logits(ctxext.load(tmp_path / "extended"), tokens()), logits(model, tokens()))
     ctxext.unpatch(model).save_pretrained(tmp_path / "extended")  # over it: nothing of the extension stays behind
@@ -155,7 +168,7 @@ def test_a_model_patched_as_an_adapted_one_saves_its_extension_by_itself(plain: 
 
 def test_another_adapter_saved_over_it(adapter: tuple[Path, Tensor], plain: Path) -> None:
     directory, _ = adapter
-    trained(ctxext.patch(base_of(plain), "pi", factor=2)).save_pretrained(directory)
+    trained(base_of(plain)).save_pretrained(directory)
     with pytest.raises(CheckpointError, match=f"is not the one that {EXTENSION_FILE} was written for"):
         ctxext.load(directory)
 
@@ -184,11 +197,53 @@ def test_a_directory_that_was_renamed(adapter: tuple[Path, Tensor], tmp_path: Pa
 
 def test_bases_that_are_extended_themselves(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
     directory, expected = adapter
-    ctxext.patch(base_of(plain), **EXTENSION).save_pretrained(tmp_path / "same")
+    extended(base_of(plain)).save_pretrained(tmp_path / "same")
     assert torch.equal(logits(ctxext.load(directory, base=tmp_path / "same"), tokens()), expected)
     ctxext.patch(base_of(plain), "pi", factor=4).save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"was trained on 'yarn' .* is saved extended by 'pi' .* the right base"):
+    said = r"trained on another extension than its base .* has: method 'yarn' there, 'pi' here.*Give the right base"
+    with pytest.raises(CheckpointError, match=said):
         ctxext.load(directory, base=tmp_path / "other")
+
+
+def windowed() -> Any:
+    """All its layers have a window, which can be lifted or kept under the same frequencies."""
+    return tiny("mistral", sliding_window=16)
+
+
+@pytest.mark.parametrize(("before", "after"), [("lift", "keep"), ("keep", "lift")])
+def test_a_base_whose_windows_were_treated_otherwise(before: str, after: str, tmp_path: Path) -> None:
+    windowed().save_pretrained(tmp_path / "plain")
+    build = AutoModelForCausalLM.from_pretrained
+    model = trained(extended(build(tmp_path / "plain"), sliding_window=before))
+    ctxext.save(model, tmp_path / "adapter")
+    for choice in (before, after):
+        extended(build(tmp_path / "plain"), sliding_window=choice).save_pretrained(tmp_path / choice)
+    for base in ("plain", before):
+        loaded = ctxext.load(tmp_path / "adapter", base=tmp_path / base)
+        assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    said = f"sliding_window '{before}' there, '{after}' here"
+    with pytest.raises(CheckpointError, match=said):
+        ctxext.load(tmp_path / "adapter", base=tmp_path / after)
+    other = extended(build(tmp_path / "plain"), sliding_window=after)
+    with pytest.raises(CheckpointError, match=said):
+        ctxext.load(tmp_path / "adapter", base=other)
+    with pytest.raises(CheckpointError, match=said):
+        reattach_lora(other, tmp_path / "adapter")
+
+
+def test_onto_a_model_in_memory(adapter: tuple[Path, Tensor], plain: Path) -> None:
+    directory, expected = adapter
+    base = extended(base_of(plain))
+    loaded = ctxext.load(directory, base=base, adapter_name="again")
+    assert loaded.get_base_model() is base
+    assert list(loaded.peft_config) == ["again"]
+    assert torch.equal(logits(loaded, tokens()), expected)
+    with pytest.raises(CheckpointError, match=r"has: method 'yarn' there, not extended here\. Extend it the same way"):
+        ctxext.load(directory, base=base_of(plain))
+    with pytest.raises(InvalidParameterError, match=r"dtype: base is a model in memory, which is loaded already"):
+        ctxext.load(directory, base=base, dtype=torch.bfloat16)
+    with pytest.raises(InvalidParameterError, match=r"base=LlamaForCausalLM is for adapters"):
+        ctxext.load(plain, base=base)
 
 
 def test_another_base_model(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
@@ -214,7 +269,7 @@ def test_an_adapter_chooses_its_extension_itself(
 
 
 def test_merged_saved_and_loaded_by_stock_code(plain: Path, tmp_path: Path) -> None:
-    model = trained(ctxext.patch(base_of(plain), **EXTENSION))
+    model = trained(extended(base_of(plain)))
     merged = model.merge_and_unload()
     assert ctxext.describe(merged).method is not None
     expected = logits(merged, tokens())
@@ -226,7 +281,7 @@ def test_merged_saved_and_loaded_by_stock_code(plain: Path, tmp_path: Path) -> N
 def test_trained_embeddings_and_norms(plain: Path, tmp_path: Path) -> None:
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, modules_to_save=whole)
-    model = trained(ctxext.patch(base_of(plain), **EXTENSION), config)
+    model = trained(extended(base_of(plain)), config)
     expected = logits(model, tokens())
     ctxext.save(model, tmp_path / "adapter")
     assert torch.equal(logits(ctxext.load(tmp_path / "adapter"), tokens()), expected)
@@ -235,7 +290,7 @@ def test_trained_embeddings_and_norms(plain: Path, tmp_path: Path) -> None:
 
 
 def test_two_adapters(plain: Path, tmp_path: Path) -> None:
-    model = trained(ctxext.patch(base_of(plain), **EXTENSION))
+    model = trained(extended(base_of(plain)))
     model.add_adapter(
         "second", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights="gaussian")
     )
@@ -254,7 +309,7 @@ def test_two_adapters(plain: Path, tmp_path: Path) -> None:
 
 def test_saving_twice_keeps_the_true_initialisation(plain: Path, tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, init_lora_weights="gaussian")
-    model = trained(ctxext.patch(base_of(plain), **EXTENSION), config)
+    model = trained(extended(base_of(plain)), config)
     for _ in range(2):
         ctxext.save(model, tmp_path)
         assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] == SENTENCE
@@ -267,7 +322,7 @@ def test_saving_twice_keeps_the_true_initialisation(plain: Path, tmp_path: Path)
 def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was on the disk before, a half-written adapter is refused, and saving again repairs it."""
     ctxext.save(trained(ctxext.patch(base_of(plain), "pi", factor=2)), tmp_path)
-    model = trained(ctxext.patch(base_of(plain), **EXTENSION))
+    model = trained(extended(base_of(plain)))
     writes, write = [], _adapters.write_whole
 
     def crashing(path: Path, text: str) -> None:
@@ -291,8 +346,8 @@ def test_adapters_of_transformers_itself(plain: Path, tmp_path: Path) -> None:
     model = base_of(plain)
     model.add_adapter(LoraConfig(target_modules=ALL))
     shake(model)
-    ctxext.save(ctxext.patch(model, **EXTENSION), tmp_path)
-    with pytest.raises(ValueError, match=SENTENCE):
+    ctxext.save(extended(model), tmp_path)
+    with pytest.raises(ValueError, match=re.escape(SENTENCE)):
         base_of(plain).load_adapter(tmp_path)
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model.eval(), tokens()))
 
@@ -308,3 +363,198 @@ def test_an_unextended_adapter_is_not_ours_to_save(plain: Path, tmp_path: Path) 
     with pytest.raises(PatchStateError, match=r"This LlamaForCausalLM is not extended; save it with save_pretrained\."):
         ctxext.save(trained(base_of(plain)), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", target_modules=ALL)
+
+
+def patched_then_wrapped(base: Any) -> Any:
+    return get_peft_model(extended(base), lora())
+
+
+def wrapped_then_patched(base: Any) -> Any:
+    return extended(get_peft_model(base, lora()))
+
+
+def patched_inside(base: Any) -> Any:
+    wrapper = get_peft_model(base, lora())
+    extended(wrapper.get_base_model())
+    return wrapper
+
+
+def patched_then_added(base: Any) -> Any:
+    extended(base).add_adapter(lora())
+    return base
+
+
+def added_then_patched(base: Any) -> Any:
+    base.add_adapter(lora())
+    return extended(base)
+
+
+def recipe(base: Any) -> Any:
+    return attach_lora(extended(base), rank=4)
+
+
+ORDERS = [
+    patched_then_wrapped,
+    wrapped_then_patched,
+    patched_inside,
+    patched_then_added,
+    added_then_patched,
+    recipe,
+]
+every_order = pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+
+
+def check_kept(directory: Path, model: Any, plain: Path) -> None:
+    """The adapter there brings its extension along, and no plain way of loading it succeeds."""
+    for load in plainly(directory, plain):
+        with pytest.raises(ValueError, match=re.escape(SENTENCE)):
+            load()
+    assert torch.equal(logits(ctxext.load(directory), tokens()), logits(model.eval(), tokens()))
+
+
+@every_order
+def test_however_it_was_put_together_and_saved(order: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
+    model = order(base_of(plain))
+    shake(model)
+    model.eval().save_pretrained(tmp_path / "at once")
+    check_kept(tmp_path / "at once", model, plain)
+    logits(model, tokens())
+    model.save_pretrained(tmp_path / "again")
+    check_kept(tmp_path / "again", model, plain)
+    model.save_pretrained(tmp_path / "given", state_dict=model.state_dict())
+    check_kept(tmp_path / "given", model, plain)
+    for source in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        source.save_pretrained(tmp_path / "copied")
+        check_kept(tmp_path / "copied", model, plain)
+        shutil.rmtree(tmp_path / "copied")
+
+
+def test_weights_gathered_by_an_engine(plain: Path, tmp_path: Path) -> None:
+    """ZeRO-3 gathers weights itself: no state_dict is asked for between the last step and saving."""
+    model = patched_then_wrapped(base_of(plain))
+    weights = {f"base_model.model.{name}": weight for name, weight in model.get_base_model().named_parameters()}
+    logits(model, tokens())
+    model.save_pretrained(tmp_path, state_dict=weights)
+    check_kept(tmp_path, model, plain)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        LoHaConfig(task_type="CAUSAL_LM", target_modules=ALL),
+        OFTConfig(task_type="CAUSAL_LM", target_modules=ALL, oft_block_size=4),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_other_kinds_saved_by_peft(config: Any, plain: Path, tmp_path: Path) -> None:
+    model = trained(extended(base_of(plain)), config)
+    model.save_pretrained(tmp_path)
+    for load in plainly(tmp_path, plain)[:3]:
+        with pytest.raises((KeyError, ValueError), match=re.escape(SENTENCE)):
+            load()
+    assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
+
+
+def test_virtual_tokens_added_after_patch_to_a_wrapper_that_ctxext_knows(plain: Path, tmp_path: Path) -> None:
+    model = extended(get_peft_model(base_of(plain), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)))
+    model.add_adapter("second", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    model.set_adapter("second")
+    model.eval().save_pretrained(tmp_path)
+    for directory in (tmp_path, tmp_path / "second"):
+        with pytest.raises(KeyError, match=re.escape(SENTENCE)):
+            PeftModel.from_pretrained(base_of(plain), directory)
+    assert torch.equal(logits(ctxext.load(tmp_path / "second"), tokens()), logits(model, tokens()))
+
+
+def test_an_adapter_added_later(plain: Path, tmp_path: Path) -> None:
+    model = trained(extended(base_of(plain)))
+    model.save_pretrained(tmp_path)
+    model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    model.set_adapter("second")
+    shake(model)
+    model.eval().save_pretrained(tmp_path)
+    check_kept(tmp_path / "second", model, plain)
+
+
+def test_one_lora_config_for_several_models(plain: Path, tmp_path: Path) -> None:
+    """Each model's adapter is saved as that model is: two extended differently, and a plain one."""
+    config = lora()
+    models = {"yarn": extended(base_of(plain)), "pi": ctxext.patch(base_of(plain), "pi", factor=2)}
+    adapted = {name: trained(model, config) for name, model in (models | {"plain": base_of(plain)}).items()}
+    for _ in range(2):
+        for name, model in adapted.items():
+            model.save_pretrained(tmp_path / name)
+        for name in models:
+            assert torch.equal(logits(ctxext.load(tmp_path / name), tokens()), logits(adapted[name], tokens()))
+        loaded = PeftModel.from_pretrained(base_of(plain), tmp_path / "plain").eval()
+        assert torch.equal(logits(loaded, tokens()), logits(adapted["plain"], tokens()))
+
+
+def test_a_config_taken_from_an_extended_model(plain: Path, tmp_path: Path) -> None:
+    """It belongs to the plain model that it is used for."""
+    model = patched_then_wrapped(base_of(plain))
+    logits(model, tokens())
+    other = trained(base_of(plain), copy.deepcopy(model.peft_config["default"]))
+    other.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base_of(plain), tmp_path).eval()
+    assert torch.equal(logits(loaded, tokens()), logits(other, tokens()))
+
+
+def test_unpatched_it_is_saved_plain(plain: Path, tmp_path: Path) -> None:
+    config = lora()
+    model = trained(extended(base_of(plain)), config)
+    base = model.get_base_model()
+    logits(model, tokens())
+    model.save_pretrained(tmp_path / "extended")
+    assert model.peft_config["default"] is not config
+    ctxext.unpatch(model)
+    assert model.peft_config["default"] is config
+    assert not base._state_dict_pre_hooks
+    assert not base._forward_pre_hooks
+    model.save_pretrained(tmp_path / "plain")
+    loaded = PeftModel.from_pretrained(base_of(plain), tmp_path / "plain").eval()
+    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    ctxext.patch(model, "pi", factor=2)
+    model.save_pretrained(tmp_path / "other")
+    assert ctxext.describe(ctxext.load(tmp_path / "other")).method == ctxext.method("pi", factor=2).to_dict()
+
+
+def test_hooks_of_others_outlive_unpatch(plain: Path) -> None:
+    base, seen = base_of(plain), []
+    before = base.register_forward_pre_hook(lambda *_: seen.append("before"))
+    extended(base)
+    base.register_forward_pre_hook(lambda *_: seen.append("after"))
+    before.remove()
+    ctxext.unpatch(base)
+    logits(base, tokens())
+    assert seen == ["after"]
+
+
+def test_an_adapter_that_was_deleted_does_not_come_back(plain: Path) -> None:
+    model = trained(extended(base_of(plain)))
+    model.add_adapter("second", lora())
+    logits(model, tokens())
+    model.delete_adapter("second")
+    ctxext.unpatch(model)
+    assert list(model.peft_config) == ["default"]
+
+
+def test_compiled_whole(plain: Path) -> None:
+    model = trained(extended(base_of(plain)))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.allclose(logits(compiled, tokens()), logits(model, tokens()), atol=1e-5)
+
+
+def test_patched_through_a_compiled_peft_model(plain: Path, tmp_path: Path) -> None:
+    model = trained(base_of(plain))
+    compiled = torch.compile(model, backend="eager")
+    extended(compiled)
+    compiled.save_pretrained(tmp_path / "adapter")
+    check_kept(tmp_path / "adapter", model, plain)
+    ctxext.unpatch(compiled)
+    assert "save_pretrained" not in vars(model)

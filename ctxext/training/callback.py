@@ -11,6 +11,7 @@ from transformers.trainer_callback import ExportableState
 from ctxext._adapters import keep_extension
 from ctxext._api import base_model
 from ctxext._edits import Edits
+from ctxext._saved import checked_extension, differences
 from ctxext.errors import PatchStateError
 
 __all__ = ["ExtensionCallback"]
@@ -19,9 +20,11 @@ __all__ = ["ExtensionCallback"]
 class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Writes the extension into every checkpoint, and refuses to resume into a differently extended model.
 
-    The Trainer restores weights only: resumed into an unpatched model it goes on without a word, on other positions.
-    An adapter has no config of its base model: from the start of training on, whatever saves it (checkpoints,
-    ``trainer.save_model``) puts the extension beside it.
+    The Trainer restores weights only: resumed into an unpatched model it goes on without a word, on other positions,
+    also where they are those of an adapter that carries its extension. Only this callback compares the two.
+    From the start of training on, whatever saves an adapter (checkpoints, ``trainer.save_model``) puts the extension
+    beside it; that of a PEFT model whose base was patched does so without the callback too, unless it only puts
+    virtual tokens before the text (prompt and prefix tuning).
 
     Args:
         model: the model being trained, patched or not, or a PEFT wrapper around it.
@@ -54,19 +57,18 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "was extended. Resume without this callback if you are sure that it is the same."
             )
         before = stored["attributes"]["extension"]
-        if _identity(before) != _identity(self.extension):
+        if before is not None:
+            before = checked_extension(before, "the checkpoint's trainer_state.json")
+        different = differences(before, self.extension)
+        if different:
             raise PatchStateError(
-                f"The model of the checkpoint was {_name(before)}, this model is {_name(self.extension)}. Extend it "
-                f"the same way before resuming, or start a new run."
+                f"The model of the checkpoint was {_name(before)}, this model is {_name(self.extension)}: {different}. "
+                f"Extend it the same way before resuming, or start a new run."
             )
 
 
 def _extension(model: nn.Module) -> dict[str, Any] | None:
     return getattr(base_model(model).config, "ctxext", None)
-
-
-def _identity(extension: dict[str, Any] | None) -> tuple[Any, ...] | None:
-    return None if extension is None else (extension["method"], extension["fingerprint"])
 
 
 def _name(extension: dict[str, Any] | None) -> str:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext._adapters import read_extension
+from ctxext._adapters import keep_extension, read_extension, require_trained_on
 from ctxext._api import base_model
+from ctxext._edits import Edits
 from ctxext.errors import IncompatibleError
 
 __all__ = ["attach_lora", "linear_layers", "merged", "norm_layers", "reattach_lora"]
@@ -47,7 +48,8 @@ def attach_lora(
 
     What is trained is held in float32: an update of 1e-4 of a weight would be rounded away in bfloat16. What the
     trained norms and embeddings put out is brought back to the model's own dtype, so that training computes what the
-    finished model will compute. Train under autocast of that dtype (``TrainingArguments(bf16=True)``).
+    finished model will compute. Train under autocast of that dtype (``TrainingArguments(bf16=True)``). However the
+    adapter is saved, the extension of a patched model is saved beside it.
 
     Args:
         model: a transformers causal language model.
@@ -83,6 +85,7 @@ def attach_lora(
     )
     dtype = causal.dtype
     adapted = get_peft_model(model, config)
+    keep_extension(adapted, Edits())  # for good: the model may be extended otherwise before it is saved
     for module in adapted.modules():
         if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             module.register_forward_hook(partial(_in_dtype, dtype))
@@ -93,7 +96,7 @@ def attach_lora(
 
 
 def reattach_lora(model: nn.Module, directory: Path) -> Any:
-    """Wrap a model with the adapter that ``ctxext.save`` wrote.
+    """Wrap a model with an adapter that was saved with its extension.
 
     Args:
         model: extended as the one that the adapter was trained on.
@@ -101,10 +104,17 @@ def reattach_lora(model: nn.Module, directory: Path) -> Any:
 
     Returns:
         A ``peft.PeftModel``.
+
+    Raises:
+        CheckpointError: if it is extended otherwise, or the adapter was saved without its extension.
     """
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, directory, config=read_extension(directory)[1])
+    saved, config = read_extension(directory)
+    require_trained_on(saved, directory, model)
+    adapted = PeftModel.from_pretrained(model, directory, config=config)
+    keep_extension(adapted, Edits())
+    return adapted
 
 
 def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:
