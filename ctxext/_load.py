@@ -228,9 +228,9 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     different = differences(saved, model.config.ctxext)
     if different:
         raise VerificationError(
-            f"The restored {chosen.name!r} is not the one that {place} was saved with: {different}. Either its "
-            f"config.json was changed by hand, or ctxext "
-            f"{saved['versions']['ctxext']} that saved it computed otherwise."
+            f"The {chosen.name!r} restored from {place} is not the one that was saved: {different}. Either its "
+            f"config.json was changed by hand, or ctxext {saved['versions']['ctxext']} that saved it computed "
+            f"otherwise."
         )
     if getattr(text, "rope_parameters", None) != rope:
         raise VerificationError(

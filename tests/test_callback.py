@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _models import logits, tiny, tokens
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 import ctxext
@@ -49,7 +49,7 @@ def named_lora(change: Changed) -> Any:
 every_kind = pytest.mark.parametrize("build", [whole, lora, named_lora])
 
 
-def trainer(model: Any, directory: Path, callback: bool = True, **arguments: Any) -> Trainer:
+def trainer(model: Any, directory: Path, callback: bool = True, measured: Any = None, **arguments: Any) -> Trainer:
     settings = {
         "max_steps": STEPS,
         "save_steps": 2,
@@ -65,6 +65,7 @@ def trainer(model: Any, directory: Path, callback: bool = True, **arguments: Any
         model,
         TrainingArguments(str(directory), **(settings | arguments)),
         train_dataset=rows,
+        eval_dataset=measured,
         callbacks=[ExtensionCallback(model)] if callback else [],
     )
 
@@ -121,6 +122,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     return found
 
 
+@pytest.mark.parametrize(("before", "after"), [("lift", "keep"), ("keep", "lift")])
+def test_resuming_where_windows_are_treated_otherwise(before: str, after: str, tmp_path: Path) -> None:
+    def build(choice: str) -> Any:
+        return ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4, sliding_window=choice)
+
+    trainer(build(before), tmp_path, max_steps=2).train()
+    said = rf"\(factor 4, .*\): sliding_window '{before}' there, '{after}' here\. Extend it the same way"
+    with pytest.raises(PatchStateError, match=said):
+        trainer(build(after), tmp_path).train(resume_from_checkpoint=True)
+    run = trainer(build(before), tmp_path)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == STEPS
+
+
 def test_an_unextended_checkpoint_into_an_extended_model(tmp_path: Path) -> None:
     trainer(whole(lambda model: model), tmp_path, max_steps=2).train()
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
@@ -150,9 +165,18 @@ def test_a_whole_checkpoint_is_a_model(checkpoints: dict[Any, Path]) -> None:
     assert ctxext.describe(loaded).method == ctxext.method("yarn", factor=4).to_dict()
 
 
-@pytest.mark.parametrize("build", [lora, lora_first, named_lora])
-def test_an_adapter_checkpoint_carries_its_extension(build: Any, plain: Path, tmp_path: Path) -> None:
-    run = trainer(build(extended), tmp_path, max_steps=2)
+def added(change: Changed) -> Any:
+    """By transformers' own adapters."""
+    set_seed(3)
+    model = change(tiny())
+    model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "none"])
+@pytest.mark.parametrize("build", [lora, lora_first, named_lora, added])
+def test_an_adapter_checkpoint_carries_its_extension(build: Any, callback: bool, plain: Path, tmp_path: Path) -> None:
+    run = trainer(build(extended), tmp_path, callback, max_steps=2)
     run.train()
     run.save_model(str(tmp_path / "final"))
     expected = logits(run.model.eval(), tokens())
@@ -161,8 +185,42 @@ def test_an_adapter_checkpoint_carries_its_extension(build: Any, plain: Path, tm
         assert torch.equal(logits(ctxext.load(place, base=plain), tokens()), expected)
         with pytest.raises(ValueError, match=r"needs its base model extended by ctxext"):
             PeftModel.from_pretrained(tiny(), place)
+        with pytest.raises(ValueError, match=r"needs its base model extended by ctxext"):
+            tiny().load_adapter(place)
         with pytest.raises(CheckpointError, match=r"does not say what its base checkpoint is"):
             ctxext.load(place)
+
+
+def test_virtual_tokens_carry_it_with_the_callback(plain: Path, tmp_path: Path) -> None:
+    set_seed(3)
+    model = get_peft_model(extended(tiny()), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    run = trainer(model, tmp_path, max_steps=2)
+    run.train()
+    with pytest.raises(KeyError, match=r"needs its base model extended by ctxext"):
+        PeftModel.from_pretrained(tiny(), tmp_path / "checkpoint-2")
+    loaded = ctxext.load(tmp_path / "checkpoint-2", base=plain)
+    assert torch.equal(logits(loaded, tokens()), logits(run.model.eval(), tokens()))
+
+
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "none"])
+def test_the_best_adapter_comes_back_at_the_end(callback: bool, plain: Path, tmp_path: Path) -> None:
+    """The Trainer reads the weights of a checkpoint that PEFT itself would refuse."""
+    rows = [{"input_ids": row, "labels": row} for row in tokens(96, rows=2)]
+    run = trainer(
+        lora(extended),
+        tmp_path,
+        callback,
+        rows,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # so that it is not the last one
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    best = ctxext.load(tmp_path / "checkpoint-2", base=plain)
+    assert torch.equal(logits(best, tokens()), logits(run.model.eval(), tokens()))
 
 
 def test_states_restored_from_the_checkpoint(checkpoints: dict[Any, Path], tmp_path: Path) -> None:

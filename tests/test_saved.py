@@ -1,0 +1,94 @@
+"""The saved form of an extension: what makes two of them one, and forms from before a choice existed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import logits, tiny, tokens
+
+import ctxext
+from ctxext._saved import NOT_IDENTITY, checked_extension, choices, differences, identity
+from ctxext.architectures import Extension
+from ctxext.errors import CheckpointError
+from ctxext.methods import METHODS
+
+
+def saved(method: str = "yarn", model_type: str = "llama", base: float = 1e4, **arguments: Any) -> dict[str, Any]:
+    """As it would be read back from a file."""
+    rope = {} if model_type == "bloom" else {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
+    extended = ctxext.patch(tiny(model_type, **rope), method, **({"factor": 4} | arguments))
+    found: dict[str, Any] = json.loads(json.dumps(extended.config.ctxext))
+    return found
+
+
+def test_every_field_is_either_part_of_the_identity_or_named_as_none() -> None:
+    """A field to come counts unless it is named; what counts must be a choice that loading gives to patch again."""
+    form = saved()
+    assert set(NOT_IDENTITY) <= form.keys()
+    counted = form.keys() - set(NOT_IDENTITY) - {"method"}
+    assert counted == set(choices(form)) - {"attention"} | {"fingerprint"}
+    assert counted <= {field.name for field in fields(Extension)}
+    assert identity(form | {"to_come": 1}) != identity(form)
+    for name, method in METHODS.items():
+        assert not counted & {field.name for field in fields(method)}, f"a parameter of {name} would hide one"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"factor": 2}, "factor 4.0 there, 2.0 here"),
+        ({"beta_fast": 16}, "beta_fast 32.0 there, 16.0 here"),
+        ({"trained_length": 32}, "trained_length 64 there, 32 here"),
+        ({"method": "pi"}, "method 'yarn' there, 'pi' here"),
+        ({"base": 5e5}, "fingerprint '"),
+    ],
+    ids=["factor", "parameter", "trained length", "method", "base model"],
+)
+def test_what_differs_is_named_with_both_values(other: dict[str, Any], said: str) -> None:
+    assert said in differences(saved(), saved(**other))
+    assert "; " not in differences(saved(), saved(**other)), "what follows from it is said too"
+    assert differences(saved(**other), saved(**other)) == ""
+
+
+def test_what_changes_no_logits_is_no_difference() -> None:
+    assert differences(saved(), saved(sliding_window="keep")) == "", "leaving it out is to keep"
+    assert differences(saved(), saved() | {"versions": {"ctxext": "0.0.1"}, "notes": ["another"]}) == ""
+    bloom, other = (saved("alibi", "bloom", attention=name) for name in ("sdpa", "reference"))
+    assert bloom["attention"] != other["attention"]
+    assert differences(bloom, other) == ""
+
+
+def test_the_kind_of_bias_counts() -> None:
+    said = differences(saved("alibi", "bloom"), saved("alibi", "bloom", bias="stock"))
+    assert said.startswith("bias ")
+
+
+def test_plain_and_extended() -> None:
+    assert differences(None, None) == ""
+    assert differences(saved(), None) == "method 'yarn' there, not extended here"
+    assert differences(None, saved()) == "not extended there, method 'yarn' here"
+
+
+def test_forms_from_before_a_choice_existed(plain: Path, tmp_path: Path) -> None:
+    """A stored checkpoint that knows neither windows, nor backends, nor any parameter of YaRN but its factor."""
+    model = ctxext.patch(tiny(), "yarn", factor=4)
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("sliding_window", "attention", "notes"):
+        del config["ctxext"][name]
+    config["ctxext"]["method"] = {"method": "yarn", "factor": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert differences(checked_extension(config["ctxext"], "it"), model.config.ctxext) == ""
+    loaded = ctxext.load(tmp_path)
+    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    assert loaded.config.ctxext == model.config.ctxext, "it is written back whole"
+    for name in ("fingerprint", "original", "trained_length"):
+        with pytest.raises(CheckpointError, match=f"in it is incomplete, without {name}"):
+            checked_extension({key: value for key, value in config["ctxext"].items() if key != name}, "it")
