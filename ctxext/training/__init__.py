@@ -1,7 +1,33 @@
 """What a training recipe needs beside the Trainer."""
 
-from ctxext.training.callback import ExtensionCallback
-from ctxext.training.loss import ChunkedLoss, chunk_loss
-from ctxext.training.memory import Memory, return_freed_memory
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctxext.training.callback import ExtensionCallback
+    from ctxext.training.loss import ChunkedLoss, chunk_loss
+    from ctxext.training.memory import Memory, return_freed_memory
 
 __all__ = ["ChunkedLoss", "ExtensionCallback", "Memory", "chunk_loss", "return_freed_memory"]
+
+# They bring transformers' Trainer and all that it needs along, which whoever only extends a model must not wait for.
+MODULES = {
+    "ChunkedLoss": "loss",
+    "ExtensionCallback": "callback",
+    "Memory": "memory",
+    "chunk_loss": "loss",
+    "return_freed_memory": "memory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
