@@ -83,6 +83,10 @@ def patch(
     Writes the extension into the model's existing config and live modules, then compares what the rotary modules
     compute with the method's own mathematics in float64. If anything fails, the model is left as it was.
 
+    PEFT adapters that put layers into the model (LoRA and its kin), added before or after, are saved with the extension
+    whoever saves them. Those that only put virtual tokens before the text (prompt and prefix tuning) leave no trace
+    on the model: wrap it before ``patch`` and give ``patch`` the wrapper, or save with ``ctxext.save``.
+
     Args:
         model: a transformers model, or a PEFT, compiled or data-parallel wrapper around one.
         method: a name (``ctxext.methods()`` lists them) or a method object such as ``YaRN(factor=4)``.

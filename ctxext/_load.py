@@ -190,7 +190,8 @@ def save(model: Any, directory: str | os.PathLike[str]) -> None:
 
     A whole model is what ``save_pretrained`` writes, whose config carries the extension. For a PEFT adapter, whose
     directory holds no config of the base model, the extension is written beside it and the adapter is marked so that
-    loading it the plain way fails with a sentence that says what to do.
+    PEFT and transformers refuse it with a sentence that says what to do. They cannot tell whether a base is extended,
+    and refuse it on one that is, too: put it there with ``ctxext.load(path, base=model)``.
 
     Args:
         model: a patched model, or a PEFT wrapper around one.

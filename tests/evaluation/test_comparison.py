@@ -227,6 +227,15 @@ def test_a_model_without_a_trained_length_is_asked_about() -> None:
     assert Wardrobe(stretched, trained_length=32).trained_length == 32
 
 
+def test_a_model_extended_from_a_trained_length_of_its_own_is_given_back_as_it_was() -> None:
+    """Measured from that length too, and not from the one in the config."""
+    model = ctxext.patch(tiny(), "yarn", factor=4, trained_length=32)
+    before = model.config.ctxext
+    (*_, pi), _ = Wardrobe(model).find_readings([ctxext.method("pi", factor=2)])
+    assert pi.reach == 64
+    assert model.config.ctxext == before
+
+
 def test_another_folder_is_refused_by_name(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import ctxext
 from ctxext._api import base_model, patched_state
 from ctxext._inspect import trained_length_of
+from ctxext._saved import choices, saved_form
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation._plots import label_of
@@ -149,17 +150,14 @@ class Wardrobe:
         if own is not None:
             ctxext.unpatch(self.model)
         try:
-            given = None if own is not None else self._given
-            ctxext.patch(self.model, method, trained_length=given, sliding_window=self.sliding_window)
+            ctxext.patch(self.model, method, trained_length=self._given, sliding_window=self.sliding_window)
             try:
                 yield
             finally:
                 ctxext.unpatch(self.model)
         finally:
             if own is not None:
-                was = own.extension
-                window, attention = was.sliding_window, was.attention
-                ctxext.patch(self.model, own.method, sliding_window=window, attention=attention)
+                ctxext.patch(self.model, own.method, **choices(saved_form(own.method, own.extension)))
 
 
 def _reading(method: Method, description: Description) -> Reading:
