@@ -127,7 +127,8 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
 
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
     """What else ``patch`` was told; the attention backend may be another on another machine."""
-    given = {key: saved[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
+    full = _complete(saved)
+    given = {key: full[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
 
 
