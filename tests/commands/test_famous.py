@@ -14,7 +14,7 @@ NATIVE = sorted(FAMOUS.keys() - OWN_CODE - OUTDATED)
 
 def test_there_are_enough_of_them() -> None:
     assert len(NATIVE) >= 50
-    assert OWN_CODE | OUTDATED < FAMOUS.keys()
+    assert FAMOUS.keys() > OWN_CODE | OUTDATED
 
 
 @pytest.mark.parametrize("name", NATIVE)
