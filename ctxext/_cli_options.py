@@ -7,14 +7,16 @@ import json
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
-from ctxext.spec import RopeSpec
+
+if TYPE_CHECKING:
+    from ctxext.spec import RopeSpec
 
 
 @contextlib.contextmanager
@@ -60,8 +62,17 @@ class Window(StrEnum):
     lift = "lift"
 
 
+def method_names(incomplete: str) -> list[str]:
+    """For shells: every method is a file of its name, so that none needs to be imported."""
+    files = Path(__file__).with_name("methods").glob("[!_]*.py")
+    return sorted(file.stem for file in files if file.stem != "base" and file.stem.startswith(incomplete))
+
+
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
-MethodName = Annotated[str, typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.")]
+MethodName = Annotated[
+    str,
+    typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
+]
 Factor = Annotated[float | None, typer.Option("--factor", "-f", help="Target length / trained length, at least 1.")]
 Target = Annotated[int | None, typer.Option("--target-length", help="Tokens to extend to, instead of a factor.")]
 Trained = Annotated[
@@ -88,6 +99,7 @@ def rope_of(
         InvalidParameterError: if it is described twice or by halves.
     """
     from ctxext._inspect import rope_of_checkpoint
+    from ctxext.spec import RopeSpec
 
     if checkpoint is not None:
         if rotary_dim is not None or base is not None:

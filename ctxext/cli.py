@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 plot_app = typer.Typer(cls=Clean, help="Draw what methods do.", no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(plot_app, name="plot")
@@ -51,14 +54,19 @@ app.add_typer(eval_app, name="eval")
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Give a Hugging Face checkpoint a longer context, and prove that it works."""
-    from transformers.utils import logging
-
     import ctxext
 
-    logging.set_verbosity_error()  # it warns of every rope type that it does not know, and trying methods tries those
     if version:
         typer.echo(ctxext.__version__)
         raise typer.Exit()
+    # It warns of every rope type that it does not know, and trying methods tries those. Where it is not imported yet,
+    # the help of a command must not wait for it.
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+    else:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 @app.command()
