@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
 
 from ctxext._adapters import is_adapter
+from ctxext._config_check import UNFIT, check_config
 from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.errors import CheckpointError, IncompatibleError
 
@@ -63,7 +63,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     """Read the config of any model, also one that ctxext saved so that stock code refuses it.
 
     Raises:
-        CheckpointError: unreadable, unknown to transformers, or in need of remote code that was not allowed.
+        CheckpointError: unreadable, unknown to transformers, damaged, or in need of remote code that was not allowed.
         IncompatibleError: a rope dict without its base.
     """
     path = Path(place) / location.get("subfolder", "") / "config.json"
@@ -81,9 +81,9 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         else:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, *UNFIT) as error:
         raise CheckpointError(f"transformers cannot read the config of {place}: {error}") from error
-    _refuse_without_base(config)
+    check_config(config, os.fspath(place))
     return config
 
 
@@ -123,17 +123,6 @@ def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[
         return os.fspath(path), loading
     named = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
     return str(file.parent), named | loading
-
-
-def _refuse_without_base(config: Any) -> None:
-    """Refuse what transformers would fail on with a TypeError: a rope dict that says nothing about its base."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if "rope_type" in parameters and parameters.get("rope_theta") is None:
-            raise IncompatibleError(
-                f"The config of this {config.model_type} has no rope_theta in rope_parameters={parameters}. Write it "
-                f"into config.json: the base that the model was trained with (10000.0 in the RoPE paper)."
-            )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ctxext._adapters import is_adapter, keep_extension, read_extension, save_adapters, unwrapped
 from ctxext._api import architecture_of, base_model, describe, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
+from ctxext._config_check import building
 from ctxext._edits import Edits
 from ctxext._saved import (
     checked_extension,
@@ -165,7 +166,7 @@ def _model_class(config: PreTrainedConfig) -> Any:
 
 def extended_config(config: Any, method: str | Method, *, trust_remote_code: bool = False, **arguments: Any) -> Any:
     """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
-    with torch.device("meta"), restoring():
+    with building(f"a {config.model_type}"), torch.device("meta"), restoring():
         chosen = _model_class(config)
         if chosen is AutoModelForCausalLM:
             model = chosen.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)

@@ -52,7 +52,9 @@ def famous_model(name: str, *, device: str = "cpu", **changes: Any) -> PreTraine
     return model.eval()
 
 
-def famous_checkpoint(name: str, directory: Path, *, weights: bool = False, **changes: Any) -> Path:
+def famous_checkpoint(
+    name: str, directory: Path, *, weights: bool = False, without: tuple[str, ...] = (), **changes: Any
+) -> Path:
     """A checkpoint directory with the published ``config.json`` to the letter.
 
     Args:
@@ -60,12 +62,14 @@ def famous_checkpoint(name: str, directory: Path, *, weights: bool = False, **ch
         directory: where it is made.
         weights: random weights that can be loaded; else one tensor stands for all. Random weights are not quantised,
             so ``quantization_config`` is left out with them.
+        without: fields to leave out.
         **changes: fields of the raw config.
     """
     directory.mkdir(parents=True, exist_ok=True)
     raw = famous_config(name, **changes)
+    for field in (*without, *(["quantization_config"] if weights else [])):
+        raw.pop(field, None)
     if weights:
-        raw.pop("quantization_config", None)
         famous_model(name, **changes, quantization_config=None).save_pretrained(directory)
     else:
         save_file({"w": torch.zeros(1)}, directory / "model.safetensors", metadata={"format": "pt"})

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ctxext._config_check import building
 from ctxext._load import attached
 from ctxext._saved import plain_config, saved_extension, saved_method
 from ctxext.architectures._hf import restoring
@@ -217,7 +218,7 @@ def longest(plan: Training | Serving, budget: int) -> Breakdown:
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model on the meta device, with the attention that its config says."""
     config = _plainly_rotated(config)
-    with torch.device("meta"), restoring():
+    with building(f"a {config.model_type}"), torch.device("meta"), restoring():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
