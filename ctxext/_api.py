@@ -63,6 +63,7 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
     for key in parameters:
         if key not in known:
             raise UnknownNameError.of(f"parameter of method {name!r}", key, known)
+    chosen.require_given(parameters)
     return chosen(**parameters)
 
 

@@ -25,9 +25,17 @@ def _clean() -> Iterator[None]:
     try:
         yield
     except CtxextError as error:
-        # Built here, not at import: tests and programs exchange sys.stderr.
-        Console(stderr=True, highlight=False).print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
+        _say(str(error))
         raise typer.Exit(1) from error
+    except OSError as error:  # the last resort: a disk, a network or a name that no command thought of
+        named = f"{error.filename}: " if error.filename else ""
+        _say(f"{named}{error.strerror or error}.")
+        raise typer.Exit(1) from error
+
+
+def _say(message: str) -> None:
+    # Built here, not at import: tests and programs exchange sys.stderr.
+    Console(stderr=True, highlight=False).print(f"Error: {message}", style="red", markup=False, soft_wrap=True)
 
 
 class Clean(TyperGroup):

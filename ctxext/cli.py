@@ -28,6 +28,7 @@ from ctxext._cli_options import (
     rope_of,
 )
 from ctxext._cli_plan import plan
+from ctxext._files import whole_file
 from ctxext._progress import Later
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.evaluation.commands import eval_app
@@ -237,7 +238,11 @@ def frequencies(
     rope = rope_of(checkpoint, rotary_dim, base, trained_length, trust)
     chosen: list[Method] = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
     check_output(output)
-    plot_spectrum(chosen, rope, output, name=Path(checkpoint).name if checkpoint else "")
+    try:
+        with whole_file(output) as half:
+            plot_spectrum(chosen, rope, half, name=Path(checkpoint).name if checkpoint else "")
+    except OSError as error:
+        raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
     typer.echo(f"Wrote {output}")
 
 
