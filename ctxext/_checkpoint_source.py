@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ctxext._adapters import is_adapter
 from ctxext._config_check import UNFIT, check_config
@@ -43,18 +51,22 @@ class Contents:
 
 
 def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
-    """Read the config of a causal language model, from a directory or by its name on the hub.
+    """Read the config of a language model, from a directory or by its name on the hub.
+
+    It is a causal one, or one of the class that its config names: with pictures beside the text, or an encoder.
 
     Raises:
         CheckpointError: as for ``read_any_config``.
-        IncompatibleError: the config is not one of a causal language model.
+        IncompatibleError: transformers has no class to build such a model.
     """
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     own_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code:
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    builds = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code and not builds:
         raise IncompatibleError(
-            f"{place} holds a {config.model_type}, which transformers has no causal language model for; ctxext extends "
-            f"decoders only."
+            f"{place} holds a {config.model_type}, which transformers has no causal language model for, and its config "
+            f"names no class that it has (architectures={config.architectures}). Write the model's class there."
         )
     return config
 
@@ -147,7 +159,10 @@ def refuse_source(source: Path) -> None:
         CheckpointError: with what was found instead and what to do.
     """
     if source.suffix == ".gguf":
-        raise CheckpointError(f"{source} is a GGUF file, which has no config.json to rewrite. See ctxext export.")
+        raise CheckpointError(
+            f"{source} is a GGUF file, which has no config.json to rewrite. Patch the checkpoint that it was converted "
+            f"from and convert that, or load the file extended: ctxext.load({str(source)!r}, 'yarn', factor=4)."
+        )
     if not source.exists():
         raise CheckpointError(
             f"There is no directory {source}. A checkpoint on the hub is fetched first: "

@@ -19,7 +19,8 @@ from ctxext._config_check import building
 from ctxext._load import attached
 from ctxext._saved import plain_config, saved_extension, saved_method
 from ctxext.architectures._hf import restoring
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.architectures._scaling import scaling_of
+from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.methods import RopeMethod
 from ctxext.training._dry_run import DryRun, layers_of
 from ctxext.training.memory import Memory
@@ -226,6 +227,9 @@ def reach_of(config: Any) -> int | None:
     saved = saved_extension(config, "the config")
     if saved is not None:
         return int(saved["target_length"])
+    scaling = scaling_of(config)
+    if scaling is not None:
+        return scaling.window
     text = config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         if isinstance(getattr(text, name, None), int):
@@ -235,6 +239,11 @@ def reach_of(config: Any) -> int | None:
 
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model on the meta device, with the attention that its config says."""
+    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+        raise IncompatibleError(
+            f"Memory is planned for causal language models, one text at a time; a {config.model_type} reads more than "
+            f"that, or is none. Plan its language model alone."
+        )
     config = _plainly_rotated(config)
     with building(f"a {config.model_type}"), torch.device("meta"), restoring():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
