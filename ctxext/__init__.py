@@ -1,11 +1,61 @@
 """Give an existing Hugging Face checkpoint a longer context, in place and in one line."""
 
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from ctxext import errors
+
+if TYPE_CHECKING:
+    from ctxext import training
+    from ctxext._api import describe, method, patch, unpatch
+    from ctxext._export import export
+    from ctxext._load import load, save
+    from ctxext.methods import package as methods
+
 __version__ = "0.1.0"
 
-from ctxext import errors, training
-from ctxext._api import describe, method, patch, unpatch
-from ctxext._export import export
-from ctxext._load import load, save
-from ctxext.methods import package as methods
-
 __all__ = ["describe", "errors", "export", "load", "method", "methods", "patch", "save", "training", "unpatch"]
+
+_VERBS = {
+    "describe": "_api",
+    "method": "_api",
+    "patch": "_api",
+    "unpatch": "_api",
+    "export": "_export",
+    "load": "_load",
+    "save": "_load",
+}
+_PACKAGES = ("methods", "training")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for."""
+    if name in _VERBS:
+        found = getattr(importlib.import_module(f"{__name__}.{_VERBS[name]}"), name)
+    elif name in _PACKAGES:
+        found = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _started_as_command() -> bool:
+    """Whether this process is the ``ctxext`` command, or ``python -m ctxext``, and no program that imports ctxext."""
+    name = sys.argv[0] if sys.argv else ""
+    return PurePath(name).stem == "ctxext" or (name == "-m" and "ctxext" in sys.orig_argv)
+
+
+# Every program gets ctxext's rope types registered with transformers by this import, before any checkpoint is read. The
+# command reads none before it has imported what it needs, and --help must not wait for torch and transformers.
+if not _started_as_command():
+    for _name in _VERBS:
+        __getattr__(_name)

@@ -63,6 +63,7 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
     for key in parameters:
         if key not in known:
             raise UnknownNameError.of(f"parameter of method {name!r}", key, known)
+    chosen.require_given(parameters)
     return chosen(**parameters)
 
 
@@ -179,6 +180,8 @@ def describe(model: nn.Module) -> Description:
     if saved:
         return describe_saved(saved, model_type)
     length = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if length is None and any(found().matches(base) for found in ARCHITECTURES.values()):
+        length = architecture_of(base).trained_length(base.config)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 
 

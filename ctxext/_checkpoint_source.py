@@ -9,10 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ctxext._adapters import is_adapter
+from ctxext._config_check import UNFIT, check_config
 from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.errors import CheckpointError, IncompatibleError
 
@@ -43,18 +51,22 @@ class Contents:
 
 
 def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
-    """Read the config of a causal language model, from a directory or by its name on the hub.
+    """Read the config of a language model, from a directory or by its name on the hub.
+
+    It is a causal one, or one of the class that its config names: with pictures beside the text, or an encoder.
 
     Raises:
         CheckpointError: as for ``read_any_config``.
-        IncompatibleError: the config is not one of a causal language model.
+        IncompatibleError: transformers has no class to build such a model.
     """
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     own_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code:
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    builds = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code and not builds:
         raise IncompatibleError(
-            f"{place} holds a {config.model_type}, which transformers has no causal language model for; ctxext extends "
-            f"decoders only."
+            f"{place} holds a {config.model_type}, which transformers has no causal language model for, and its config "
+            f"names no class that it has (architectures={config.architectures}). Write the model's class there."
         )
     return config
 
@@ -63,7 +75,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     """Read the config of any model, also one that ctxext saved so that stock code refuses it.
 
     Raises:
-        CheckpointError: unreadable, unknown to transformers, or in need of remote code that was not allowed.
+        CheckpointError: unreadable, unknown to transformers, damaged, or in need of remote code that was not allowed.
         IncompatibleError: a rope dict without its base.
     """
     path = Path(place) / location.get("subfolder", "") / "config.json"
@@ -81,9 +93,9 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         else:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, *UNFIT) as error:
         raise CheckpointError(f"transformers cannot read the config of {place}: {error}") from error
-    _refuse_without_base(config)
+    check_config(config, os.fspath(place))
     return config
 
 
@@ -125,17 +137,6 @@ def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[
     return str(file.parent), named | loading
 
 
-def _refuse_without_base(config: Any) -> None:
-    """Refuse what transformers would fail on with a TypeError: a rope dict that says nothing about its base."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if "rope_type" in parameters and parameters.get("rope_theta") is None:
-            raise IncompatibleError(
-                f"The config of this {config.model_type} has no rope_theta in rope_parameters={parameters}. Write it "
-                f"into config.json: the base that the model was trained with (10000.0 in the RoPE paper)."
-            )
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint.
 
@@ -158,7 +159,10 @@ def refuse_source(source: Path) -> None:
         CheckpointError: with what was found instead and what to do.
     """
     if source.suffix == ".gguf":
-        raise CheckpointError(f"{source} is a GGUF file, which has no config.json to rewrite. See ctxext export.")
+        raise CheckpointError(
+            f"{source} is a GGUF file, which has no config.json to rewrite. Patch the checkpoint that it was converted "
+            f"from and convert that, or load the file extended: ctxext.load({str(source)!r}, 'yarn', factor=4)."
+        )
     if not source.exists():
         raise CheckpointError(
             f"There is no directory {source}. A checkpoint on the hub is fetched first: "

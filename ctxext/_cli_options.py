@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
-from ctxext.spec import RopeSpec
+
+if TYPE_CHECKING:
+    from ctxext.spec import RopeSpec
 
 
 @contextlib.contextmanager
@@ -23,9 +26,36 @@ def _clean() -> Iterator[None]:
     try:
         yield
     except CtxextError as error:
-        # Built here, not at import: tests and programs exchange sys.stderr.
-        Console(stderr=True, highlight=False).print(f"Error: {error}", style="red", markup=False, soft_wrap=True)
+        _say(str(error))
         raise typer.Exit(1) from error
+    except OSError as error:  # the last resort: a disk, a network or a name that no command thought of
+        named = f"{error.filename}: " if error.filename else ""
+        _say(f"{named}{error.strerror or error}.")
+        raise typer.Exit(1) from error
+
+
+def _say(message: str) -> None:
+    # Built here, not at import: tests and programs exchange sys.stderr.
+    console = Console(stderr=True, highlight=False)
+    console.print(f"Error: {in_flags(message)}", style="red", markup=False, soft_wrap=True)
+
+
+# How the library names what an option gives, and the option. Fields of a config have such names too: they stay.
+SPOKEN = (
+    (r"\b(factor|trained_length|target_length)=\.\.\.", r"--\1 N"),
+    (r"\b(sliding_window|scaling)=['\"](\w+)['\"]", r"--\1 \2"),
+    (r"\b(trained_length|target_length)=(\d+)", r"--\1 \2"),
+    (r"\bfactor=(\S+) and --target_length", r"--factor \1 and --target_length"),
+    (r"\bmeans factor=", "means --factor "),
+    (r"^(factor|trained_length|target_length) must", r"--\1 must"),
+)
+
+
+def in_flags(message: str) -> str:
+    """What the library says to a program, as it is said at the command line."""
+    for python, flag in SPOKEN:
+        message = re.sub(python, flag, message)
+    return re.sub(r"--(\w+)", lambda found: f"--{found[1].replace('_', '-')}", message)
 
 
 class Clean(TyperGroup):
@@ -37,8 +67,22 @@ class Clean(TyperGroup):
             return super().invoke(ctx)
 
 
-class CleanCommand(TyperCommand):
-    """The same for a script with one command."""
+class Once(TyperCommand):
+    """A command that refuses an option which is given twice and taken once, where others keep the last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for option in order:
+            repeatable = getattr(option, "multiple", False) or getattr(option, "count", False) or option.nargs == -1
+            if order.count(option) > 1 and not repeatable and not getattr(option, "is_flag", False):
+                raise typer.BadParameter("given more than once; this command takes one.", ctx=ctx, param=option)
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
+class CleanCommand(Once):
+    """The same for a script with one command, whose errors are clean."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -60,13 +104,38 @@ class Window(StrEnum):
     lift = "lift"
 
 
+class Scaling(StrEnum):
+    """What to do about a scaling of positions that a config carries already."""
+
+    extend = "extend"
+    replace = "replace"
+
+
+def method_names(incomplete: str) -> list[str]:
+    """For shells: every method is a file of its name, so that none needs to be imported."""
+    files = Path(__file__).with_name("methods").glob("[!_]*.py")
+    return sorted(file.stem for file in files if file.stem != "base" and file.stem.startswith(incomplete))
+
+
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
-MethodName = Annotated[str, typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.")]
+MethodName = Annotated[
+    str,
+    typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
+]
 Factor = Annotated[float | None, typer.Option("--factor", "-f", help="Target length / trained length, at least 1.")]
-Target = Annotated[int | None, typer.Option("--target-length", help="Tokens to extend to, instead of a factor.")]
+Target = Annotated[int | None, typer.Option("--target-length", min=1, help="Tokens to extend to, instead of a factor.")]
 Trained = Annotated[
     int | None,
-    typer.Option("--trained-length", help="Tokens the weights were trained for, where the config does not say so."),
+    typer.Option(
+        "--trained-length", min=1, help="Tokens the weights were trained for, where the config does not say so."
+    ),
+]
+ScalingOption = Annotated[
+    Scaling | None,
+    typer.Option(
+        "--scaling",
+        help="For a checkpoint whose config scales its positions already: extend from it, or replace it.",
+    ),
 ]
 SlidingWindow = Annotated[
     Window | None, typer.Option("--sliding-window", help="For models whose every attention layer has one.")
@@ -88,6 +157,7 @@ def rope_of(
         InvalidParameterError: if it is described twice or by halves.
     """
     from ctxext._inspect import rope_of_checkpoint
+    from ctxext.spec import RopeSpec
 
     if checkpoint is not None:
         if rotary_dim is not None or base is not None:
@@ -122,6 +192,7 @@ def arguments(
     trained_length: int | None,
     sliding_window: Window | None,
     param: list[str] | None,
+    scaling: Scaling | None = None,
 ) -> dict[str, Any]:
     """What ``ctxext.patch`` takes beside the method.
 
@@ -133,6 +204,7 @@ def arguments(
         "target_length": target_length,
         "trained_length": trained_length,
         "sliding_window": sliding_window.value if sliding_window else None,
+        "scaling": scaling.value if scaling else None,
     }
     parameters = dict(parameter_of(text) for text in param or [])
     taken = sorted(own.keys() & parameters.keys())

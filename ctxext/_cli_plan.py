@@ -6,6 +6,7 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ ROWS = {
     "optimizer": "AdamW's moments of them",
     "kept": "kept of all layers for the backward pass",
     "cache": "keys and values of all layers",
+    "passing": "those before the windows, until the next token",
     "layer": "one layer at work",
     "loss": "a chunk's logits and loss",
     "total": "peak",
@@ -70,10 +72,14 @@ def plan(
 
     [bold]Example[/]: ctxext plan meta-llama/Llama-3.1-8B --memory 80GiB
     """
-    from ctxext._checkpoint_source import checked_path, read_config
+    if memory is None and length is None:
+        raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
+
+    from ctxext._adapters import is_adapter
+    from ctxext._checkpoint_source import checked_path, read_config, read_json
     from ctxext.evaluation._memory import parse_bytes
     from ctxext.training.memory import Memory
-    from ctxext.training.plan import plan_serving, plan_training
+    from ctxext.training.plan import plan_serving, plan_training, reach_of
 
     if importlib.util.find_spec("peft") is None:
         raise CheckpointError("Training is planned with PEFT: pip install 'ctxext[train]'.")
@@ -85,6 +91,9 @@ def plan(
         offload=offload,
         mlp_tile=mlp_tile,
     )
+    if is_adapter(checkpoint):
+        base = read_json(Path(checkpoint) / "adapter_config.json").get("base_model_name_or_path")
+        raise CheckpointError(f"{checkpoint} is an adapter. Plan its base model, {base}; --lora-rank says its size.")
     config = read_config(checked_path(checkpoint, {}), trust_remote_code=trust)
     chosen, name = _dtype(config, dtype)
     common: dict[str, Any] = {"dtype": chosen, "quantisation": quantisation, "trust_remote_code": trust}
@@ -97,11 +106,29 @@ def plan(
             training: Breakdown | str = _planned(plan_training(config, **trained, **common), budget, length)
         except (IncompatibleError, InvalidParameterError) as error:
             training = str(error)
-    found = {"training": training, "serving": serving}
+    found, reach = {"training": training, "serving": serving}, reach_of(config)
     if as_json:
-        typer.echo(json.dumps(_plain(found, checkpoint, name, budget), indent=2))
+        typer.echo(json.dumps(_plain(found, checkpoint, name, budget) | {"reach": reach}, indent=2))
         return
     _show(found, f"{checkpoint}, {name}{f', {quantisation}' if quantisation else ''}", budget)
+    _show_reach(found, reach, config.model_type)
+
+
+def _show_reach(found: Mapping[str, Breakdown | str], reach: int | None, model_type: str) -> None:
+    """Say how far the model itself reaches, which no memory changes."""
+    console = Console(highlight=False)
+    if reach is None:
+        console.print(f"The config of this {model_type} does not say how far it reaches.", style="yellow")
+        return
+    console.print(f"This {model_type} is made for {reach:,} tokens.")
+    beyond = [f"{made.length:,}" for made in found.values() if not isinstance(made, str) and made.length > reach]
+    if beyond:
+        console.print(
+            f"Memory holds {' and '.join(dict.fromkeys(beyond))} tokens, more than it is made for: extend it first "
+            f"(ctxext patch).",
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def _planned(made: Training | Serving, budget: int | None, length: int | None) -> Breakdown:
@@ -109,8 +136,7 @@ def _planned(made: Training | Serving, budget: int | None, length: int | None) -
 
     if length is not None:
         return made.at(length)
-    if budget is None:
-        raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
+    assert budget is not None  # one of the two is given
     return longest(made, budget)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ctxext._adapters import EXTENSION_FILE, is_adapter
 from ctxext._api import architecture_of, describe, describe_saved, patch, unpatch
 from ctxext._checkpoint_source import checked_path, read_config, read_json
+from ctxext._config_check import building
 from ctxext._export import TARGETS, export_config
+from ctxext._load import model_class
 from ctxext._saved import plain_config, saved_extension
 from ctxext.architectures import Request
 from ctxext.architectures._alibi import AlibiArchitecture
@@ -184,8 +187,12 @@ def inspect_adapter(directory: Path) -> Description:
 
 
 def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
-    with torch.device("meta"), restoring():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    kind = model_class(config)
+    with building(f"a {config.model_type}"), torch.device("meta"), restoring():
+        if kind is AutoModelForCausalLM:
+            model: PreTrainedModel = kind.from_config(config, trust_remote_code=trust_remote_code)
+        else:
+            model = kind(copy.deepcopy(config))
     return model
 
 

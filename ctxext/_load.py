@@ -24,6 +24,7 @@ from ctxext._adapters import (
 )
 from ctxext._api import architecture_of, base_model, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
+from ctxext._config_check import building
 from ctxext._edits import Edits
 from ctxext._saved import (
     checked_extension,
@@ -39,7 +40,7 @@ from ctxext.architectures._hf import restoring
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.methods import METHODS, Method
 
-__all__ = ["extended_config", "load", "save"]
+__all__ = ["extended_config", "load", "model_class", "save"]
 
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
@@ -158,13 +159,13 @@ def _read_model(place: str, config: PreTrainedConfig, loading: dict[str, Any]) -
             checked_contents(Path(place) / loading.get("subfolder", ""))
     try:
         with restoring():
-            model: PreTrainedModel = _model_class(config).from_pretrained(place, config=config, **loading)
+            model: PreTrainedModel = model_class(config).from_pretrained(place, config=config, **loading)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error
     return model
 
 
-def _model_class(config: PreTrainedConfig) -> Any:
+def model_class(config: PreTrainedConfig) -> Any:
     """What loads a config: the automatic class, or the saved one where that knows no causal model of this type."""
     mapping = AutoModelForCausalLM._model_mapping
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -176,8 +177,8 @@ def _model_class(config: PreTrainedConfig) -> Any:
 
 def extended_config(config: Any, method: str | Method, *, trust_remote_code: bool = False, **arguments: Any) -> Any:
     """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
-    with torch.device("meta"), restoring():
-        chosen = _model_class(config)
+    with building(f"a {config.model_type}"), torch.device("meta"), restoring():
+        chosen = model_class(config)
         if chosen is AutoModelForCausalLM:
             model = chosen.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
         else:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ctxext._checkpoint import Written
+from ctxext._cli_options import in_flags
 from ctxext._export import TARGETS
 from ctxext._inspect import Inspection, Verdict
 from ctxext.methods import METHODS, Method, RopeMethod
@@ -109,7 +110,7 @@ def facts(found: Inspection) -> list[tuple[str, str]]:
     )
     if found.longest and found.longest != found.trained_length:
         lines.append(("max positions", f"{found.longest:,} tokens (max_position_embeddings)"))
-    lines.append(("sliding window", found.window or "none"))
+    lines.append(("sliding window", in_flags(found.window or "none")))
     lines.append(("extended", found.extended or "no"))
     return lines
 
@@ -121,7 +122,7 @@ def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
         table.add_column(column, overflow="fold", no_wrap=not column.startswith("stored"))
     for verdict in verdicts:
         if verdict.refused is not None:
-            table.add_row(verdict.method, "refused", "", Text(verdict.refused), style="dim")
+            table.add_row(verdict.method, "refused", "", Text(in_flags(verdict.refused)), style="dim")
             continue
         loaded_by = "anyone" if verdict.stock else "ctxext.load"
         reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)"
@@ -168,9 +169,7 @@ def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...],
     console.print("\n[bold]methods[/]: each applied to this model without its weights, then taken back")
     console.print(verdict_table(found.verdicts))
     if found.exports is None:
-        for target in TARGETS:
-            line = shlex.join(("ctxext", "export", checkpoint, "--to", target, "--method", "yarn", "--factor", "4"))
-            console.print(Text(f"what {target} must be told for an extension: {line}"), soft_wrap=True)
+        _show_how_to_export(found, checkpoint, console)
         return
     for target, made in found.exports.items():
         console.print(f"[bold]{target}[/]")
@@ -178,6 +177,21 @@ def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...],
             console.print(Text(f"  cannot: {made}"))
         else:
             show_export(made, checkpoint, console)
+
+
+def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) -> None:
+    """Print the commands that say what other runtimes must be told, where there is an extension to tell them of."""
+    extending = [verdict.method for verdict in found.verdicts if verdict.refused is None]
+    if not extending or not found.positions:  # runtimes have flags for rotary positions only
+        return
+    method = "yarn" if "yarn" in extending else extending[0]
+    place = "ORIGINAL" if checkpoint.endswith(".gguf") else checkpoint
+    window = ("--sliding-window", "lift") if found.window_caps else ()
+    for target in TARGETS:
+        line = shlex.join(("ctxext", "export", place, "--to", target, "--method", method, "--factor", "4", *window))
+        console.print(Text(f"what {target} must be told for an extension: {line}"), soft_wrap=True)
+    if place != checkpoint:
+        console.print("ORIGINAL: the checkpoint that this file was converted from.")
 
 
 def show_export(export: Export, checkpoint: str, console: Console) -> None:

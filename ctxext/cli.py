@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,16 +18,20 @@ from ctxext._cli_options import (
     Factor,
     Json,
     MethodName,
+    Once,
     Param,
+    ScalingOption,
     SlidingWindow,
     Target,
     Trained,
     Trust,
     arguments,
     check_output,
+    method_names,
     rope_of,
 )
 from ctxext._cli_plan import plan
+from ctxext._files import whole_file
 from ctxext._progress import Later
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.evaluation.commands import eval_app
@@ -42,6 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 plot_app = typer.Typer(cls=Clean, help="Draw what methods do.", no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(plot_app, name="plot")
@@ -51,17 +58,22 @@ app.add_typer(eval_app, name="eval")
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Give a Hugging Face checkpoint a longer context, and prove that it works."""
-    from transformers.utils import logging
-
     import ctxext
 
-    logging.set_verbosity_error()  # it warns of every rope type that it does not know, and trying methods tries those
     if version:
         typer.echo(ctxext.__version__)
         raise typer.Exit()
+    # It warns of every rope type that it does not know, and trying methods tries those. Where it is not imported yet,
+    # the help of a command must not wait for it.
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+    else:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-@app.command()
+@app.command(cls=Once)
 def inspect(
     checkpoint: Checkpoint, trained_length: Trained = None, trust: Trust = False, as_json: Json = False
 ) -> None:
@@ -104,7 +116,7 @@ def inspect(
     _render.show_inspection(found, checkpoint, unread, Console(highlight=False))
 
 
-@app.command()
+@app.command(cls=Once)
 def patch(
     source: Annotated[
         Path, typer.Argument(help="A directory with config.json and safetensors weights.", metavar="SRC")
@@ -115,6 +127,7 @@ def patch(
     target_length: Target = None,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
+    scaling: ScalingOption = None,
     param: Param = None,
     link: Annotated[bool | None, typer.Option("--link/--copy", help="Hard-link or copy the weights.")] = None,
     trust: Trust = False,
@@ -137,7 +150,7 @@ def patch(
             link=link,
             trust_remote_code=trust,
             progress=progress,
-            **arguments(factor, target_length, trained_length, sliding_window, param),
+            **arguments(factor, target_length, trained_length, sliding_window, param, scaling),
         )
     if as_json:
         _print_json(written)
@@ -147,17 +160,27 @@ def patch(
         typer.echo(line)
 
 
-@app.command()
+@app.command(cls=Once)
 def export(
     checkpoint: Checkpoint,
-    to: Annotated[str, typer.Option("--to", help="vllm or llama.cpp")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="vllm or llama.cpp", autocompletion=lambda: ["vllm", "llama.cpp"]),
+    ],
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help="Serve a plain checkpoint extended, its files as they are.")
+        str | None,
+        typer.Option(
+            "--method",
+            "-m",
+            help="Serve a plain checkpoint extended, its files as they are.",
+            autocompletion=method_names,
+        ),
     ] = None,
     factor: Factor = None,
     target_length: Target = None,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
+    scaling: ScalingOption = None,
     param: Param = None,
     trust: Trust = False,
     as_json: Json = False,
@@ -169,9 +192,15 @@ def export(
     from ctxext import _render
     from ctxext._export import export as make
 
-    given = arguments(factor, target_length, trained_length, sliding_window, param)
+    given = arguments(factor, target_length, trained_length, sliding_window, param, scaling)
     if method is None and any(value is not None for value in given.values()):
-        raise InvalidParameterError(f"{', '.join(k for k, v in given.items() if v is not None)}: only with --method.")
+        flags = [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]
+        raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
+    if Path(checkpoint).suffix == ".gguf":
+        raise CheckpointError(
+            f"{checkpoint} is a GGUF file. Give the checkpoint that it was converted from; what is printed for "
+            f"llama.cpp then holds for the file."
+        )
     made = make(checkpoint, to=to, method=method, trust_remote_code=trust, **given)
     if as_json:
         _print_json(made)
@@ -179,10 +208,10 @@ def export(
     _render.show_export(made, checkpoint, Console(highlight=False))
 
 
-app.command()(plan)
+app.command(cls=Once)(plan)
 
 
-@app.command()
+@app.command(cls=Once)
 def methods(
     as_json: Json = False, markdown: Annotated[bool, typer.Option("--markdown", help="As in the README.")] = False
 ) -> None:
@@ -200,7 +229,7 @@ def methods(
         Console(highlight=False).print(_render.methods_table())
 
 
-@plot_app.command()
+@plot_app.command(cls=Once)
 def frequencies(
     checkpoint: Annotated[str | None, typer.Argument(help="A directory or hub name; or give --base etc.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")] = Path(
@@ -208,7 +237,10 @@ def frequencies(
     ),
     factor: Annotated[float, typer.Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
     method: Annotated[
-        list[str] | None, typer.Option("--method", "-m", help="Repeatable; default: all that need only a factor.")
+        list[str] | None,
+        typer.Option(
+            "--method", "-m", help="Repeatable; default: all that need only a factor.", autocompletion=method_names
+        ),
     ] = None,
     rotary_dim: Annotated[int | None, typer.Option("--rotary-dim", help="Head dimensions that rotate.")] = None,
     base: Annotated[float | None, typer.Option("--base", help="rope_theta.")] = None,
@@ -229,7 +261,11 @@ def frequencies(
     rope = rope_of(checkpoint, rotary_dim, base, trained_length, trust)
     chosen: list[Method] = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
     check_output(output)
-    plot_spectrum(chosen, rope, output, name=Path(checkpoint).name if checkpoint else "")
+    try:
+        with whole_file(output) as half:
+            plot_spectrum(chosen, rope, half, name=Path(checkpoint).name if checkpoint else "")
+    except OSError as error:
+        raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
     typer.echo(f"Wrote {output}")
 
 

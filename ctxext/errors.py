@@ -42,8 +42,9 @@ class UnknownNameError(CtxextError, LookupError):
     def of(cls, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
         """Build the message ``Unknown <kind> '<name>'. Did you mean ...? Known: ...``."""
         names = sorted(known)
-        close = difflib.get_close_matches(str(name), names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        by_lower = {one.lower(): one for one in names}
+        close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+        hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
         return cls(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
 
 

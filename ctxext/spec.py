@@ -104,7 +104,8 @@ class Description:
 
     def __str__(self) -> str:
         if self.method is None:
-            return f"{self.model_type}: not extended by ctxext, {self.target_length} tokens"
+            reach = "its config names no length" if self.target_length is None else f"{self.target_length} tokens"
+            return f"{self.model_type}: not extended by ctxext, {reach}"
         parameters = ", ".join(f"{key}={_short(value)}" for key, value in self.method.items() if key != "method")
         lines = [
             f"{self.model_type} extended by {self.method['method']} ({parameters})",

@@ -50,7 +50,7 @@ def make_plan(
             new = merged(text, layer_type, form)
             rope = new if layer_type is None else rope | {layer_type: new[layer_type]}
         spec = next(iter(specs.values()))
-        fields = {"rope_parameters": rope, **windows}
+        fields = {"rope_parameters": rope, **windows, **_implied_head_dim(text)}
         # Stock code measures the stretch of its dynamic type from this field, so it must keep the trained length.
         is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms.values())
         if hasattr(text, "max_position_embeddings"):
@@ -77,6 +77,17 @@ def make_plan(
     raise IncompatibleError(
         f"Method {method.name!r} cannot be stored in the config of this {text.model_type}. Tried " + "; ".join(reasons)
     )
+
+
+def _implied_head_dim(text: Any) -> dict[str, Any]:
+    """The size of a head, where a config has the field and leaves it empty (Mixtral-8x7B as it is published).
+
+    Stock code then takes this quotient for plain positions, but multiplies by the empty field for yarn and longrope.
+    """
+    own = vars(text)
+    if "head_dim" not in own or own["head_dim"] is not None:
+        return {}
+    return {"head_dim": text.hidden_size // text.num_attention_heads}
 
 
 def _forms(

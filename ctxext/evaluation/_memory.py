@@ -11,7 +11,7 @@ from ctxext.errors import InvalidParameterError
 
 __all__ = ["cached_tokens_for", "head_chunk", "parse_bytes", "pass_bytes"]
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+UNITS = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 LEAST = 256
 # Bytes that the logits of one piece and their softmax may take, and the fewest positions that a piece is worth.
 HEAD_BYTES, HEAD_LEAST = 128 * 2**20, 128
@@ -23,10 +23,12 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidParameterError: anything else.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, flags=re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|b)?b?\s*", text, flags=re.IGNORECASE)
     if found is None or not float(found[1]):
         raise InvalidParameterError(f"An amount of memory is written like 2GiB or 800MB; found {text!r}.")
-    return int(float(found[1]) * UNITS[(found[2] or "").lower()])
+    if not found[2]:
+        raise InvalidParameterError(f"An amount of memory needs a unit, such as {found[1]}GiB; found {text!r}.")
+    return int(float(found[1]) * UNITS[found[2].lower()])
 
 
 def head_chunk(model: nn.Module) -> int:

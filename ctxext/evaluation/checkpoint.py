@@ -22,7 +22,7 @@ from ctxext._adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_a
 from ctxext._api import base_model, is_zero3
 from ctxext._checkpoint_source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext._saved import saved_extension
-from ctxext.errors import CheckpointError, CtxextError, UnknownNameError
+from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation._reading import package_folders
 
 __all__ = ["DTYPES", "Checkpoint", "load_checkpoint", "safe_dtype", "weights_digest"]
@@ -77,6 +77,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: nothing there, or nothing that transformers can load.
+        InvalidParameterError: a device that is not there.
         UnknownNameError: an unknown dtype.
     """
     if dtype not in ("auto", *DTYPES):
@@ -84,7 +85,7 @@ def load_checkpoint(
     path = _installed_checkpoint() if source is None else Path(source)
     if source is not None and not path.exists() and (path.is_absolute() or source.startswith(".") or path.suffix):
         raise CheckpointError(f"No checkpoint at {source!r}. Give a directory, a .gguf file or a name on the hub.")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = checked_device(device)
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         with _quiet():
@@ -98,6 +99,22 @@ def load_checkpoint(
         raise CheckpointError(f"Cannot load a causal language model from {source or path}: {error}") from error
     model, tokenizer, note = loaded
     return Checkpoint(name, model.to(place).eval(), tokenizer, note)
+
+
+def checked_device(device: str | torch.device | None) -> torch.device:
+    """The device that is meant, by default the first CUDA device or else the CPU.
+
+    Raises:
+        InvalidParameterError: there is no such device here.
+    """
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidParameterError(
+            f"Device {str(device)!r} cannot be used here: {str(error).splitlines()[0]:.200} Give another, such as cpu."
+        ) from error
+    return place
 
 
 def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from jaxtyping import Float
@@ -15,6 +17,9 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = ["BiasMethod", "Method", "RopeMethod", "require"]
+
+# Beyond it, lengths leave the whole numbers that a float holds, and every text that there is.
+MOST = 10**6
 
 # Not typing.Self: the runtime shape checker of the tests decorates functions one by one and cannot resolve it.
 SomeMethod = TypeVar("SomeMethod", bound="Method")
@@ -27,8 +32,8 @@ def require(condition: bool, parameter: str, value: object, expected: str) -> No
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite real number (a bool or a numeric string is not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """Whether ``value`` is a finite real number, NumPy's included (a bool or a numeric string is not)."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(abs(value) <= sys.float_info.max)
 
 
 def positive_numbers(parameter: str, values: object) -> tuple[float, ...]:
@@ -63,9 +68,10 @@ class Method(ABC):
         for field in fields(self):
             value = getattr(self, field.name)
             # 4 and 4.0 are one method: saved alike, and stock transformers warns about an integer attention_factor.
-            if "float" in str(field.type) and isinstance(value, int) and is_number(value):
+            if "float" in str(field.type) and is_number(value):
                 object.__setattr__(self, field.name, float(value))
         require(is_number(self.factor) and self.factor >= 1, "factor", self.factor, "a finite number, at least 1")
+        require(self.factor <= MOST, "factor", self.factor, f"at most {MOST:,}: no model reads so much further")
 
     @property
     def dynamic(self) -> bool:
@@ -97,8 +103,20 @@ class Method(ABC):
         for key in parameters:
             if key not in known:
                 raise UnknownNameError.of(f"parameter of method {cls.name!r}", key, known)
+        cls.require_given(parameters)
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
         return cls(**values)
+
+    @classmethod
+    def require_given(cls, parameters: Iterable[str]) -> None:
+        """Raise ``InvalidParameterError`` unless ``parameters`` has those that the method has no default for."""
+        needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in needed if name not in parameters]
+        if missing:
+            raise InvalidParameterError(
+                f"Method {cls.name!r} needs {' and '.join(missing)}, one number per rotated pair of dimensions, which "
+                f"have no default ({missing[0]}=[...]; on the command line, --param {missing[0]}=@FILE.json)."
+            )
 
     @classmethod
     def example(cls: type[SomeMethod], rope: RopeSpec) -> SomeMethod:

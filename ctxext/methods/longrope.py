@@ -64,12 +64,12 @@ class LongRoPE(RopeMethod):
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         name = "long_factor" if length > rope.trained_length else "short_factor"
+        self._require_fitting(rope, name)
         divisors = torch.tensor(getattr(self, name), dtype=torch.float64)
-        expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"
-        require(len(divisors) == rope.rotary_dim // 2, f"the length of {name}", len(divisors), expected)
         return Frequencies(plain_inv_freq(rope) / divisors, self._attention_scale(rope))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        self._require_fitting(rope, "long_factor")
         parameters = {
             "rope_type": "longrope",
             "rope_theta": rope.base,
@@ -86,6 +86,10 @@ class LongRoPE(RopeMethod):
     def example(cls, rope: RopeSpec) -> LongRoPE:
         ramp = torch.linspace(0, 1, rope.rotary_dim // 2, dtype=torch.float64)
         return cls(factor=4.0, short_factor=tuple((1.1**ramp).tolist()), long_factor=tuple((4.0**ramp).tolist()))
+
+    def _require_fitting(self, rope: RopeSpec, name: str) -> None:
+        count, expected = len(getattr(self, name)), f"{rope.rotary_dim // 2} (rotary_dim / 2)"
+        require(count == rope.rotary_dim // 2, f"the length of {name}", count, expected)
 
     def _attention_scale(self, rope: RopeSpec) -> float:
         if self.attention_factor is not None:

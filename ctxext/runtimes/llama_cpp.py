@@ -106,7 +106,7 @@ def _scaling_flags(extended: Extended) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def _number(value: float) -> str:
+def _number(value: int | float) -> str:
     return f"{value:.9g}"  # llama.cpp reads a float32, which nine digits determine
 
 

@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ctxext._api import base_model
 from ctxext._edits import Edits
 from ctxext._head import require_head
+from ctxext.architectures._absent import learned_positions
 from ctxext.errors import IncompatibleError
 from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
 
@@ -38,10 +39,17 @@ UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, Unsupporte
 
 
 class Taken(NamedTuple):
-    """Bytes of a pass: what all layers keep until its end or the backward pass, and what is at work on top of it."""
+    """Bytes of a pass.
+
+    Args:
+        kept: what all layers keep until its end or the backward pass.
+        work: what is at work on top of it.
+        passing: the part of ``kept`` that is let go with the next token: keys and values that have left a window.
+    """
 
     kept: int
     work: int
+    passing: int = 0
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,6 +103,7 @@ class DryRun:
         self.hidden_bytes: int = self.causal.config.get_text_config(decoder=True).hidden_size * dtype.itemsize
         self.base: Any = self.causal.get_submodule(require_head(self.causal))
         self.layers = layers_of(self.causal)
+        self.positions = learned_positions(self.causal)
         kinds = [_kind(self.causal, layer, index) for index, layer in enumerate(self.layers)]
         self.kinds = [
             [index for index, found in enumerate(kinds) if index and found == kind] for kind in dict.fromkeys(kinds[1:])
@@ -106,6 +115,14 @@ class DryRun:
             _make_fake(model)
         self.causal.enable_input_require_grads()
         self.layers[0].register_forward_hook(self._look)
+
+    def require_positions(self, length: int) -> None:
+        """Raise ``IncompatibleError`` for more tokens than there are learned positions; fake tensors would not."""
+        if self.positions is not None and length > self.positions:
+            raise IncompatibleError(
+                f"This {self.causal.config.model_type} has learned {self.positions:,} positions, a vector each, and "
+                f"cannot read {length:,} tokens. Plan up to {self.positions:,}."
+            )
 
     def step(self, length: int) -> Taken:
         """A forward and a backward pass through the layers, gradients of the weights not counted."""
@@ -126,15 +143,20 @@ class DryRun:
 
     def prefill(self, length: int) -> Taken:
         """A prompt read into an empty cache, and the logits of its last token; what is kept is the cache."""
+        passing: list[int] = []
 
         def run(live: LiveBytes) -> int:
             inputs = torch.zeros(1, length, dtype=torch.long)
             output = self.causal(input_ids=inputs, use_cache=True, logits_to_keep=1)
             held = [value for name, value in output.items() if name != "logits"]
+            passing.append(_beyond_windows(getattr(output, "past_key_values", None)))
             del output, inputs
             return live.now if held else 0
 
-        return self._over_kinds(run, training=False)
+        taken = self._over_kinds(run, training=False)
+        alone, *both = passing
+        each = [(with_one - alone) * len(indices) for with_one, indices in zip(both, self.kinds, strict=True)]
+        return taken._replace(passing=alone + sum(each))
 
     def loss(self, length: int) -> int:
         """The head, the loss and their gradients for a chunk, as ``chunk_loss`` computes them."""
@@ -229,6 +251,20 @@ class DryRun:
         if torch.is_grad_enabled():  # what all layers are given, such as a mask, is kept for them all
             self._shared.append((args, kwargs))
         return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
+
+
+def _beyond_windows(cache: Any) -> int:
+    """Bytes behind a cache that its tensors do not show: a windowed layer's are the end of a whole prompt's.
+
+    transformers cuts a view out of what a pass computed, so that all of it stays until the next token replaces it.
+    """
+    tensors = [
+        tensor
+        for layer in getattr(cache, "layers", ())
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if isinstance(tensor, Tensor)
+    ]
+    return sum(tensor.untyped_storage().nbytes() - tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def layers_of(causal: PreTrainedModel) -> list[nn.Module]:

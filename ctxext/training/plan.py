@@ -15,15 +15,17 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ctxext._config_check import building
 from ctxext._load import attached
 from ctxext._saved import plain_config, saved_extension, saved_method
 from ctxext.architectures._hf import restoring
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.architectures._scaling import scaling_of
+from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.methods import RopeMethod
 from ctxext.training._dry_run import DryRun, layers_of
 from ctxext.training.memory import Memory
 
-__all__ = ["Breakdown", "Serving", "Training", "longest", "plan_serving", "plan_training"]
+__all__ = ["Breakdown", "Serving", "Training", "longest", "plan_serving", "plan_training", "reach_of"]
 
 STEP = 256
 """Lengths are planned in multiples of it."""
@@ -46,7 +48,8 @@ class Breakdown:
         gradients: of these.
         optimizer: AdamW's two moments of these.
         kept: of all layers, for the backward pass: their inputs, with checkpointing.
-        cache: keys and values of all layers.
+        cache: keys and values of all layers, of windowed ones those inside their window.
+        passing: keys and values before the windows, which stay until the first token behind the prompt.
         layer: the activations of the one layer that is at work, of the largest kind.
         loss: logits, loss and gradients of a chunk of tokens, and the gradient of the hidden states.
         host: what is kept in the host's memory instead, not part of ``total``.
@@ -59,6 +62,7 @@ class Breakdown:
     optimizer: int = 0
     kept: int = 0
     cache: int = 0
+    passing: int = 0
     layer: int = 0
     loss: int = 0
     host: int = 0
@@ -71,7 +75,7 @@ class Breakdown:
     @property
     def total(self) -> int:
         """The peak: a layer and the loss are never at work at the same time."""
-        return self.fixed + self.kept + self.cache + max(self.layer, self.loss)
+        return self.fixed + self.kept + self.cache + self.passing + max(self.layer, self.loss)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Training:
 
     def at(self, length: int) -> Breakdown:
         """What a sequence of ``length`` tokens takes."""
+        self.run.require_positions(length)
         step = self.run.step(length)
         hidden = length * self.run.hidden_bytes
         chunk = self.memory.loss_chunk
@@ -119,8 +124,10 @@ class Serving:
 
     def at(self, length: int) -> Breakdown:
         """What a context of ``length`` tokens takes."""
+        self.run.require_positions(length)
         taken = self.run.prefill(length)
-        return replace(self.fixed, length=length, cache=taken.kept, layer=taken.work + self.dequantised)
+        cache, layer = taken.kept - taken.passing, taken.work + self.dequantised
+        return replace(self.fixed, length=length, cache=cache, passing=taken.passing, layer=layer)
 
 
 def plan_training(
@@ -179,7 +186,7 @@ def plan_serving(
 
 
 def longest(plan: Training | Serving, budget: int) -> Breakdown:
-    """The longest sequence, in steps of 256 tokens, that fits.
+    """The longest sequence, in steps of 256 tokens, that fits; no longer than positions that a model has learned.
 
     Args:
         plan: of training or serving.
@@ -188,7 +195,8 @@ def longest(plan: Training | Serving, budget: int) -> Breakdown:
     Raises:
         InvalidParameterError: not even 256 tokens fit; says what they take.
     """
-    low = high = plan.at(STEP)
+    most = min(plan.run.positions or LIMIT, LIMIT)
+    low = high = plan.at(min(STEP, most))
     if low.total > budget:
         raise InvalidParameterError(
             f"{STEP} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
@@ -196,14 +204,14 @@ def longest(plan: Training | Serving, budget: int) -> Breakdown:
         )
     before = low
     while high.total <= budget:
-        if high.length >= LIMIT:
+        if high.length >= most:
             return high
         # On from the last two lengths in a straight line: far beyond the end, a dry run of tiled MLPs takes long.
         before, low = low, high
         growth = (low.total - before.total) / max(low.length - before.length, 1)
         ahead = (budget - low.total) / growth if growth > 0 else LIMIT
-        steps = int(min(ahead, 15 * low.length, LIMIT - low.length)) // STEP
-        high = plan.at(low.length + max(steps, 1) * STEP)
+        steps = int(min(ahead, 15 * low.length, most - low.length)) // STEP
+        high = plan.at(min(low.length + max(steps, 1) * STEP, most))
     halve = False
     while high.length - low.length > STEP:  # bytes are nearly linear in tokens: interpolate, now and then halve
         share = 0.5 if halve else (budget - low.total) / (high.total - low.total)
@@ -214,10 +222,30 @@ def longest(plan: Training | Serving, budget: int) -> Breakdown:
     return low
 
 
+def reach_of(config: Any) -> int | None:
+    """Tokens that a model is made for, any extension of it included; None where its config does not say so."""
+    saved = saved_extension(config, "the config")
+    if saved is not None:
+        return int(saved["target_length"])
+    scaling = scaling_of(config)
+    if scaling is not None:
+        return scaling.window
+    text = config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        if isinstance(getattr(text, name, None), int):
+            return int(getattr(text, name))
+    return None
+
+
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model on the meta device, with the attention that its config says."""
+    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+        raise IncompatibleError(
+            f"Memory is planned for causal language models, one text at a time; a {config.model_type} reads more than "
+            f"that, or is none. Plan its language model alone."
+        )
     config = _plainly_rotated(config)
-    with torch.device("meta"), restoring():
+    with building(f"a {config.model_type}"), torch.device("meta"), restoring():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )

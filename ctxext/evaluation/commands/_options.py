@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ctxext._cli_options import method_names
+
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.corpus import Corpus
@@ -52,6 +54,7 @@ Methods = Annotated[
         "--method",
         "-m",
         help='Repeatable, with parameters where needed: -m "yarn ramp=turns". Default: the checkpoint as it is.',
+        autocompletion=method_names,
         show_default=False,
     ),
 ]

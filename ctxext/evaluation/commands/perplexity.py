@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ctxext._cli_options import Factor, Json, Param, SlidingWindow, Target, Trained, Trust, arguments
+from ctxext._cli_options import (
+    Factor,
+    Json,
+    Param,
+    ScalingOption,
+    SlidingWindow,
+    Target,
+    Trained,
+    Trust,
+    arguments,
+    method_names,
+)
 from ctxext.evaluation.commands._options import (
     Bos,
     Checkpoint,
@@ -38,7 +49,13 @@ def perplexity(
     checkpoint: Checkpoint = None,
     text: Text = None,
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help="Extend by this method; default: measure it as it is.")
+        str | None,
+        typer.Option(
+            "--method",
+            "-m",
+            help="Extend by this method; default: measure it as it is.",
+            autocompletion=method_names,
+        ),
     ] = None,
     factor: Factor = None,
     target_length: Target = None,
@@ -67,6 +84,7 @@ def perplexity(
     bos: Bos = "auto",
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
+    scaling: ScalingOption = None,
     param: Param = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -102,7 +120,7 @@ def perplexity(
         stride=stride,
         truncate=truncate,
         method=method,
-        arguments=arguments(factor, target_length, trained_length, sliding_window, param),
+        arguments=arguments(factor, target_length, trained_length, sliding_window, param, scaling),
         memory=budget,
         unpatched=unpatched,
     )

@@ -1,0 +1,109 @@
+"""What a config must hold before anything is built from it; whatever else is wrong with one is said by transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ctxext._saved import saved_extension, saved_method
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
+from ctxext.methods.base import is_number
+
+__all__ = ["UNFIT", "building", "check_config"]
+
+# What transformers' own code ends in when a value is of another kind than it takes for granted.
+UNFIT = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
+# Of a rope dict: above zero, and not below it.
+POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor")
+NUMBERS = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim")
+TABLES = ("short_factor", "long_factor")
+
+
+@contextlib.contextmanager
+def building(what: str) -> Iterator[None]:
+    """While transformers reads or builds ``what`` from a config that somebody wrote: its errors become sentences.
+
+    Nothing of ctxext's own belongs in the block, so that a defect of ours is not taken for a mistake in a config.
+
+    Raises:
+        CheckpointError: in the place of what transformers ends in.
+    """
+    try:
+        yield
+    except CtxextError:
+        raise
+    except UNFIT as error:
+        said = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"transformers cannot build {what} from its config: {type(error).__name__}: {' '.join(said)[:300]}. "
+            f"Compare config.json with the published one of its model type."
+        ) from error
+
+
+def check_config(config: Any, place: str) -> None:
+    """Refuse a config that carries an unknown form of extension, or a rope dict that no model could be built from.
+
+    Args:
+        config: as transformers reads it.
+        place: where it was read, to show.
+
+    Raises:
+        CheckpointError: for a value of the wrong kind; the message names the field and the value.
+        IncompatibleError: for a rope dict without its base.
+    """
+    saved = saved_extension(config, place)
+    if saved is not None:
+        saved_method(saved)
+    named = config.architectures
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise CheckpointError(f"The config of {place} has architectures={named!r}; it should be a list of class names.")
+    text = config.get_text_config(decoder=True)
+    length = getattr(text, "max_position_embeddings", None)
+    if length is not None and (not is_number(length) or length < 1):
+        raise CheckpointError(
+            f"The config of {place} has max_position_embeddings={length!r}; it should be a number of tokens."
+        )
+    rope = getattr(text, "rope_parameters", None)
+    if rope is None:
+        return
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"The config of {place} has rope_parameters={rope!r}; it should be a JSON object.")
+    parts = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in [part for part in (rope, *parts) if "rope_type" in part]:
+        _check_rope(parameters, config.model_type, place)
+
+
+def _check_rope(parameters: dict[str, Any], model_type: str, place: str) -> None:
+    kind = parameters["rope_type"]
+    if not isinstance(kind, str) or kind not in {"default", *ROPE_INIT_FUNCTIONS}:
+        known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS} - {"ctxext_rope", "ctxext_unrotated"}))
+        hint = " ('su' is the old name of longrope, whose tables it needs.)" if kind == "su" else ""
+        raise CheckpointError(
+            f"The config of {place} has rope_type={kind!r}, which transformers does not know: {known}.{hint}"
+        )
+    if parameters.get("rope_theta") is None:  # transformers would fail on it with a TypeError
+        raise IncompatibleError(
+            f"The config of this {model_type} has no rope_theta in rope_parameters={parameters}. Write it into "
+            f"config.json: the base that the model was trained with (10000.0 in the RoPE paper)."
+        )
+    for name in (*POSITIVE, *NUMBERS):
+        value = parameters.get(name)
+        if value is not None and not (is_number(value) and (value > 0 or name in NUMBERS)):
+            raise CheckpointError(
+                f"The config of {place} has {name}={value!r} in rope_parameters; it should be a finite number"
+                f"{'' if name in NUMBERS else ' above 0'}."
+            )
+    for name in TABLES:
+        values = parameters.get(name)
+        if values is not None and not (isinstance(values, list) and all(is_number(v) and v > 0 for v in values)):
+            raise CheckpointError(
+                f"The config of {place} has {name}={values!r:.80} in rope_parameters; it should be a list of numbers "
+                f"above 0."
+            )

@@ -1,0 +1,80 @@
+"""The config.json of famous checkpoints as they are published, at sizes that a model of them builds in no time.
+
+Provenance: written down from the published files of the hub repositories that the names say (``NAME with its documented
+YaRN`` and ``NAME of April 2024`` are the forms that their model cards and earlier revisions give). Cut are the sizes
+alone: layers (as few as show every kind of layer), heads (the size of a head stays), hidden and intermediate sizes,
+vocabulary and token ids, experts, low ranks, vision towers. Everything that says where positions are and how far they
+reach is as published, missing fields included: rope dicts, bases, lengths, head dimensions, windows, layer kinds,
+``auto_map``, ``architectures``, dtypes, ``transformers_version``. The LongRoPE tables of Phi-3, Phi-4-mini and MiniCPM3
+were compared with their copies in torchtune, KerasHub and MindSpeed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+__all__ = ["FAMOUS", "famous_checkpoint", "famous_config", "famous_model"]
+
+FAMOUS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("famous.json").read_text(encoding="utf-8"))
+
+
+def famous_config(name: str, **changes: Any) -> dict[str, Any]:
+    """The raw ``config.json`` of a checkpoint; ``changes`` are fields of it."""
+    return copy.deepcopy(FAMOUS[name]) | changes
+
+
+def famous_model(name: str, *, device: str = "cpu", **changes: Any) -> PreTrainedModel:
+    """A random model built from the published config by the class that it names, natively, in evaluation mode.
+
+    Args:
+        name: one of ``FAMOUS``.
+        device: "meta" for a model without weights.
+        **changes: fields of the raw config.
+    """
+    raw = famous_config(name, **changes)
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    named = getattr(transformers, (raw.get("architectures") or [""])[0], None)
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        if named is not None:
+            model: PreTrainedModel = named._from_config(config)
+        else:  # a class of remote code, or one that was renamed since
+            model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+    return model.eval()
+
+
+def famous_checkpoint(
+    name: str, directory: Path, *, weights: bool = False, without: tuple[str, ...] = (), **changes: Any
+) -> Path:
+    """A checkpoint directory with the published ``config.json`` to the letter.
+
+    Args:
+        name: one of ``FAMOUS``.
+        directory: where it is made.
+        weights: random weights that can be loaded; else one tensor stands for all. Random weights are not quantised,
+            so ``quantization_config`` is left out with them.
+        without: fields to leave out.
+        **changes: fields of the raw config.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = famous_config(name, **changes)
+    for field in (*without, *(["quantization_config"] if weights else [])):
+        raw.pop(field, None)
+    if weights:
+        famous_model(name, **changes, quantization_config=None).save_pretrained(directory)
+    else:
+        save_file({"w": torch.zeros(1)}, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
+    length = raw.get("max_position_embeddings", 2048)
+    settings = {"model_max_length": length, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return directory

@@ -1,0 +1,90 @@
+"""Help, mistakes and completions answer before anything heavy is imported; ``import ctxext`` registers all the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ctxext
+from ctxext._cli_options import method_names
+from ctxext.methods import METHODS
+
+ROOT = Path(ctxext.__file__).parents[1]
+HEAVY = ("torch", "transformers", "safetensors", "peft", "matplotlib")
+
+
+def imported_by(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run the command in a process of its own; what it imported, by the interpreter's own account."""
+    command = [sys.executable, "-X", "importtime", "-m", "ctxext", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment, timeout=120)
+    return done, set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--help",), "inspect"),
+        (("-h",), "inspect"),
+        (("patch", "-h"), "--trained-length"),
+        (("eval", "perplexity", "--help"), "--text"),
+        (("--version",), ctxext.__version__),
+        (("insepct",), "inspect"),
+    ],
+)
+def test_help_and_mistakes_import_nothing_heavy(arguments: tuple[str, ...], said: str) -> None:
+    done, modules = imported_by(*arguments)
+    assert done.returncode == (2 if arguments == ("insepct",) else 0)
+    assert said in done.stdout + done.stderr
+    assert {"ctxext.cli", "typer"} <= modules  # the account is not empty
+    assert modules.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "offered"),
+    [("ctxext ins", 1, "inspect"), ("ctxext patch SRC DST -m ya", 5, "yarn"), ("ctxext patch --meth", 2, "--method")],
+)
+def test_completion_imports_nothing_heavy(words: str, number: int, offered: str) -> None:
+    asked = {"_CTXEXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    done, modules = imported_by(**asked)
+    assert done.stdout.split() == [offered]
+    assert modules.isdisjoint(HEAVY)
+
+
+def test_completion_knows_every_method() -> None:
+    assert method_names("") == sorted(METHODS)
+    assert method_names("dynamic") == ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
+
+
+def test_import_registers_before_anything_is_asked_for(tmp_path: Path) -> None:
+    """A program that only imports ctxext and then uses transformers: it gets the names, and the sentence."""
+    program = f"""
+import sys
+import ctxext
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+assert {{"ctxext_rope", "ctxext_unrotated"}} <= ROPE_INIT_FUNCTIONS.keys()
+small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=64, **small))
+ctxext.patch(model, "dynamic_yarn", factor=4).save_pretrained({str(tmp_path)!r})
+try:
+    AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+except ctxext.errors.CheckpointError as error:
+    assert "ctxext.load" in str(error)
+else:
+    raise SystemExit("loaded without a word")
+assert ctxext.training.ExtensionCallback is not None
+assert ctxext.methods()["yarn"] is ctxext.methods.YaRN
+assert set(ctxext.__all__) <= set(dir(ctxext))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has describe, errors"):
+        ctxext.pathc  # noqa: B018
