@@ -94,7 +94,8 @@ class SharedForward(PositionedForward):
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.module.config._attn_implementation
+        config: Any = self.module.config
+        found = config._attn_implementation
         if found != ATTENTION:
             raise PatchStateError(
                 f"The attention implementation of this {type(self.module).__name__} is now {found!r}. ALiBi took the "
@@ -179,8 +180,8 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
         return position_ids
     if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
         raise IncompatibleError(
-            f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as they do "
-            f"where an image or a video stands between the words. ALiBi knows one distance between two tokens, so "
+            f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as "
+            f"they do where an image or a video stands between the words. ALiBi knows one distance between two tokens, so "
             f"this model reads text only while it is patched."
         )
     return position_ids[0]
@@ -209,8 +210,8 @@ def _require_causal(
     if at.numel() and bool(mask_function(rows, torch.zeros_like(rows), at, at + 1).any()):
         raise IncompatibleError(
             "Its attention is not causal here: tokens see others that come after them (an encoder, is_causal=False, a "
-            "prefix, or the block of an image). ctxext's attention and the distances of ALiBi are for causal models only. "
-            "Unpatch the model for such inputs."
+            "prefix, or the block of an image). ctxext's attention and the distances of ALiBi are for causal models "
+            "only. Unpatch the model for such inputs."
         )
 
 

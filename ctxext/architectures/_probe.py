@@ -27,7 +27,7 @@ __all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of"]
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
 
-# What a model's own code may raise when it is asked to run without data; ctxext's errors are told apart by their class.
+# What a model's own code may raise when it is asked to run without data.
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -85,8 +85,9 @@ def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
         if decoder is None:
             return Layers(failure="it reads no tokens")
         for module in decoder.modules():
-            if hasattr(module, "config"):
-                module.config._attn_implementation_internal = PROBE
+            config: Any = getattr(module, "config", None)
+            if config is not None:
+                config._attn_implementation_internal = PROBE
         marks = _Marks()
         _watch(twin, paths, marks)
         forward_without_data(decoder, marks)
@@ -133,8 +134,10 @@ def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments or results, those in lists too (torch's own walk over trees takes three times as
-    long as everything else here)."""
+    """The tensors among arguments or results, those in lists too.
+
+    torch's own walk over trees would take as long as everything else here.
+    """
     for value in values:
         if isinstance(value, Tensor):
             yield value

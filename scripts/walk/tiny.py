@@ -58,7 +58,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(config: PreTrainedConfig, seed: int = 0, loader: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """A random model with weights wide enough that positions show in its logits; ``loader`` is one of the Auto classes."""
+    """A random model with weights wide enough that positions show in its logits; ``loader`` is an Auto class."""
     torch.manual_seed(seed)
     model: PreTrainedModel = loader.from_config(config)
     tied = set()
