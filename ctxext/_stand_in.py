@@ -79,7 +79,12 @@ def follow_replicas(modules: Iterable[nn.Module], edits: Edits) -> None:
 
 def _stands_in(value: Any, module: nn.Module) -> bool:
     """Whether ``value`` is one of the objects that ctxext puts into the place of methods of ``module``."""
-    return is_dataclass(value) and any(getattr(value, field.name) is module for field in fields(value))
+    return _is_ours(value) and any(getattr(value, field.name) is module for field in fields(value))
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether this is one of ctxext's own records; configs are records too, and some refuse to be read."""
+    return is_dataclass(value) and type(value).__module__.partition(".")[0] == "ctxext"
 
 
 def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
@@ -88,7 +93,7 @@ def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
         return new
     if isinstance(value, dict):
         return {key: _rebound(part, old, new) for key, part in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
+    if _is_ours(value):
         bound = copy.copy(value)
         for field in fields(value):
             object.__setattr__(bound, field.name, _rebound(getattr(value, field.name), old, new))

@@ -181,8 +181,8 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
     if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
         raise IncompatibleError(
             f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as "
-            f"they do where an image or a video stands between the words. ALiBi knows one distance between two tokens, so "
-            f"this model reads text only while it is patched."
+            f"they do where an image or a video stands between the words. ALiBi knows one distance between two "
+            f"tokens, so this model reads text only while it is patched."
         )
     return position_ids[0]
 
