@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
+from collections.abc import Iterator
 
 from torch import nn
 
 __all__ = ["learned_positions", "why_absent"]
 
-
-def learned_positions(model: nn.Module) -> int | None:
-    """How many positions a model has learned by heart, one vector each; None where it has no such table."""
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if isinstance(module, nn.Embedding) and (last == "wpe" or "position" in last):
-            said = getattr(model.config, "max_position_embeddings", None)
-            # Some tables begin with rows that stand for no position (OPT's first two).
-            return said if isinstance(said, int) and said <= module.num_embeddings else module.num_embeddings
-    return None
+TABLE = re.compile(r"pos|wpe")
+BUCKETS = re.compile(r"relative_attention_bias|rel_pos_bias")
+SOME_POSITION = re.compile(
+    r"rotary|alibi|sinus|wpe|relative|rel_|position_?(bias|emb|enc)|embed_pos|pos_?(emb|enc)", re.I
+)
 
 
 def why_absent(model: nn.Module) -> str:
-    """The likeliest reason, read off the code of the model's class."""
+    """The likeliest reason, read off the model's modules and the code of their classes."""
     code = vars(sys.modules[type(model).__module__])
     buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
     verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
@@ -33,15 +31,56 @@ def why_absent(model: nn.Module) -> str:
     owners = [name for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
     if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
         return "its code knows rotary positions, but this checkpoint's config leaves them off"
-    learned = learned_positions(model)
-    if learned is not None:
-        return (
-            f"it has learned its {learned:,} positions by heart, a vector each, and no formula gives the next one: "
-            f"take a model with rotary positions or ALiBi"
-        )
-    if any("Mamba" in type(module).__name__ for module in model.modules()):
-        return (
-            "it has none: its recurrent layers carry the order, so that nothing needs to be extended; what it makes of "
-            "a longer text is a matter of training"
-        )
-    return "no rotary embedding of the form that transformers' own rope types use, and no ALiBi"
+    return (
+        _table(model)
+        or _none_at_all(model)
+        or ("no rotary embedding of the form that transformers' own rope types use, and no ALiBi")
+    )
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """How many positions a model has learned, one vector each; None where it has no such table."""
+    return next((rows for path, module, rows in _tables(model) if _is_learned(path, module)), None)
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Embedding, int]]:
+    """Each embedding with its path and how many tokens it has rows for; the decoder's before the encoder's."""
+    said = getattr(model.config, "max_position_embeddings", None)
+    for path, module in reversed(list(model.named_modules())):
+        if isinstance(module, nn.Embedding):
+            rows = module.num_embeddings - int(getattr(module, "offset", 0))
+            # Some tables begin with rows that stand for no position.
+            yield path, module, said if isinstance(said, int) and 0 < said <= rows else rows
+
+
+def _is_learned(path: str, module: nn.Embedding) -> bool:
+    name = path.rpartition(".")[2]
+    return bool(TABLE.search(name)) and not BUCKETS.search(name) and "Sinusoid" not in type(module).__name__
+
+
+def _table(model: nn.Module) -> str | None:
+    """What is said of a table with a row for each position, or for each kind of distance."""
+    for path, module, rows in _tables(model):
+        name = path.rpartition(".")[2]
+        if BUCKETS.search(name):
+            return (
+                f"it has {module.num_embeddings} buckets of relative distances ({path}); all distances beyond the last "
+                f"bucket's share that one, whatever the length"
+            )
+        if _is_learned(path, module):
+            return (
+                f"it has learned positions, one vector each for {rows:,} tokens ({path}), and no method here makes "
+                f"more of those"
+            )
+        if TABLE.search(name):
+            return f"it adds sinusoids to its input, from a table of {rows:,} tokens ({path})"
+    return None
+
+
+def _none_at_all(model: nn.Module) -> str | None:
+    """What is said of a model whose order of tokens comes from recurrence and the causal mask alone."""
+    classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+    lines = [line for kind in classes for line in inspect.getsource(kind).splitlines()]
+    if any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@")):  # decorators only offer
+        return None
+    return "it has no positions at all, so nothing needs extending: it reads as far as memory and its training carry"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
+from ctxext._stand_in import follow_replicas
 from ctxext.architectures._attend import AlibiAttend
 from ctxext.architectures._positions import ATTENTION, PositionedForward
 from ctxext.architectures._regime import recompute_in_generate
@@ -93,6 +94,7 @@ class AlibiArchitecture(Architecture):
             edits.set(attention, "forward", self.forward_of(attention, attend, method))
         if method.dynamic:
             recompute_in_generate(model, method, trained_length, edits)
+        follow_replicas(model.modules(), edits)
         return Extension(
             trained_length=trained_length,
             target_length=target,

@@ -47,6 +47,7 @@ class AlibiAttend:
     ) -> Tensor:
         """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         layout = mask.layout
+        q, k, v = _as_autocast_wants(q, k, v)
         if not self.method.dynamic:
             return self._run(q, k, v, layout, self.slopes(self.alibi.trained_length, q.device), scale, window, dropout)
         rows = layout.memo("regimes", lambda: self._regimes(mask))
@@ -99,6 +100,18 @@ class AlibiAttend:
     ) -> Tensor:
         backend = choose(self._chosen, self.backend, q, k, layout, biased=True, window=window, dropout=dropout)
         return backend(q, k, v, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+
+
+def _as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the dtype that autocast gives to torch's own attention.
+
+    Rotation leaves queries and keys in float32 there, and values as their projection made them.
+    """
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(part if part.dtype is torch.float64 else part.to(dtype) for part in tensors)
 
 
 def _standing_in(layout: Layout, documents: dict[int, int], regime: int) -> Tensor:

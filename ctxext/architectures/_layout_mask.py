@@ -20,21 +20,21 @@ class LayoutMask:
     Args:
         layout: where queries and keys stand.
         length: the sequence's global length in tokens, where a caller that holds only a shard of it said so.
+        window: tokens that the mask in whose place this is would have let a query see; None for all.
     """
 
     ndim = 2
 
-    def __init__(self, layout: Layout, length: int | None = None) -> None:
-        self.layout, self.length = layout, length
+    def __init__(self, layout: Layout, length: int | None = None, window: int | None = None) -> None:
+        self.layout, self.length, self.window = layout, length, window
 
     def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
         """Models and device hooks move masks like tensors; a dtype means nothing here."""
         target = next((a for a in (*args, kwargs.get("device")) if isinstance(a, torch.device | str | int)), None)
         if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
             return self
-        return LayoutMask(
-            self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target))), self.length
-        )
+        layout = self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target)))
+        return LayoutMask(layout, self.length, self.window)
 
 
 def layout_of(attention_mask: Any) -> LayoutMask:

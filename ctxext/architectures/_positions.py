@@ -8,6 +8,7 @@ travels to each layer as the ``attention_mask`` argument, so gradient checkpoint
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from ctxext._stand_in import StandIn
 from ctxext.architectures._layout_mask import LayoutMask, layout_of
@@ -92,6 +94,15 @@ class SharedForward(PositionedForward):
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = self.module.config
+        found = config._attn_implementation
+        if found != ATTENTION:
+            raise PatchStateError(
+                f"The attention implementation of this {type(self.module).__name__} is now {found!r}. ALiBi took the "
+                f"place of its rotation and lives in ctxext's attention, so without that it has no positions at all. "
+                f"Go back with model.set_attn_implementation({ATTENTION!r}). A kernel is chosen when patching: "
+                f"ctxext.patch(..., attention='sdpa'); and ctxext.unpatch brings rotation back."
+            )
         shard = None if _current.call is None else _current.call.shard
         return super().run(*args, **(kwargs if shard is None else kwargs | {"ctxext_layout": shard}))
 
@@ -138,17 +149,70 @@ def _layout_mask(
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     device: torch.device | str | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
     **_: Any,
 ) -> LayoutMask | Tensor | None:
     """Mask function of the name ``ctxext``, in the signature that transformers calls."""
+    if use_vmap:
+        raise IncompatibleError(
+            "Its attention hides or shows tokens by a rule of the model's own (a mask function on top of the causal "
+            "one), which ctxext's attention by positions cannot say. Unpatch the model for such inputs."
+        )
+    if not allow_is_causal_skip:  # transformers itself does not vouch for a plain causal mask here
+        _require_causal(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device)
     call = _current.call
-    if call is None:  # generate() prepares masks ahead of the decoder: leave the padding as it is for then
+    if call is None:  # masks are prepared ahead of the decoder, by generate() too: leave the padding as it is for then
         return attention_mask
     if call.shard is not None:
         return call.shard
     device = attention_mask.device if attention_mask is not None and device is None else device
-    layout = _layout(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, call.position_ids, device)
-    return LayoutMask(layout, call.length)
+    positions = _on_one_axis(call.position_ids)
+    layout = _layout(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, positions, device)
+    return LayoutMask(layout, call.length, local_size)
+
+
+def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
+    """Positions as ``[rows, tokens]``, also where a model counts time, height and width apart."""
+    if position_ids is None or position_ids.ndim == 2:
+        return position_ids
+    if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
+        raise IncompatibleError(
+            f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as "
+            f"they do where an image or a video stands between the words. ALiBi knows one distance between two "
+            f"tokens, so this model reads text only while it is patched."
+        )
+    return position_ids[0]
+
+
+def _require_causal(
+    mask_function: Callable[..., Any],
+    batch: int,
+    query: int,
+    key: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    device: torch.device | str | None,
+) -> None:
+    """Raise if a token may see the one that follows it.
+
+    Encoders, prefixes and the blocks of images let tokens see what comes later. Whoever sees further ahead sees the
+    next token too, so neighbours are enough to ask about.
+    """
+    if mask_function is causal_mask_function or torch.compiler.is_compiling():
+        return
+    where = torch.device("cpu" if device is None or torch.device(device).type == "meta" else device)
+    at = torch.arange(query, device=where) + int(q_offset)
+    at = at[(at + 1 >= kv_offset) & (at + 1 < kv_offset + key)][None]
+    rows = torch.arange(batch, device=where)[:, None]
+    if at.numel() and bool(mask_function(rows, torch.zeros_like(rows), at, at + 1).any()):
+        raise IncompatibleError(
+            "Its attention is not causal here: tokens see others that come after them (an encoder, is_causal=False, a "
+            "prefix, or the block of an image). ctxext's attention and the distances of ALiBi are for causal models "
+            "only. Unpatch the model for such inputs."
+        )
 
 
 def _hides_nothing(attention_mask: Tensor) -> bool:
@@ -287,6 +351,11 @@ def _attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
+    if ctxext_layout is None and mask.window != sliding_window:
+        raise IncompatibleError(
+            f"A layer of {type(module).__name__} asks for attention over a window of {sliding_window} tokens under a "
+            f"mask of {mask.window} (None is all), so ctxext's attention cannot tell what it may see."
+        )
     out = attend(query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 

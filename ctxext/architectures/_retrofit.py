@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
+from ctxext._stand_in import follow_replicas
 from ctxext.architectures._alibi import bias_fingerprint
 from ctxext.architectures._attend import AlibiAttend
 from ctxext.architectures._carry import carry_over
 from ctxext.architectures._hf import UNROTATED_TYPE, restoring
 from ctxext.architectures._pin import PinnedApply
+from ctxext.architectures._probe import Layers
 from ctxext.architectures._regime import recompute_in_generate
 from ctxext.architectures._sites import Site, merged
 from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures._twins import round_trip
-from ctxext.architectures._wiring import why_not_ours, wire
+from ctxext.architectures._wiring import why_not_ours, why_wiring_fails, wire
 from ctxext.architectures.base import Extension, Request
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
@@ -29,7 +32,13 @@ NOTE = "Rotation is gone and ALiBi took its place: the weights do not know it ye
 
 
 def retrofit(
-    model: PreTrainedModel, method: BiasMethod, request: Request, sites: list[Site], trained_length: int, edits: Edits
+    model: PreTrainedModel,
+    method: BiasMethod,
+    request: Request,
+    sites: list[Site],
+    layers: Layers,
+    trained_length: int,
+    edits: Edits,
 ) -> Extension:
     """Replace rotary positions by ``method``'s bias.
 
@@ -37,11 +46,9 @@ def retrofit(
         IncompatibleError: if ctxext's attention cannot take the place of the model's own.
     """
     text = model.config.get_text_config(decoder=True)
-    reason = why_not_ours(model, text, sites)
+    reason = why_not_ours(model, text, sites, layers)
     if reason:
-        raise IncompatibleError(
-            f"Method {method.name!r} cannot replace the rotation of this {text.model_type}: {reason}."
-        )
+        raise IncompatibleError(_refusal(method, text, reason))
     if getattr(method, "bias", "exact") != "exact":
         raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
     site, target = sites[0], method.target_length(trained_length)
@@ -59,6 +66,9 @@ def retrofit(
                 f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept "
                 f"rope_type {UNROTATED_TYPE!r} ({error})"
             ) from error
+        reason = why_wiring_fails(model, config, site)
+        if reason:
+            raise IncompatibleError(_refusal(method, text, reason))
         carry_over(model, config, fields, edits)
     rotary = model.get_submodule(site.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
@@ -66,6 +76,7 @@ def retrofit(
     wire(model, text, site, attend, edits)
     if method.dynamic:
         recompute_in_generate(model, method, trained_length, edits)
+    follow_replicas(model.modules(), edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text)
@@ -81,3 +92,7 @@ def retrofit(
         attention=request.attention or "auto",
         original=original,
     )
+
+
+def _refusal(method: BiasMethod, text: Any, reason: str) -> str:
+    return f"Method {method.name!r} cannot replace the rotation of this {text.model_type}: {reason}."

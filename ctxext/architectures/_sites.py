@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.architectures._sliding import is_windowed
+from ctxext.architectures._probe import Layers, look, reader_of
+from ctxext.architectures._sliding import is_windowed, mixes_windows
 from ctxext.architectures._twins import rotary_twin, round_trip, twin_config
 from ctxext.architectures._verify import disagreement, module_output
 from ctxext.errors import IncompatibleError
@@ -18,6 +20,7 @@ from ctxext.methods._math import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = [
+    "UNSEEN",
     "LatentSpec",
     "ProportionalSpec",
     "Site",
@@ -27,6 +30,7 @@ __all__ = [
     "plain_spec",
     "rotaries",
     "rotating",
+    "survey",
     "trained_spec",
 ]
 
@@ -100,6 +104,51 @@ def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
     Raises:
         IncompatibleError: if there are none.
     """
+    return survey(model, text)[0]
+
+
+def survey(model: PreTrainedModel, text: Any) -> tuple[list[Site], Layers]:
+    """Frequencies of the decoder that reach beyond a sliding window, and what its layers do with them.
+
+    Raises:
+        IncompatibleError: if there are none, or where windows and whole layers mix and the layers could not be seen.
+    """
+    sites = _candidates(model, text)
+    if model.config.is_encoder_decoder:
+        classes = ", ".join(sorted({type(module).__name__ for _, module in rotaries(model)}))
+        raise IncompatibleError(
+            f"This {model.config.model_type} is an encoder-decoder: the text is read by its encoder and written by its "
+            f"decoder, and each of them rotates by itself ({classes}). To extend the decoder alone would not let it "
+            f"read further, so ctxext extends neither."
+        )
+    if reader_of(model, sites[0].path) is None:
+        first = next(iter(inspect.signature(model.forward).parameters))
+        raise IncompatibleError(
+            f"{type(model).__name__} reads no tokens (the first argument of its forward is {first!r}). ctxext extends "
+            f"what reads text; patch the model that this one is a part of."
+        )
+    layers = look(model, list(dict.fromkeys(site.path for site in sites)))
+    if layers.failure and sites[0].layer_type is None and mixes_windows(text):
+        raise IncompatibleError(
+            f"This {text.model_type} has layers with a sliding window beside others, and which of its layers rotate "
+            f"could not be seen: {UNSEEN.format(layers.failure)} If only the windowed ones do, an extension would harm "
+            f"and not help."
+        )
+    if layers.rotates_in_windows_only:
+        raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
+    return sites, layers
+
+
+UNSEEN = "its forward pass does not run without data ({})."
+
+WINDOWS_ONLY = (
+    "The rotary positions of this {} belong to its sliding-window layers only, and its other layers have no positions "
+    "to extend: they already see everything."
+)
+
+
+def _candidates(model: PreTrainedModel, text: Any) -> list[Site]:
+    """Frequencies of the decoder, but for those that the config gives to windowed layers by name."""
     sites, elsewhere = [], []
     for path, module in rotaries(model):
         if module.config is not text and not _is_copy(module.config, text):
@@ -115,10 +164,7 @@ def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
             f"so no one extension of its config lengthens its reach."
         )
     if any(True for _ in rotaries(model)):
-        raise IncompatibleError(
-            f"The rotary positions of this {text.model_type} belong to its sliding-window layers only, and its other "
-            f"layers have no positions to extend: they already see everything."
-        )
+        raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
     raise IncompatibleError(f"{type(model).__name__} has no rotary positions.")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ctxext.architectures.base import Request
 from ctxext.errors import IncompatibleError, InvalidParameterError
 
-__all__ = ["is_windowed", "window_fields", "window_note"]
+__all__ = ["is_windowed", "mixes_windows", "window_fields", "window_note"]
 
 CHOICES = (None, "keep", "lift")
 
@@ -63,6 +63,12 @@ def window_note(config: Any) -> str | None:
     if _all_windowed(config):
         return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
     return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
+
+
+def mixes_windows(config: Any) -> bool:
+    """Whether the config has layers with a window beside layers without one."""
+    layer_types = getattr(config, "layer_types", None) or []
+    return any(map(is_windowed, layer_types)) and not _all_windowed(config)
 
 
 def _window(config: Any) -> int | None:

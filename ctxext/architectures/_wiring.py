@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
+from ctxext.architectures._layout_mask import LayoutMask
 from ctxext.architectures._positions import ATTENTION, SharedForward
-from ctxext.architectures._sites import Site
+from ctxext.architectures._probe import FAILURES, Layers, forward_without_data
+from ctxext.architectures._sites import UNSEEN, Site
+from ctxext.architectures._twins import meta_twin
+from ctxext.errors import IncompatibleError
 
-__all__ = ["attention_layers", "decoder_of", "why_not_ours", "wire"]
+__all__ = ["attention_layers", "decoder_of", "why_not_ours", "why_wiring_fails", "wire"]
 
 
 def decoder_of(model: PreTrainedModel, site: Site) -> nn.Module:
@@ -32,7 +37,7 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
-def why_not_ours(model: PreTrainedModel, text: Any, sites: list[Site]) -> str | None:
+def why_not_ours(model: PreTrainedModel, text: Any, sites: list[Site], seen: Layers) -> str | None:
     """Why ctxext's attention cannot take the place of this model's own; None if it can."""
     if len(sites) != 1 or sites[0].layer_type is not None:
         return "its positions differ by layer type"
@@ -46,13 +51,43 @@ def why_not_ours(model: PreTrainedModel, text: Any, sites: list[Site]) -> str | 
             return "its keys and values differ in size (multi-head latent attention)"
         if getattr(layer, "sinks", None) is not None:
             return "its attention has sinks, which no backend here has"
-        if getattr(layer, "use_rope", True) in (False, 0):
-            return "some of its layers have no positions at all"
     if getattr(text, "attn_logit_softcapping", None):
         return "it caps attention scores (attn_logit_softcapping), which no backend here does"
-    if getattr(text, "no_rope_layers", None) or getattr(text, "mrope_section", None):
+    if seen.failure:
+        return f"which of its layers rotate could not be seen: {UNSEEN.format(seen.failure).rstrip('.')}"
+    if len(seen.rotating) != len(layers):
         return "some of its layers have no positions at all"
     return None
+
+
+@dataclass
+class _Witness:
+    """Stands in for attention in a proof: gives the shape of its result and counts how often it is asked."""
+
+    asked: int = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
+        self.asked += 1
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def why_wiring_fails(model: PreTrainedModel, config: Any, site: Site) -> str | None:
+    """Why a model built from ``config`` would not run on ctxext's attention; None if it would.
+
+    Proven by one forward pass of a wired twin, without data: a model's own code may compute with the mask that a
+    layout takes the place of, or may want attention that a layout cannot say.
+    """
+    twin = meta_twin(model, config).eval()
+    decoder, witness = decoder_of(twin, site), _Witness()
+    wire(twin, twin.config.get_text_config(decoder=True), site, witness, Edits())
+    try:
+        forward_without_data(decoder)
+    except IncompatibleError as error:
+        return str(error).removesuffix(" Unpatch the model for such inputs.").rstrip(".")
+    except FAILURES as error:
+        return f"its own code fails on what takes the place of a mask ({type(error).__name__}: {error})"
+    expected = len(attention_layers(decoder))
+    return None if witness.asked == expected else f"{witness.asked} of its {expected} layers ask ctxext's attention"
 
 
 def wire(model: PreTrainedModel, text: Any, site: Site, attend: Any, edits: Edits) -> None:

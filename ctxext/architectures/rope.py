@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ctxext._edits import Edits
+from ctxext._stand_in import follow_replicas
 from ctxext.architectures._carry import carry_over
 from ctxext.architectures._follow import follow_length
 from ctxext.architectures._hf import ROPE_TYPE, restoring
@@ -19,12 +20,13 @@ from ctxext.architectures._plan import Plan, checked_lengths, make_plan, mathema
 from ctxext.architectures._retrofit import retrofit
 from ctxext.architectures._scaling import Scaling, scaling_of
 from ctxext.architectures._sites import (
+    UNSEEN,
     LatentSpec,
     ProportionalSpec,
     Site,
-    find_sites,
     plain_spec,
     rotaries,
+    survey,
     trained_spec,
 )
 from ctxext.architectures._sliding import window_fields, window_note
@@ -48,10 +50,10 @@ class Rope(Architecture):
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         text = model.config.get_text_config(decoder=True)
-        sites = find_sites(model, text)
+        sites, layers = survey(model, text)
         trained_length = self._trained_length(model, text, request)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
-            return retrofit(model, method, request, sites, trained_length, edits)
+            return retrofit(model, method, request, sites, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
         scaling, read = scaling_of(model.config), trained_spec if request.scaling == "extend" else plain_spec
@@ -62,11 +64,17 @@ class Rope(Architecture):
             plan = make_plan(model, method, sites, specs, windows)
             original = {name: copy.deepcopy(getattr(text, name)) for name in plan.fields}
             _edit(model, plan, method, sites, request, edits)
+            follow_replicas(model.modules(), edits)
             _prove(model, plan, method, sites)
         spec = next(iter(plan.specs.values()))
         notes = _notes(text, method, sites, spec, request)
         if scaling is not None:
             notes = (_scaling_note(scaling, request, spec), *notes)
+        if layers.failure:
+            notes += (
+                f"Which layers rotate could not be seen: {UNSEEN.format(layers.failure)} The config names no layers "
+                f"with a window beside others, so all are taken to be alike.",
+            )
         return Extension(
             trained_length=trained_length,
             target_length=method.target_length(trained_length),

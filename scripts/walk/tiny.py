@@ -57,10 +57,10 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     return _shrunk(CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {}) | changes)
 
 
-def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A random model with weights wide enough that positions show in its logits."""
+def tiny_model(config: PreTrainedConfig, seed: int = 0, loader: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """A random model with weights wide enough that positions show in its logits; ``loader`` is an Auto class."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = loader.from_config(config)
     tied = set()
     with torch.no_grad():
         for module in model.modules():

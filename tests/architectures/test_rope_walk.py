@@ -90,7 +90,7 @@ def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path
             "belong to its sliding-window layers only",
             marks=pytest.mark.skipif(not RECENT, reason="transformers 5.17 cannot build its layers without positions"),
         ),
-        ("gpt2", "no rotary embedding"),
+        ("gpt2", "learned positions, one vector each for 64 tokens"),
     ],
 )
 def test_a_refusal_names_its_reason(model_type: str, reason: str) -> None:

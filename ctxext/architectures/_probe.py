@@ -1,0 +1,272 @@
+"""Which layers of a model rotate, and which of them look back over a window only: seen, not read off a config.
+
+A twin of the model without memory (on the meta device) reads a few tokens that hold no data. What its rotary modules
+return is marked, and so are hidden states and the masks of its attention; marks follow tensors through every operation.
+A layer in which a rotary mark meets a hidden state rotates; one in which a hidden state meets a windowed mask is
+windowed. So the answer is that of the model's own code, whatever its config calls its layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ctxext.architectures._hf import restoring
+from ctxext.architectures._twins import meta_twin
+
+__all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of"]
+
+PROBE = "ctxext_probe"
+TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
+
+# What a model's own code may raise when it is asked to run without data.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+ROTARY, HIDDEN, FULL, WINDOW, TRUE = "rotary", "hidden", "full mask", "windowed mask", "true"
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the layers of a decoder do, by their paths.
+
+    Args:
+        rotating: layers that rotate queries or keys by the model's rotary modules.
+        attending: layers with attention under a mask that transformers makes.
+        windowed: those of them that look back over a window or a chunk only.
+        failure: why the probe could not run; None where it did. Then nothing is known of the layers.
+    """
+
+    rotating: frozenset[str] = frozenset()
+    attending: frozenset[str] = frozenset()
+    windowed: frozenset[str] = frozenset()
+    failure: str | None = None
+
+    @property
+    def whole_and_unrotated(self) -> frozenset[str]:
+        """Layers that see everything and have no positions."""
+        return self.attending - self.windowed - self.rotating
+
+    @property
+    def rotates_in_windows_only(self) -> bool:
+        """Whether no distance beyond a window is ever rotated, though other layers see that far."""
+        return bool(self.rotating) and self.rotating <= self.windowed and bool(self.whole_and_unrotated)
+
+
+def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
+    """Let a twin of ``model`` read a few tokens without data, and watch its layers.
+
+    Args:
+        model: any model; it is not touched.
+        paths: its rotary modules, all of one decoder.
+    """
+    try:
+        with restoring():
+            twin = meta_twin(model, model.config).eval()
+        decoder = reader_of(twin, paths[0])
+        if decoder is None:
+            return Layers(failure="it reads no tokens")
+        for module in decoder.modules():
+            config: Any = getattr(module, "config", None)
+            if config is not None:
+                config._attn_implementation_internal = PROBE
+        marks = _Marks()
+        _watch(twin, paths, marks)
+        forward_without_data(decoder, marks)
+    except FAILURES as error:
+        return Layers(failure=f"{type(error).__name__}: {error}".partition("\n")[0])
+    return marks.layers()
+
+
+def reader_of(model: nn.Module, path: str) -> nn.Module | None:
+    """The innermost module around ``path`` that reads tokens, which is the decoder; None where nothing does."""
+    while path:
+        path = path.rpartition(".")[0]
+        module: nn.Module = model.get_submodule(path)
+        if "input_ids" in inspect.signature(type(module).forward).parameters:
+            return module
+    return None
+
+
+def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> None:
+    """Run a decoder that has no memory on a few tokens. What its code asks of data is answered as for a plain text."""
+    with torch.no_grad(), torch.device("meta"), _Lists(), marks or _Marks():
+        decoder(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+
+
+def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
+    """Mark what the rotary modules return, and let ``marks`` know which layer runs."""
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda module, args: marks.entered.append(path)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        marks.entered.pop()
+
+    def mark_output(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors((output,)):
+            _mark(tensor, frozenset({ROTARY}))
+
+    for path, module in twin.named_modules():
+        if path.rpartition(".")[2].isdigit():
+            module.register_forward_pre_hook(enter(path))
+            module.register_forward_hook(leave)
+    for path in paths:
+        twin.get_submodule(path).register_forward_hook(mark_output)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments or results, those in lists too.
+
+    torch's own walk over trees would take as long as everything else here.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _mark(tensor: Tensor, marks: frozenset[str]) -> None:
+    if not isinstance(tensor, nn.Parameter):
+        tensor.__dict__["_ctxext_marks"] = marks
+
+
+def _marks_of(tensor: Tensor) -> frozenset[str]:
+    if isinstance(tensor, nn.Parameter):
+        return frozenset({HIDDEN})  # what weights make of the tokens
+    marks: frozenset[str] = tensor.__dict__.get("_ctxext_marks", frozenset())
+    return marks
+
+
+class _Marks(TorchDispatchMode):
+    """Carries marks from the inputs of every operation to its outputs, and notes which marks met in which layer."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entered: list[str] = []
+        self.met: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        is_empty = any(tensor.is_meta for tensor in inputs)
+        output = _answer(func, args, kwargs) if is_empty else func(*args, **kwargs)
+        marks: frozenset[str] = frozenset().union(*map(_marks_of, inputs))
+        if HIDDEN in marks:
+            if self.entered:
+                self.met.setdefault(self.entered[-1], set()).update(marks)
+            marks = frozenset({HIDDEN})
+        if func in _ALL:
+            marks |= {TRUE}
+        if marks:
+            for tensor in _tensors((output,)):
+                _mark(tensor, marks)
+        return output
+
+    def layers(self) -> Layers:
+        """What was seen, of those layers that stand beside one that rotates."""
+        rotating = {path for path, marks in self.met.items() if ROTARY in marks}
+        siblings = {path.rpartition(".")[0] for path in rotating}
+        seen = {path: marks for path, marks in self.met.items() if path.rpartition(".")[0] in siblings}
+        return Layers(
+            frozenset(rotating),
+            frozenset(path for path, marks in seen.items() if marks & {FULL, WINDOW}),
+            frozenset(path for path, marks in seen.items() if WINDOW in marks and FULL not in marks),
+        )
+
+
+_ALL = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
+_GROUPED = {aten._grouped_mm}
+_BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+def _answer(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on tensors without data; where its result hangs on data, answer as for a plain text.
+
+    Everything holds (``all``), nothing is found (``nonzero``, indexing by a mask), every number is 0.
+    """
+    first = args[0]
+    if func is aten._local_scalar_dense.default:
+        value = 1 if TRUE in _marks_of(first) else 0
+        return bool(value) if first.dtype is torch.bool else value
+    if func is aten.equal.default:
+        return True
+    if func is aten.nonzero.default:
+        return torch.empty(0, first.ndim, dtype=torch.long, device="meta")
+    if func is aten.masked_select.default:
+        return torch.empty(0, dtype=first.dtype, device="meta")
+    if func is aten.bincount.default:
+        return torch.empty(max(1, kwargs.get("minlength", 0)), dtype=torch.long, device="meta")
+    if func.overloadpacket in _GROUPED:  # insists on bfloat16, which the shapes do not depend on
+        return torch.empty(first.shape[0], args[1].shape[-1], dtype=first.dtype, device="meta")
+    if func in _BY_INDEX:
+        if any(_is_bool(index) for index in args[1]) and func is not aten.index.Tensor:
+            return first
+        args = (first, [part for index in args[1] for part in _places(index)], *args[2:])
+    return func(*args, **kwargs)
+
+
+def _is_bool(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _places(index: Any) -> list[Any]:
+    """An index by a mask as the numbers of the places where it holds: none."""
+    return [torch.empty(0, dtype=torch.long, device="meta")] * index.ndim if _is_bool(index) else [index]
+
+
+class _Lists(TorchFunctionMode):
+    """Python lists out of tensors without data: zeros, and what is split by them is given to the last part."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist and args[0].is_meta:
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
+        if func is Tensor.split and len(args) > 1 and args[0].is_meta and isinstance(args[1], list | tuple):
+            dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", 0)
+            sizes = list(args[1])
+            if not any(sizes):
+                sizes[-1] = args[0].shape[dim]
+            args = (args[0], sizes, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _probe_mask(batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **_: Any) -> Tensor:
+    """Mask function of the name ``ctxext_probe``, in the signature that transformers calls."""
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, device="meta")
+    _mark(mask, frozenset({FULL if local_size is None else WINDOW}))
+    return mask
+
+
+def _probe_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention function of the name ``ctxext_probe``: the shapes of attention, and nothing else."""
+    heads = query.shape[1]
+    key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
+    scores = query @ key.transpose(2, 3)
+    if isinstance(attention_mask, Tensor):
+        scores = scores + attention_mask[..., : key.shape[2]]
+    return (scores @ value).transpose(1, 2).contiguous(), scores
+
+
+AttentionInterface.register(PROBE, _probe_attention)
+AttentionMaskInterface.register(PROBE, _probe_mask)

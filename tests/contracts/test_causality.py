@@ -1,0 +1,110 @@
+"""Whether a token sees what comes after it never changes: a change of a future token reaches the past exactly when it
+did before. For every method on causal decoders, on decoders turned into encoders, and on encoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _models import TRAINED_LENGTH, tiny, tokens
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedModel
+
+import ctxext
+from ctxext.architectures._sites import find_sites, plain_spec, rotaries
+from ctxext.errors import IncompatibleError
+from ctxext.methods import METHODS
+from ctxext.spec import RopeSpec
+from scripts.walk.tiny import tiny_config, tiny_model
+
+CAUSAL = ("llama", "gemma2", "gpt_neox", "deepseek_v3", "bloom", "mpt")
+TURNED = ("llama", "qwen2", "qwen3", "mistral")  # with is_causal=False in their config
+MASKED = ("eurobert", "jina_embeddings_v3", "modernbert", "nomic_bert")
+
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def masked(model_type: str) -> PreTrainedModel:
+    return tiny_model(tiny_config(model_type), loader=AutoModelForMaskedLM)
+
+
+def turned(model_type: str) -> PreTrainedModel:
+    config = tiny_config(model_type, sliding_window=None) if model_type == "mistral" else tiny_config(model_type)
+    config.is_causal = False
+    return tiny_model(config)
+
+
+def past_sees_future(model: PreTrainedModel, **arguments: Any) -> bool:
+    """Whether a change of the token at 50 reaches what the model says of the tokens before it."""
+    inputs = tokens(TRAINED_LENGTH - 8)
+    changed = inputs.clone()
+    changed[0, 50] = 40 + (int(inputs[0, 50]) - 39) % 88
+    with torch.no_grad():
+        found: list[Tensor] = [model(input_ids=ids, **arguments)[0] for ids in (inputs, changed)]
+    assert not torch.equal(found[0][:, 50], found[1][:, 50])
+    return not torch.equal(found[0][:, :50], found[1][:, :50])
+
+
+def is_extended(model: PreTrainedModel, method: str) -> bool:
+    """Patch the model; False where that is refused."""
+    text = model.config.get_text_config(decoder=True)
+    spec = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
+    if any(True for _ in rotaries(model)):
+        spec = plain_spec(model, text, find_sites(model, text)[0], TRAINED_LENGTH)
+    try:
+        ctxext.patch(model, METHODS[method].example(spec), trained_length=TRAINED_LENGTH)
+    except IncompatibleError:
+        return False
+    return True
+
+
+@every_method
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_a_decoder_stays_causal(model_type: str, method: str) -> None:
+    model = tiny(model_type)
+    assert not past_sees_future(model)
+    if is_extended(model, method):
+        assert not past_sees_future(model)
+
+
+@every_method
+@pytest.mark.parametrize("model_type", MASKED)
+def test_an_encoder_still_sees_both_ways(model_type: str, method: str) -> None:
+    model = masked(model_type)
+    assert past_sees_future(model)
+    if is_extended(model, method):
+        assert past_sees_future(model)
+
+
+@every_method
+@pytest.mark.parametrize("model_type", TURNED)
+def test_a_decoder_turned_into_an_encoder_still_sees_both_ways(model_type: str, method: str) -> None:
+    model = turned(model_type)
+    assert past_sees_future(model)
+    if is_extended(model, method):
+        assert past_sees_future(model)
+
+
+def test_the_work_list_is_not_one_of_refusals() -> None:
+    """Most pairs are extended; where ALiBi is not, the reason is that it would make an encoder causal."""
+    for build, model_type in [*((tiny, name) for name in CAUSAL[:4]), *((masked, name) for name in MASKED)]:
+        assert is_extended(build(model_type), "yarn"), model_type
+    assert is_extended(tiny(), "alibi")
+    for model in (masked("eurobert"), turned("llama"), turned("qwen3")):
+        with pytest.raises(IncompatibleError, match=r"cannot replace the rotation.*not causal"):
+            ctxext.patch(model, "alibi", factor=4.0)
+
+
+def test_a_prefix_that_sees_itself_is_refused_when_it_comes() -> None:
+    """PaliGemma: causal for a plain text, both ways inside the prefix that token_type_ids mark."""
+    config = tiny_config("paligemma")
+    model = tiny_model(config, loader=AutoModelForImageTextToText)
+    kinds = {"token_type_ids": torch.zeros(1, TRAINED_LENGTH - 8, dtype=torch.long)}
+    assert past_sees_future(model, **kinds)
+    ctxext.patch(model, "yarn", factor=4.0)
+    assert past_sees_future(model, **kinds)
+    ctxext.unpatch(model)
+    ctxext.patch(model, "alibi", factor=4.0)
+    with pytest.raises(IncompatibleError, match="not causal here"):
+        past_sees_future(model, **kinds)
