@@ -178,7 +178,7 @@ def test_learned_positions_are_named(cli: Cli, tmp_path: Path) -> None:
     small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
     GPT2Config(**small).save_pretrained(tmp_path)
     printed = cli("inspect", tmp_path).stdout
-    assert "learned its 1,024 positions by heart" in printed
+    assert "learned positions, one vector each for 1,024 tokens" in printed
     assert "ctxext export" not in printed  # nothing extends it
     found = json.loads(cli("plan", tmp_path, "--memory", "8GiB", "--json").stdout)
     assert (found["serving"]["length"], found["reach"]) == (1024, 1024)
