@@ -14,6 +14,7 @@ from ctxext._edits import Edits
 from ctxext._saved import saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
+from ctxext.architectures._old_form import write_old_form
 from ctxext.architectures.rope import already_extended
 from ctxext.attention import Need, select
 from ctxext.errors import (
@@ -116,6 +117,7 @@ def patch(
     with Edits() as edits:
         extension = architecture.apply(base, chosen, request, edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
+        write_old_form(base.config, edits)
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
         keep_extension(model, edits)
     return model

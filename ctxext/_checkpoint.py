@@ -15,6 +15,7 @@ from typing import Any
 from ctxext._api import describe_saved
 from ctxext._checkpoint_source import Contents, checked_contents, read_config, read_json, refuse_source
 from ctxext._load import extended_config
+from ctxext.architectures._old_form import same_rope
 from ctxext.errors import CheckpointError, VerificationError
 from ctxext.methods import Method
 from ctxext.spec import Description
@@ -152,7 +153,7 @@ def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> 
     read = read_config(directory, trust_remote_code=trust_remote_code)
     for name in ("rope_parameters", "max_position_embeddings"):
         found, meant = (getattr(part.get_text_config(decoder=True), name, None) for part in (read, extended))
-        if found != meant:
+        if not same_rope(found, meant):
             raise VerificationError(f"config.json would read back as {name}={found}, not as {meant}.")
     if read.ctxext != extended.ctxext:
         raise VerificationError("config.json would not read back the extension that was written into it.")

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
 
 from ctxext._adapters import is_adapter
-from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
+from ctxext.architectures._alibi import GUARD
 from ctxext.errors import CheckpointError, IncompatibleError
 
 __all__ = [
@@ -76,8 +76,9 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     try:
         if not raw and not location.get("gguf_file"):
             raw, _ = PreTrainedConfig.get_config_dict(place, **location)
-        if raw.get(GUARDED_FIELD) == GUARD:
-            raw = raw | {GUARDED_FIELD: raw["ctxext"]["original"][GUARDED_FIELD]}
+        guarded = {name: raw["ctxext"]["original"][name] for name, value in raw.items() if value == GUARD}
+        if guarded:
+            raw = raw | guarded
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         else:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)

@@ -19,6 +19,7 @@ from ctxext._checkpoint_source import checked_contents, checked_path, gguf_insid
 from ctxext._saved import checked_extension, choices, plain_config, saved_extension, saved_method
 from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.architectures._hf import restoring
+from ctxext.architectures._old_form import drop_old_form, same_rope
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.methods import METHODS, Method
 
@@ -103,6 +104,7 @@ def load(
 def _buildable(extended: Any, config: Any) -> Any:
     """Take out of an extended config what only a live model, or stock code that must refuse it, is to see."""
     extended._attn_implementation_internal = config._attn_implementation_internal
+    drop_old_form(extended.get_text_config(decoder=True))
     if getattr(extended, GUARDED_FIELD, None) == GUARD:
         setattr(extended, GUARDED_FIELD, extended.ctxext["original"][GUARDED_FIELD])
     return extended
@@ -195,6 +197,7 @@ def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> 
 def attached(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
     """Patch a model that was built extended, so that it is proven, complete and reversible."""
     text = model.config.get_text_config(decoder=True)
+    drop_old_form(text)  # a config that was not read from a file still has it
     saved, rope = model.config.ctxext, getattr(text, "rope_parameters", None)
     chosen = saved_method(saved)
     architecture_of(model).revert(model, saved["original"])
@@ -206,7 +209,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             f"{saved['fingerprint']}. Either its config.json was changed by hand, or ctxext "
             f"{saved['versions']['ctxext']} that saved it computed otherwise."
         )
-    if getattr(text, "rope_parameters", None) != rope:
+    if not same_rope(getattr(text, "rope_parameters", None), rope):
         raise VerificationError(
             f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
             f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."

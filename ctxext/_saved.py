@@ -11,6 +11,7 @@ import transformers
 
 import ctxext
 from ctxext.architectures import Extension
+from ctxext.architectures._old_form import drop_old_form
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, Method
 
@@ -80,6 +81,7 @@ def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
     text = plain.get_text_config(decoder=True)
+    drop_old_form(text)
     for name, value in saved["original"].items():
         if value is None and name in vars(text):
             delattr(text, name)
