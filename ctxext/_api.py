@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ctxext._adapters import keep_extension, unwrapped
 from ctxext._edits import Edits
+from ctxext._limits import raise_generation_limit, tokenizer_note
 from ctxext._saved import saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
@@ -118,6 +119,7 @@ def patch(
         extension = architecture.apply(base, chosen, request, edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         write_old_form(base.config, edits)
+        raise_generation_limit(base, extension.trained_length, extension.target_length, edits)
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
         keep_extension(model, edits)
     return model
@@ -151,7 +153,9 @@ def describe(model: nn.Module) -> Description:
     if patched is not None:
         edits = tuple(patched.edits.lines())
         line = attention_line(base, patched.extension.attention)
-        return replace(describe_saved(saved_form(patched.method, patched.extension), model_type, edits), attention=line)
+        found = describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
+        notes = tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
+        return replace(found, attention=line, notes=(*found.notes, *notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)

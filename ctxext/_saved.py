@@ -18,6 +18,17 @@ from ctxext.methods import METHODS, Method
 __all__ = ["checked_extension", "choices", "plain_config", "saved_extension", "saved_form", "saved_method"]
 
 FORMAT = 1
+# What later code relies on; a file may have been damaged, or changed by hand.
+KINDS = {
+    "method": dict,
+    "versions": dict,
+    "original": dict,
+    "notes": list,
+    "fingerprint": str,
+    "stored_as": str,
+    "trained_length": int,
+    "target_length": int,
+}
 
 
 def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
@@ -53,6 +64,12 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     missing = sorted(needed - saved.keys())
     if missing:
         raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
+    for name, kind in KINDS.items():
+        if not isinstance(saved[name], kind) or isinstance(saved[name], bool):
+            raise CheckpointError(f"The extension in {place} is damaged: {name}={saved[name]!r} is no {kind.__name__}.")
+    for name, part in (("method", "method"), ("versions", "ctxext")):
+        if part not in saved[name]:
+            raise CheckpointError(f"The extension in {place} is incomplete: {name} is without {part}.")
     return saved
 
 

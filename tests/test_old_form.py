@@ -192,9 +192,7 @@ def test_a_neox_reads_its_part_and_base_from_old_names(tmp_path: Path) -> None:
     assert config.pop("rope_parameters")
     assert (config["rotary_emb_base"], config["rotary_pct"]) == (2e4, 0.5)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert torch.equal(
-        logits(GPTNeoXForCausalLM.from_pretrained(tmp_path).eval(), tokens()), logits(model, tokens())
-    )
+    assert torch.equal(logits(GPTNeoXForCausalLM.from_pretrained(tmp_path).eval(), tokens()), logits(model, tokens()))
 
 
 def test_a_live_config_is_extended_anew_from_what_it_says_now() -> None:
