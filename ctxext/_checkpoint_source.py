@@ -105,13 +105,15 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
 
 def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
     """Why a config could not be read; a name that is no directory may be a directory's name misspelt."""
-    where = Path(place)
-    if where.exists():
+    if Path(place).exists():
         return f"transformers cannot read the config of {place}: {error}"
-    beside = sorted(item.name for item in where.parent.iterdir()) if where.parent.is_dir() else []
-    close = difflib.get_close_matches(where.name, beside, n=1)
-    hint = f" Did you mean {where.parent / close[0]}?" if close else ""
-    return f"There is no directory {place}.{hint} The hub did not give it either: {error}"
+    return f"There is no directory {place}.{_nearest(Path(place))} The hub did not give it either: {error}"
+
+
+def _nearest(path: Path) -> str:
+    beside = sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def _refuse_two_stories(raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
@@ -141,7 +143,12 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
     if not local.exists():
         looks_local = place.startswith((".", "/", "~")) or place.count("/") > 1 or "\\" in place
         if looks_local:
-            raise CheckpointError(f"There is no checkpoint at {place}: no such directory.")
+            raise CheckpointError(f"There is no checkpoint at {place}: no such directory.{_nearest(local)}")
+        if place.count("/") == 1 and local.parent.is_dir():
+            raise CheckpointError(
+                f"There is no directory {place}, though there is one {local.parent}.{_nearest(local)} A checkpoint of "
+                f"this name on the hub is fetched first: hf download {place} --local-dir {place}."
+            )
         return place
     if not local.is_dir():
         raise CheckpointError(f"{place} is a file; give the directory that holds config.json and the weights.")

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from _programs import ran
 from conftest import TRAINED, contents
 from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext import _checkpoint
 from ctxext._checkpoint import patch_checkpoint
+from ctxext._files import write_whole
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
@@ -387,4 +390,38 @@ def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path
 def test_bad_method_leaves_nothing(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="contradict"):
         patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, target_length=8 * TRAINED)
+    assert os.listdir(tmp_path) == []
+
+
+TERMINATED = """
+import os, signal, sys
+from ctxext._checkpoint import patch_checkpoint
+from ctxext._files import write_whole
+import fcntl
+def refuse(*_):
+    raise OSError(95, "Operation not supported")
+fcntl.ioctl = refuse
+def step(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+patch_checkpoint(sys.argv[1], sys.argv[2], "pi", factor=2.0, progress=step)
+"""
+
+
+def test_a_terminated_copy_leaves_nothing(llama: Path, tmp_path: Path) -> None:
+    done = ran(["-c", TERMINATED, str(llama), str(tmp_path / "long")], tmp_path)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("length", [236, 255])
+def test_long_names_are_written(llama: Path, tmp_path: Path, length: int) -> None:
+    patch_checkpoint(llama, tmp_path / ("x" * length), "pi", factor=2.0)
+    assert os.listdir(tmp_path) == ["x" * length]
+    write_whole(tmp_path / ("é" * (length // 2)), "y")
+    assert (tmp_path / ("é" * (length // 2))).read_text() == "y"
+
+
+def test_a_name_that_is_too_long_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has 256 bytes, and file systems allow 255"):
+        patch_checkpoint(llama, tmp_path / ("x" * 256), "pi", factor=2.0)
     assert os.listdir(tmp_path) == []
