@@ -29,7 +29,7 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[object, str, object]] = []
+        self._entries: list[tuple[object, str, object, bool]] = []
 
     def __enter__(self) -> Edits:
         return self
@@ -41,12 +41,12 @@ class Edits:
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``, or the entry ``name`` of a dict, and remember the old value (or that there was none)."""
-        self._entries.append((owner, name, self._current(owner, name)))
+        self._entries.append((owner, name, self._current(owner, name), False))
         _assign(owner, name, value)
 
     def set_unchecked(self, owner: object, name: str, value: object) -> None:
-        """Set ``owner.name`` past the owner's own validation, and remember the old value."""
-        self._entries.append((owner, name, self._current(owner, name)))
+        """Set ``owner.name`` past the owner's own validation and properties, and remember what it held itself."""
+        self._entries.append((owner, name, owner.__dict__.get(name, _Absent.ABSENT), True))
         owner.__dict__[name] = value
 
     def delete(self, owner: object, name: str) -> None:
@@ -55,7 +55,7 @@ class Edits:
             raise TypeError(f"{type(owner).__name__}.{name} is registered with its module; set it instead.")
         old = self._current(owner, name)
         if old is not _Absent.ABSENT:
-            self._entries.append((owner, name, old))
+            self._entries.append((owner, name, old, False))
             delattr(owner, name)
 
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
@@ -63,7 +63,7 @@ class Edits:
 
         What stands in for ``forward`` knows one module; a hook is handed the replica that runs.
         """
-        self._entries.append((module, HOOKS, _Absent.ABSENT))
+        self._entries.append((module, HOOKS, _Absent.ABSENT, False))
         module._forward_pre_hooks[HOOK] = before
         module._forward_pre_hooks_with_kwargs[HOOK] = True
         module._forward_hooks[HOOK] = after
@@ -72,11 +72,15 @@ class Edits:
     def undo(self) -> None:
         """Restore everything, newest first. A second call does nothing."""
         while self._entries:
-            owner, name, old = self._entries.pop()
+            owner, name, old, unchecked = self._entries.pop()
             if name == HOOKS and isinstance(owner, nn.Module):
                 _unhook(owner)
-                continue
-            if old is _Absent.ABSENT:
+            elif unchecked:
+                if old is _Absent.ABSENT:
+                    owner.__dict__.pop(name, None)
+                else:
+                    owner.__dict__[name] = old
+            elif old is _Absent.ABSENT:
                 if self._current(owner, name) is not _Absent.ABSENT:
                     _remove(owner, name)
             elif not (isinstance(owner, dict) and name not in owner):  # taken out by others since
@@ -84,7 +88,7 @@ class Edits:
 
     def lines(self) -> list[str]:
         """One line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
-        return list(dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name, _ in self._entries))
+        return list(dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name, *_ in self._entries))
 
     @staticmethod
     def _current(owner: object, name: str) -> object:
