@@ -13,7 +13,7 @@ from ctxext._adapters import keep_extension, unwrapped
 from ctxext._defaults import own_defaults
 from ctxext._edits import Edits
 from ctxext._limits import raise_generation_limit, tokenizer_note
-from ctxext._saved import checked_trained_length, choices, saved_extension, saved_form
+from ctxext._saved import checked_trained_length, choices, identity, saved_extension, saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
 from ctxext.architectures._caches import FilledUnder, guard_caches, guards_of
@@ -129,12 +129,7 @@ def patch(
     if trained_length is not None:
         _require_tokens("trained_length", trained_length)
     with Edits() as edits:
-        saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
-        if saved is not None:
-            checked_trained_length(saved, trained_length)
-            architecture.revert(base, saved["original"], edits)
-            edits.delete(base.config, "ctxext")
-            scaling = scaling or choices(saved)["scaling"]
+        scaling = _take_off(base, architecture, trained_length, edits) or scaling
         carried = scaling_of(base.config)
         scaling, trained_length = checked_scaling(base.config.model_type, carried, scaling, trained_length)
         known_length = trained_length or architecture.trained_length(base.config)
@@ -151,14 +146,31 @@ def patch(
         raise_generation_limit(base, extension.trained_length, extension.target_length, edits)
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
         keep_extension(model, edits)
-        _guard_caches(model, chosen, extension, edits)
+        _guard_caches(model, chosen, edits)
     return model
 
 
-def _guard_caches(model: nn.Module, chosen: Method, extension: Extension, edits: Edits) -> None:
+def _take_off(
+    base: PreTrainedModel, architecture: Architecture, trained_length: int | None, edits: Edits
+) -> str | None:
+    """Take off the extension that a model was loaded with, so that the new one takes its place and not its top.
+
+    Returns:
+        What that extension did to a scaling that the checkpoint had before; None where there was none, or no extension.
+    """
+    saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
+    if saved is None:
+        return None
+    checked_trained_length(saved, trained_length)
+    architecture.revert(base, saved["original"], edits)
+    edits.delete(base.config, "ctxext")
+    did: str | None = choices(saved)["scaling"]
+    return did
+
+
+def _guard_caches(model: nn.Module, chosen: Method, edits: Edits) -> None:
     chain = unwrapped(model)
-    identity = repr((chosen, extension.fingerprint, extension.trained_length, extension.sliding_window))
-    under = FilledUnder(identity, f"{chosen.name!r} (factor {chosen.factor:g})")
+    under = FilledUnder(repr(identity(chain[-1].config.ctxext)), f"{chosen.name!r} (factor {chosen.factor:g})")
     prefix = any(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False) for outer in chain)
     guard_caches(chain[-1], under, dynamic=chosen.dynamic, takes_made=prefix, edits=edits)
 

@@ -76,7 +76,7 @@ class Once(TyperCommand):
         for option in order:
             repeatable = getattr(option, "multiple", False) or getattr(option, "count", False) or option.nargs == -1
             if order.count(option) > 1 and not repeatable and not getattr(option, "is_flag", False):
-                raise typer.BadParameter("given more than once; this command takes one.", ctx=ctx, param=option)
+                raise typer.BadParameter("given more than once; this command takes one.", ctx=ctx, param=option)  # type: ignore[arg-type]
         rest: list[str] = super().parse_args(ctx, args)
         return rest
 
@@ -107,8 +107,8 @@ class Window(StrEnum):
 class Scaling(StrEnum):
     """What to do about a scaling of positions that a config carries already."""
 
-    extend = "extend"
-    replace = "replace"
+    extended = "extend"
+    replaced = "replace"  # str has a method of the shorter name
 
 
 def method_names(incomplete: str) -> list[str]:

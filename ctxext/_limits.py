@@ -37,8 +37,14 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
     """
     settings, field = read_json(path), LENGTH_FIELDS[path.name]
     limit = settings.get(field)
-    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-    if target is None or not is_number or limit >= target or (field != "model_max_length" and limit != trained):
+    is_count = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if (
+        target is None
+        or limit is None
+        or not is_count
+        or limit >= target
+        or (field != "model_max_length" and limit != trained)
+    ):
         shutil.copyfile(path, place)
         return []
     settings[field] = target

@@ -140,7 +140,12 @@ def load(
         config = plain_config(config, saved)
         scaling = scaling or choices(saved)["scaling"]
     trusted = bool(loading.get("trust_remote_code", False))
-    chosen = {"trust_remote_code": trusted, "auto_class": auto_class, "attention": attention, "scaling": scaling}
+    chosen: dict[str, Any] = {
+        "trust_remote_code": trusted,
+        "auto_class": auto_class,
+        "attention": attention,
+        "scaling": scaling,
+    }
     extended = extended_config(config, method, **chosen, **asked, **own)
     return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
 
@@ -230,7 +235,8 @@ def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
     names = config.architectures if isinstance(config.architectures, list | tuple) else ()
     for name in names:
         saved = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(saved, type) and issubclass(saved, PreTrainedModel) and isinstance(config, saved.config_class):
+        is_model = isinstance(saved, type) and issubclass(saved, PreTrainedModel)
+        if is_model and isinstance(config, getattr(saved, "config_class", ())):
             return saved
     if type(config) not in AutoModelForCausalLM._model_mapping:
         named = f" and no class {', '.join(map(str, names))}" if names else ""

@@ -48,10 +48,10 @@ def for_scores(
     scale = scales.pop()
     if scale == 1 and trained == 1:
         return method, specs
-    latent = {kind: LatentSpec(**asdict(found), temperature=trained * scale) for kind, found in specs.items()}
+    latent: Specs = {kind: LatentSpec(**asdict(found), temperature=trained * scale) for kind, found in specs.items()}
     adapted = method.for_latent_attention()
     tries: list[tuple[RopeMethod, Specs]] = [(adapted, specs)] if adapted != method and trained == 1 else []
-    for tried, with_specs in (*tries, (method, {**latent})):
+    for tried, with_specs in (*tries, (method, latent)):
         try:
             plan = make_plan(model, tried, sites, with_specs, windows)
         except IncompatibleError:

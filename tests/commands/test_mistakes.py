@@ -203,7 +203,7 @@ def test_a_gguf_file_is_not_sent_in_a_circle(cli: Cli, tmp_path: Path) -> None:
     assert "Give the checkpoint that it was converted from" in refused(cli("export", gguf, "--to", "llama.cpp"))
 
 
-# --- plans --------------------------------------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 def test_plan_says_what_is_missing_before_it_works(cli: Cli, llama: Path, tmp_path: Path) -> None:
