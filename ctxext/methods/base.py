@@ -33,7 +33,8 @@ def require(condition: bool, parameter: str, value: object, expected: str) -> No
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite real number, NumPy's included (a bool or a numeric string is not)."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= sys.float_info.max
+    number: Any = value
+    return isinstance(number, numbers.Real) and not isinstance(number, bool) and bool(abs(number) <= sys.float_info.max)
 
 
 def positive_numbers(parameter: str, values: object) -> tuple[float, ...]:
