@@ -1,15 +1,13 @@
 """Give an existing Hugging Face checkpoint a longer context, in place and in one line."""
 
-from __future__ import annotations
-
 import importlib
+import pathlib
 import sys
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+import typing
 
 from ctxext import errors
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from ctxext import training
     from ctxext._api import describe, method, patch, unpatch
     from ctxext._export import export
@@ -32,7 +30,7 @@ _VERBS = {
 _PACKAGES = ("methods", "training")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """Import what is asked for."""
     if name in _VERBS:
         found = getattr(importlib.import_module(f"{__name__}.{_VERBS[name]}"), name)
@@ -51,7 +49,7 @@ def __dir__() -> list[str]:
 def _started_as_command() -> bool:
     """Whether this process is the ``ctxext`` command, or ``python -m ctxext``, and no program that imports ctxext."""
     name = sys.argv[0] if sys.argv else ""
-    return PurePath(name).stem == "ctxext" or (name == "-m" and "ctxext" in sys.orig_argv)
+    return pathlib.PurePath(name).stem == "ctxext" or (name == "-m" and "ctxext" in sys.orig_argv)
 
 
 # Every program gets ctxext's rope types registered with transformers by this import, before any checkpoint is read. The

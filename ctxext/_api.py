@@ -71,7 +71,6 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
     return chosen(**parameters)
 
 
-@own_defaults()
 def patch(
     model: ModelT,
     method: str | Method,
@@ -128,7 +127,7 @@ def patch(
     architecture = architecture_of(base)
     if trained_length is not None:
         _require_tokens("trained_length", trained_length)
-    with Edits() as edits:
+    with own_defaults(), Edits() as edits:
         scaling = _take_off(base, architecture, trained_length, edits) or scaling
         carried = scaling_of(base.config)
         scaling, trained_length = checked_scaling(base.config.model_type, carried, scaling, trained_length)
@@ -175,7 +174,6 @@ def _guard_caches(model: nn.Module, chosen: Method, edits: Edits) -> None:
     guard_caches(chain[-1], under, dynamic=chosen.dynamic, takes_made=prefix, edits=edits)
 
 
-@own_defaults()
 def unpatch(model: ModelT) -> ModelT:
     """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
 
@@ -196,7 +194,8 @@ def unpatch(model: ModelT) -> ModelT:
             f"saved extended is undone by loading the original checkpoint."
         )
     guards = guards_of(base)
-    patched.edits.undo()
+    with own_defaults():
+        patched.edits.undo()
     for guard in guards:
         guard.release()
     return model
