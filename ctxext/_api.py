@@ -14,6 +14,7 @@ from ctxext._edits import Edits
 from ctxext._saved import checked_trained_length, choices, saved_extension, saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
+from ctxext.architectures._caches import FilledUnder, guard_caches, guards_of
 from ctxext.architectures._own_config import give_own_config
 from ctxext.architectures._scaling import checked_scaling, refuse_shrinking, scaling_of
 from ctxext.attention import Need, select
@@ -143,11 +144,23 @@ def patch(
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
         keep_extension(model, edits)
+        _guard_caches(model, chosen, extension, edits)
     return model
+
+
+def _guard_caches(model: nn.Module, chosen: Method, extension: Extension, edits: Edits) -> None:
+    chain = unwrapped(model)
+    identity = repr((chosen, extension.fingerprint, extension.trained_length, extension.sliding_window))
+    under = FilledUnder(identity, f"{chosen.name!r} (factor {chosen.factor:g})")
+    prefix = any(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False) for outer in chain)
+    guard_caches(chain[-1], under, dynamic=chosen.dynamic, takes_made=prefix, edits=edits)
 
 
 def unpatch(model: ModelT) -> ModelT:
     """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
+
+    A cache that was filled while the model was patched does not fit any more, and refuses to be continued. A copy of a
+    cache that the patched model never read, or one on the disk, cannot be told what happened: drop those.
 
     Returns:
         The same model.
@@ -162,7 +175,10 @@ def unpatch(model: ModelT) -> ModelT:
             f"This {type(base).__name__} was not patched in place, so there is nothing to undo. A checkpoint that was "
             f"saved extended is undone by loading the original checkpoint."
         )
+    guards = guards_of(base)
     patched.edits.undo()
+    for guard in guards:
+        guard.release()
     return model
 
 

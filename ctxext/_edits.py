@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 __all__ = ["Edits"]
 
+# torch numbers its hooks per process; a name of our own cannot meet the number of another after unpickling.
+HOOK: Any = "ctxext"
+HOOKS = "forward hooks"
+
 
 class _Absent(Enum):
     """Marks an attribute that did not exist before; an enum member stays itself through deepcopy and pickle."""
@@ -54,10 +58,24 @@ class Edits:
             self._entries.append((owner, name, old))
             delattr(owner, name)
 
+    def hook(self, module: nn.Module, before: Any, after: Any) -> None:
+        """Call ``before`` and ``after`` around each of a module's forward passes, as torch's hooks with keywords.
+
+        What stands in for ``forward`` knows one module; a hook is handed the replica that runs.
+        """
+        self._entries.append((module, HOOKS, _Absent.ABSENT))
+        module._forward_pre_hooks[HOOK] = before
+        module._forward_pre_hooks_with_kwargs[HOOK] = True
+        module._forward_hooks[HOOK] = after
+        module._forward_hooks_with_kwargs[HOOK] = True
+
     def undo(self) -> None:
         """Restore everything, newest first. A second call does nothing."""
         while self._entries:
             owner, name, old = self._entries.pop()
+            if name == HOOKS and isinstance(owner, nn.Module):
+                _unhook(owner)
+                continue
             if old is _Absent.ABSENT:
                 if self._current(owner, name) is not _Absent.ABSENT:
                     _remove(owner, name)
@@ -88,6 +106,9 @@ def _assign(owner: object, name: str, value: object) -> None:
     """Set an attribute; a buffer keeps its storage where it can, so that compiled code sees the new value."""
     if isinstance(owner, nn.Module) and isinstance(value, Tensor) and name in owner._buffers:
         buffer = owner._buffers[name]
+        if value.is_inference():  # a model patched in inference mode is trained and compiled outside of it
+            with torch.inference_mode(False):
+                value = value.clone()
         if buffer is not None and _can_overwrite(buffer, value):
             with torch.no_grad():
                 buffer.copy_(value)
@@ -104,6 +125,13 @@ def _remove(owner: object, name: str) -> None:
         del owner[name]
     else:
         delattr(owner, name)
+
+
+def _unhook(module: nn.Module) -> None:
+    module._forward_pre_hooks.pop(HOOK, None)
+    module._forward_pre_hooks_with_kwargs.pop(HOOK, None)
+    module._forward_hooks.pop(HOOK, None)
+    module._forward_hooks_with_kwargs.pop(HOOK, None)
 
 
 def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctxext.architectures._caches import current_filling
 from ctxext.architectures._positions import LayoutMask
-from ctxext.architectures._regime import refuse_mixed_regimes
+from ctxext.architectures._regime import note_regimes, refuse_mixed_regimes
 from ctxext.attention import AttentionBackend, Layout, Need, named, require_usable, select
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
@@ -67,24 +68,31 @@ class AlibiAttend:
 
     def _regimes(self, mask: LayoutMask) -> list[dict[int, int]]:
         """For each row, the regime of each document; padding and unfilled cache slots are in none."""
-        layout, trained = mask.layout, self.alibi.trained_length
+        layout, trained, filling = mask.layout, self.alibi.trained_length, current_filling()
+        if filling is not None:
+            filling.spoil()  # this layer's keys are in the cache already
         if mask.length is not None:
-            return [{0: self.method.regime(trained, mask.length)}]
+            regime = self.method.regime(trained, mask.length)
+            note_regimes(0, [regime])
+            return [{0: regime}]
         ends = _extremes(layout.key_positions, layout.key_documents, "amax")
         starts = _extremes(layout.query_positions, layout.query_documents, "amin")
         rows = []
-        for last, first in zip(ends, starts, strict=True):
-            refuse_mixed_regimes(self.method, trained, [first.get(d, 0) for d in last], [p + 1 for p in last.values()])
+        for row, (last, first) in enumerate(zip(ends, starts, strict=True)):
+            before, now = [first.get(d, 0) for d in last], [place + 1 for place in last.values()]
+            refuse_mixed_regimes(self.method, trained, row, len(ends), before, now)
             rows.append({d: self.method.regime(trained, p + 1) for d, p in last.items()} or {0: trained})
         return rows
 
     def slopes(self, length: int, device: torch.device) -> Tensor:
         """The method's slopes for ``length`` tokens, float64 [heads], kept per device."""
-        if (length, device) not in self._slopes:
+        found = self._slopes.get((length, device))  # asked once: another thread may clear them at any time
+        if found is None:
             if len(self._slopes) > 64:
                 self._slopes.clear()
-            self._slopes[length, device] = self.method.slopes(self.alibi, length).to(device)
-        return self._slopes[length, device]
+            with torch.inference_mode(False):  # what is made in it could not be used in training, and this is kept
+                found = self._slopes[length, device] = self.method.slopes(self.alibi, length).to(device)
+        return found
 
     def _run(
         self,
@@ -136,8 +144,9 @@ def choose(
     need = Need.of(q, k, layout, biased=biased, window=window, dropout=dropout)
     if torch.compiler.is_compiling():
         return select(name, need)[0]
-    if need not in chosen:
+    found = chosen.get(need)
+    if found is None:
         if len(chosen) > 256:  # lengths are part of a need: decoding would fill it
             chosen.clear()
-        chosen[need] = select(name, need)[0]
-    return chosen[need]
+        found = chosen[need] = select(name, need)[0]
+    return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -11,14 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ctxext.architectures._caches import NOT_ONE_GRAPH
 from ctxext.architectures._hf import ROPE_TYPE, restoring
 from ctxext.architectures._positions import PositionedForward, declared_length
-from ctxext.architectures._regime import refuse_mixed_regimes
+from ctxext.architectures._regime import note_regimes, refuse_mixed_regimes
 from ctxext.architectures._sites import rotating
 from ctxext.methods import RopeMethod
 from ctxext.spec import RopeSpec
 
 __all__ = ["CountedForward", "DynamicForward", "DynamicSite"]
+
+# Modules kept per model, one for each length read of late: a few kilobytes each.
+KEPT = 64
 
 
 @dataclass
@@ -70,15 +75,27 @@ class DynamicSite:
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """``inv_freq`` in float32, ``[half]``, and the scale of cos and sin."""
+        plain: Tensor = getattr(self.rotary, f"{self.prefix}original_inv_freq")
         if length <= self.rope.trained_length:
-            inv_freq: Tensor = getattr(self.rotary, f"{self.prefix}original_inv_freq")
-            return inv_freq, float(rotating(self.rope, self.method.frequencies(self.rope, length)).attention_scale)
-        length = self.method.regime(self.rope.trained_length, length)
+            return plain, float(rotating(self.rope, self.method.frequencies(self.rope, length)).attention_scale)
         seq_len: int | Tensor = length if self.rope_type == ROPE_TYPE else torch.tensor(length)
         kwargs = {} if self.layer_type is None else {"layer_type": self.layer_type}
         with restoring():
             inv_freq, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.rotary.config, None, seq_len=seq_len, **kwargs)
-        return inv_freq, scale
+        return inv_freq.to(plain), scale
+
+    def module(self, length: int) -> nn.Module:
+        """The rotary module with the frequencies for ``length`` tokens.
+
+        A copy that shares everything else: other threads read the module itself at the same time.
+        """
+        # Not inside inference mode: what is made there could not be used in training, and this is kept.
+        with torch.inference_mode(False), torch.no_grad():
+            inv_freq, scale = self.frequencies(length)
+            module = copy.copy(self.rotary)
+            module._buffers = self.rotary._buffers | {f"{self.prefix}inv_freq": inv_freq}
+            setattr(module, f"{self.prefix}attention_scaling", scale)
+        return module
 
 
 @dataclass
@@ -96,7 +113,9 @@ class DynamicForward:
 
     rotary: nn.Module
     sites: dict[str | None, DynamicSite]
+    _modules: dict[Any, nn.Module] = field(default_factory=dict, repr=False)
 
+    @torch.compiler.disable(reason=NOT_ONE_GRAPH)
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Cos and sin as the class lays them out, for ``position_ids`` of shape [batch, seq] or [3, batch, seq]."""
         kwargs = {} if layer_type is None else {"layer_type": layer_type}
@@ -106,16 +125,30 @@ class DynamicForward:
         lengths = self._lengths(position_ids, self.sites[layer_type])
         pieces = [piece for row in lengths for piece in row]
         if len({length for _, length in pieces}) == 1:
-            self._use(pieces[0][1], layer_type)
-            return forward(self.rotary, x, position_ids, **kwargs)
+            return forward(self._module(pieces[0][1], layer_type), x, position_ids, **kwargs)
         rows = []
         for row, documents in enumerate(lengths):
             here, parts = slice(row, row + 1), []
             for (start, stop), length in documents:
-                self._use(length, layer_type)
-                parts.append(forward(self.rotary, x[here, start:stop], position_ids[..., here, start:stop], **kwargs))
+                module = self._module(length, layer_type)
+                parts.append(forward(module, x[here, start:stop], position_ids[..., here, start:stop], **kwargs))
             rows.append(_joined(parts, dim=1))
         return _joined(rows, dim=0)
+
+    def _module(self, length: int, layer_type: str | None) -> nn.Module:
+        """The rotary module that rotates for ``length`` tokens, kept per device."""
+        site = self.sites[layer_type]
+        regime = site.method.regime(site.rope.trained_length, length)
+        key = (layer_type, regime, getattr(self.rotary, f"{site.prefix}original_inv_freq").device)
+        found = self._modules.get(key)
+        if found is None:
+            if len(self._modules) > KEPT:
+                self._modules.clear()
+            found = self._modules[key] = site.module(regime)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_modules": {}}  # a copy of the model computes its own
 
     def _lengths(self, position_ids: Tensor, site: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
         """For each row, its documents as (start, stop) and how many tokens each holds with this call.
@@ -123,26 +156,25 @@ class DynamicForward:
         Refuses documents whose cached part had other positions.
         """
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
-        width = planes.shape[2]
+        batch, width = planes.shape[1:]
+        method, trained_length = site.method, site.rope.trained_length
         declared = declared_length()
         if declared is not None:
-            return [[((0, width), declared)]] * planes.shape[1]
+            note_regimes(0, [method.regime(trained_length, declared)] * batch)
+            return [[((0, width), declared)]] * batch
         found = []
-        for row in planes.amax(dim=0).tolist():
-            cuts = [0, *(at for at in range(1, width) if row[at] < row[at - 1]), width]
+        for index, row in enumerate(planes.amax(dim=0).tolist()):
+            cuts = [0, *(at for at in range(1, width) if _restarts(row[at - 1], row[at], len(planes))), width]
             documents = [((start, stop), max(row[start:stop]) + 1) for start, stop in pairwise(cuts)]
             before, now = [min(row[start:stop]) for (start, stop), _ in documents], [length for _, length in documents]
-            refuse_mixed_regimes(site.method, site.rope.trained_length, before, now)
+            refuse_mixed_regimes(method, trained_length, index, batch, before, now)
             found.append(documents)
         return found
 
-    def _use(self, length: int, layer_type: str | None) -> None:
-        """Put the frequencies for ``length`` tokens into the module, where its class's forward reads them."""
-        site = self.sites[layer_type]
-        inv_freq, scale = site.frequencies(length)
-        with torch.no_grad():
-            getattr(self.rotary, f"{site.prefix}inv_freq").copy_(inv_freq)
-        setattr(self.rotary, f"{site.prefix}attention_scaling", scale)
+
+def _restarts(previous: int, place: int, planes: int) -> bool:
+    """Whether a document begins here. In several planes, places also go back from row to row of an image."""
+    return place < previous if planes == 1 else place == 0 < previous
 
 
 def _joined(parts: list[Any], dim: int) -> Any:

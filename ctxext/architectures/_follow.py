@@ -38,8 +38,6 @@ def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site],
         for site in here:
             spec, rope_type = plan.specs[site.layer_type], plan.rope_types[site.layer_type]
             table[site.layer_type] = DynamicSite(rotary, site.layer_type, method, spec, rope_type)
-            for end in ("inv_freq", "attention_scaling"):  # a forward pass changes them; undo must bring them back
-                edits.set(rotary, f"{site.prefix}{end}", getattr(rotary, f"{site.prefix}{end}"))
         edits.set(rotary, "forward", DynamicForward(rotary, table))
         # Stock forward methods update themselves by the name of the rope type; this name means: do not.
         kinds = rotary.rope_type

@@ -7,42 +7,86 @@ caching un-rotated keys would not be enough, and a cache is only right while the
 from __future__ import annotations
 
 import warnings
-import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from ctxext._edits import Edits
+from ctxext.architectures._caches import Filled, current_filling, empty, filled, guards_of, remember
 from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
 
-__all__ = ["RecomputingInputs", "SteadyCandidates", "recompute_in_generate", "refuse_mixed_regimes"]
+__all__ = ["RecomputingInputs", "SteadyCandidates", "note_regimes", "recompute_in_generate", "refuse_mixed_regimes"]
 
 
-def refuse_mixed_regimes(method: Method, trained_length: int, cached: list[int], now: list[int]) -> None:
-    """Raise if tokens were cached under other positions than the sequence has now.
+def refuse_mixed_regimes(
+    method: Method, trained_length: int, row: int, rows: int, cached: list[int], now: list[int]
+) -> None:
+    """Raise if tokens of a row were cached under other positions than the sequence has now; else note what it has.
 
     Args:
         method: a dynamic method.
         trained_length: tokens that the checkpoint was trained for.
-        cached: per row, tokens that came before this call.
-        now: per row, tokens including this call's.
+        row: which row of the batch.
+        rows: how many rows the batch has.
+        cached: per document of the row, tokens that came before this call.
+        now: per document of the row, tokens including this call's.
 
     Raises:
         IncompatibleError: saying what to do.
     """
+    filling = current_filling()
+    known = None if filling is None else filling.before
     for before, length in zip(cached, now, strict=True):
-        if before and method.regime(trained_length, before) != method.regime(trained_length, length):
+        regime = method.regime(trained_length, length)
+        cached_as = _cached_regime(method, trained_length, known, row, rows, before)
+        if before and cached_as != regime:
             raise IncompatibleError(
-                f"Method {method.name!r} gives a sequence of {length} tokens other positions than it gave its first "
-                f"{before}, so what is cached of those no longer fits. model.generate() recomputes it; in a loop of "
-                f"your own, call the model on the whole sequence without a cache. If this call holds a shard of a "
-                f"longer sequence, pass ctxext_length=<global length in tokens>, the same on every rank."
+                f"Method {method.name!r} gives a sequence of {length} tokens other positions than the {before} tokens "
+                f"that are cached of it{_said(known, cached_as)}, so these no longer fit. model.generate() recomputes "
+                f"them; in a loop of your own, call the model on the whole sequence without a cache.{_shard(known)}"
             )
+    note_regimes(row, [max(method.regime(trained_length, length) for length in now)] if now else [trained_length])
+
+
+def _cached_regime(
+    method: Method, trained_length: int, known: Filled | None, row: int, rows: int, before: int
+) -> int | None:
+    """The length whose positions a row's cached tokens have.
+
+    What nothing is remembered of is no text that was read: a learned prefix, or the part of a text before a shard.
+    """
+    return method.regime(trained_length, before) if known is None else known.of(row, rows)
+
+
+def note_regimes(row: int, regimes: list[int]) -> None:
+    """Note the length whose positions the rows from ``row`` on have in the pass that this thread is inside of.
+
+    What a row held before is either cached under the same positions, or padding, which has none.
+    """
+    filling = current_filling()
+    if filling is not None:
+        filling.note(row, regimes)
+
+
+def _said(known: Filled | None, regime: int | None) -> str:
+    if known is None:
+        return ""
+    if not regime:
+        return " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
+    return f" have (those of a sequence of {regime})"
+
+
+def _shard(known: Filled | None) -> str:
+    if known is not None:
+        return ""
+    return (
+        " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same on "
+        "every rank."
+    )
 
 
 @dataclass
@@ -60,7 +104,6 @@ class RecomputingInputs:
     model: nn.Module
     method: Method
     trained_length: int
-    _seen: _Seen = field(default_factory=lambda: _Seen(), repr=False)
 
     def __call__(
         self,
@@ -76,20 +119,24 @@ class RecomputingInputs:
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         total = cached + new.shape[1]
         whole = self._whole(input_ids, new, past_key_values, cached, total)
-        self._seen.note(past_key_values, whole)
-        if cached and self._changes(attention_mask, new.shape[0], cached, total):
+        model: Any = self.model
+        is_decoder = not model.config.is_encoder_decoder  # else the mask is that of the encoder's text
+        mask = attention_mask if is_decoder else None
+        if cached and self._changes(past_key_values, mask, kwargs.get("position_ids"), new, total):
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
                     f"Method {self.method.name!r} changes positions at {total} tokens and the tokens before are not at "
                     f"hand to recompute them (the prompt was given as embeddings, or the cache came from elsewhere). "
                     f"Generate from input_ids, with a cache of its own."
                 )
-            _empty(past_key_values)
+            empty(past_key_values)
             input_ids, next_sequence_length = whole, None
-            attention_mask = attention_mask[:, :total] if attention_mask is not None else None
-            kwargs |= {"is_first_iteration": True} | _whole_positions(kwargs, attention_mask, whole)
+            mask = mask[:, :total] if mask is not None else None
+            attention_mask = mask if is_decoder else attention_mask
+            kwargs |= {"is_first_iteration": True} | _whole_positions(kwargs, mask, whole)
             self._warn()
-        model: Any = self.model
+        if past_key_values is not None:
+            remember(past_key_values, expected=whole)
         return type(model).prepare_inputs_for_generation(
             model,
             input_ids,
@@ -104,21 +151,29 @@ class RecomputingInputs:
         """All tokens so far; chunked prefill hands over only the new ones."""
         if input_ids.shape[1] == total:
             return input_ids
-        seen = self._seen.inside(cache)
-        if cached and seen is not None and seen.shape == (new.shape[0], cached):
-            return torch.cat((seen, new), dim=1)
+        known = filled(cache)
+        if known is not None and known.tokens is not None and known.tokens.shape == (new.shape[0], cached):
+            return torch.cat((known.tokens, new), dim=1)
         return None
 
-    def _changes(self, mask: Tensor | None, rows: int, cached: int, total: int) -> bool:
-        if mask is None or mask.ndim != 2:
-            before, now = [cached] * rows, [total] * rows
-        else:
-            before, now = mask[:, :cached].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
-        regime = self.method.regime
+    def _changes(self, cache: Any, mask: Tensor | None, positions: Tensor | None, new: Tensor, total: int) -> bool:
+        """Whether what is cached has other positions than the sequence gets with this call."""
+        if not all(guard.stands(cache) for guard in guards_of(self.model)):
+            return True
+        known, rows = filled(cache), new.shape[0]
+        before, now = [total - new.shape[1]] * rows, [total] * rows
+        if mask is not None and mask.ndim == 2:
+            before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
+        if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
+            now = (positions.amax(dim=(0, 2)) + 1).tolist()
         return any(
-            earlier and regime(self.trained_length, earlier) != regime(self.trained_length, later)
-            for earlier, later in zip(before, now, strict=True)
+            earlier
+            and _cached_regime(self.method, self.trained_length, known, row, rows, earlier) != self._regime(later)
+            for row, (earlier, later) in enumerate(zip(before, now, strict=True))
         )
+
+    def _regime(self, length: int) -> int:
+        return self.method.regime(self.trained_length, length)
 
     def _warn(self) -> None:
         if getattr(self.method, "growth", None) == "exact":
@@ -127,36 +182,6 @@ class RecomputingInputs:
                 f"trained window of {self.trained_length}; growth='doubling' does so only when the length doubles.",
                 stacklevel=3,
             )
-
-
-class _Seen:
-    """The tokens inside one cache. It does not keep the cache alive, and is empty in a copy of the model."""
-
-    def __init__(self) -> None:
-        self._cache: weakref.ref[Any] | None = None
-        self._tokens: Tensor | None = None
-
-    def __reduce__(self) -> tuple[type[_Seen], tuple[()]]:
-        return (_Seen, ())
-
-    def note(self, cache: Any, tokens: Tensor | None) -> None:
-        """Remember what ``cache`` will hold after the call that is being prepared."""
-        self._cache, self._tokens = (None, None) if cache is None else (weakref.ref(cache), tokens)
-
-    def inside(self, cache: Any) -> Tensor | None:
-        """The tokens in ``cache``, None where it is not the one that was seen last."""
-        return self._tokens if self._cache is not None and self._cache() is cache else None
-
-
-def _empty(cache: Any) -> None:
-    """Empty a cache that grows or that has slots. Before 5.18, transformers' ``reset`` of a growing one only zeroes."""
-    cache.reset()
-    for layer in cache.layers:
-        if isinstance(layer, DynamicLayer):
-            layer.keys = layer.values = None
-            layer.is_initialized = False
-    if int(cache.get_seq_length()):
-        raise IncompatibleError(f"A {type(cache).__name__} cannot be emptied, which dynamic methods need.")
 
 
 def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -> dict[str, Tensor]:

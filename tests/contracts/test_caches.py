@@ -1,0 +1,311 @@
+"""A cache is continued by what filled it, or not at all: cropped, copied, picked from, filled before patch, unpatch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from _models import TRAINED_LENGTH, logits, tiny, tokens
+from peft import PrefixTuningConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import ctxext
+from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.methods import LongRoPE
+
+LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
+FOLLOWING: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"method": "dynamic_ntk", "factor": 4.0}),
+    ("llama", {"method": "dynamic_yarn", "factor": 4.0, "growth": "doubling"}),
+    ("llama", {"method": LONGROPE}),
+    ("llama", {"method": "dynamic_pi", "factor": 4.0}),
+    ("bloom", {"method": "dynamic_pi", "factor": 4.0}),
+]
+STATIC: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"method": "yarn", "factor": 4.0}),
+    ("llama", {"method": "alibi", "factor": 4.0}),
+    ("bloom", {"method": "pi", "factor": 4.0}),
+]
+
+
+def name(value: Any) -> str | None:
+    if isinstance(value, dict):
+        return value["method"] if isinstance(value["method"], str) else value["method"].name
+    return None
+
+
+following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=name)
+every = pytest.mark.parametrize(("model_type", "method"), [*FOLLOWING, *STATIC], ids=name)
+
+LONG, KEPT, NEW = 2 * TRAINED_LENGTH - 28, 40, 5  # 100 tokens are read, 40 of them kept, 5 others follow
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def extended(model: PreTrainedModel, method: dict[str, Any]) -> PreTrainedModel:
+    return ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
+
+
+def build(model_type: str, method: dict[str, Any]) -> PreTrainedModel:
+    return extended(tiny(model_type), method)
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor, cache: Any, **arguments: Any) -> Tensor:
+    found: Tensor = model(ids, past_key_values=cache, use_cache=True, **arguments).logits
+    return found
+
+
+def filled_by(model: PreTrainedModel, length: int = LONG, rows: int = 1) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    read(model, tokens(length, rows), cache)
+    return cache
+
+
+def edited() -> Tensor:
+    """The first 40 tokens of what was read, and 5 others."""
+    return torch.cat([tokens(LONG)[:, :KEPT], tokens(NEW, rows=2)[1:]], dim=1)
+
+
+def generated(model: PreTrainedModel, prompt: Tensor, **options: Any) -> Tensor:
+    found: Tensor = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=None,
+        disable_compile=True,
+        **options,
+    )
+    return found
+
+
+@following
+def test_a_cropped_cache_is_refused_in_a_loop_and_recomputed_in_generate(
+    model_type: str, method: dict[str, Any]
+) -> None:
+    model = build(model_type, method)
+    cache = filled_by(model)
+    cache.crop(KEPT - LONG)
+    with pytest.raises(IncompatibleError, match=r"45 tokens other positions than the 40 tokens that are cached"):
+        read(model, edited()[:, KEPT:], cache)
+    expected = generated(model, edited(), use_cache=False)
+    for chunk in (None, 2):
+        cache = filled_by(model)
+        cache.crop(KEPT - LONG)
+        if chunk is None:
+            assert torch.equal(generated(model, edited(), past_key_values=cache), expected)
+            continue
+        with pytest.raises(IncompatibleError, match=r"not at hand to recompute"):
+            generated(model, edited(), past_key_values=cache, prefill_chunk_size=chunk)
+
+
+@following
+def test_a_cache_cropped_inside_one_regime_goes_on(model_type: str, method: dict[str, Any]) -> None:
+    model = build(model_type, method)
+    cache = filled_by(model, TRAINED_LENGTH - 4)
+    cache.crop(KEPT - TRAINED_LENGTH + 4)
+    found = read(model, edited()[:, KEPT:], cache)
+    torch.testing.assert_close(found, logits(model, edited())[:, KEPT:], atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
+def test_a_copy_of_a_cache_remembers(copied: Any) -> None:
+    model = build("llama", {"method": "dynamic_ntk", "factor": 4.0})
+    prompt = copied(filled_by(model, TRAINED_LENGTH - 4))
+    whole = tokens(TRAINED_LENGTH)
+    torch.testing.assert_close(read(model, whole[:, -4:], prompt), logits(model, whole)[:, -4:], atol=3e-4, rtol=0)
+    long = copied(filled_by(model))
+    long.crop(KEPT - LONG)
+    with pytest.raises(IncompatibleError, match="those of a sequence of 100"):
+        read(model, edited()[:, KEPT:], long)
+
+
+def test_picked_rows_of_one_length_go_on_and_of_several_are_refused() -> None:
+    model = build("llama", {"method": "dynamic_ntk", "factor": 4.0})
+    ids = tokens(TRAINED_LENGTH - 4, rows=3)
+    cache = filled_by(model, TRAINED_LENGTH - 4, rows=3)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    whole = torch.cat([ids[[2, 0]], tokens(3, rows=2)], dim=1)
+    torch.testing.assert_close(read(model, whole[:, -3:], cache), logits(model, whole)[:, -3:], atol=3e-4, rtol=0)
+    mask = torch.ones(3, LONG, dtype=torch.long)
+    mask[1, : LONG - KEPT] = 0
+    mixed = DynamicCache(config=model.config)
+    read(model, tokens(LONG, rows=3), mixed, attention_mask=mask)
+    mixed.batch_select_indices(torch.tensor([1]))
+    arguments = {"attention_mask": torch.cat([mask[1:2], torch.ones(1, 1, dtype=torch.long)], dim=1)}
+    with pytest.raises(IncompatibleError, match="rows of different lengths were picked"):
+        read(model, tokens(1), mixed, **arguments)
+
+
+def test_rows_of_different_lengths_each_keep_their_positions() -> None:
+    """Of two rows, the short one stays inside the window while the long one is beyond it from the start."""
+    model = build("llama", {"method": "dynamic_ntk", "factor": 4.0, "growth": "doubling"})
+    ids = tokens(LONG + 3, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, : LONG - KEPT] = 0
+    cache = DynamicCache(config=model.config)
+    read(model, ids[:, :LONG], cache, attention_mask=mask[:, :LONG])
+    found = read(model, ids[:, LONG:], cache, attention_mask=mask)
+    torch.testing.assert_close(found[0], logits(model, ids[:1])[0, LONG:], atol=3e-4, rtol=0)
+    alone = logits(model, ids[1:, LONG - KEPT :])
+    torch.testing.assert_close(found[1], alone[0, KEPT:], atol=3e-4, rtol=0)
+
+
+@following
+def test_a_pass_that_failed_half_way_spoils_the_cache(model_type: str, method: dict[str, Any]) -> None:
+    """An interrupt, or too little memory: some layers hold keys of the new length, others do not."""
+    model = build(model_type, method)
+    cache = filled_by(model, TRAINED_LENGTH - 4)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    last = [module for module in model.modules() if isinstance(module, nn.ModuleList)][-1][-1]
+    handle = last.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, tokens(2), cache)
+    handle.remove()
+    with pytest.raises(IncompatibleError, match="a pass failed half-way"):
+        read(model, tokens(1), cache)
+    assert logits(model, tokens(3)).isfinite().all()
+
+
+@every
+def test_a_cache_filled_before_patch(model_type: str, method: dict[str, Any]) -> None:
+    model = tiny(model_type)
+    cache, again = filled_by(model, KEPT), filled_by(model, KEPT)
+    extended(model, method)
+    with pytest.raises(PatchStateError, match=r"cache of 40 tokens was filled by something that left no note"):
+        read(model, edited()[:, KEPT:], cache)
+    if (model_type, method) in FOLLOWING:
+        found = generated(model, edited(), past_key_values=again)
+        assert torch.equal(found, generated(model, edited(), use_cache=False))
+    else:
+        with pytest.raises(PatchStateError, match="Start with a new cache"):
+            generated(model, edited(), past_key_values=again)
+
+
+@every
+def test_a_cache_filled_before_unpatch(model_type: str, method: dict[str, Any]) -> None:
+    model = build(model_type, method)
+    cache, inside = filled_by(model), filled_by(model, KEPT)
+    plain = logits(tiny(model_type), tokens(KEPT))
+    ctxext.unpatch(model)
+    for kept in (cache, copy.deepcopy(cache), inside):
+        with pytest.raises(PatchStateError, match=r"ctxext\.unpatch has undone that.*Start with a new cache"):
+            read(model, tokens(1), kept)
+    for layer in cache.layers:
+        layer.reset()
+    torch.testing.assert_close(read(model, tokens(KEPT), cache), plain, atol=3e-4, rtol=0)
+    torch.testing.assert_close(read(model, tokens(KEPT), DynamicCache()), plain, atol=3e-4, rtol=0)
+
+
+def test_patched_as_it_was_and_otherwise() -> None:
+    model = build("llama", {"method": "yarn", "factor": 4.0})
+    cache, other = filled_by(model, KEPT), filled_by(model, KEPT)
+    expected = logits(model, edited())[:, KEPT:]
+    ctxext.unpatch(model)
+    for change in ({"method": "yarn", "factor": 2.0}, {"method": "pi", "factor": 4.0}):
+        extended(model, change)
+        with pytest.raises(PatchStateError, match=r"filled while the model was extended by 'yarn' \(factor 4\)"):
+            read(model, edited()[:, KEPT:], other)
+        ctxext.unpatch(model)
+    extended(model, {"method": "yarn", "factor": 4.0})
+    torch.testing.assert_close(read(model, edited()[:, KEPT:], cache), expected, atol=3e-4, rtol=0)
+
+
+def test_a_copy_of_the_model_takes_its_cache() -> None:
+    model = build("llama", {"method": "yarn", "factor": 4.0})
+    cache, expected = filled_by(model, KEPT), logits(model, edited())[:, KEPT:]
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    torch.testing.assert_close(read(twin, edited()[:, KEPT:], copy.deepcopy(cache)), expected, atol=3e-4, rtol=0)
+    ctxext.unpatch(twin)
+    torch.testing.assert_close(read(model, edited()[:, KEPT:], cache), expected, atol=3e-4, rtol=0)
+
+
+@every
+def test_a_static_cache_is_reset_and_used_again(model_type: str, method: dict[str, Any]) -> None:
+    model = build(model_type, method)
+    cache = StaticCache(config=model.config, max_cache_len=LONG)
+    read(model, tokens(LONG), cache)
+    cache.reset()
+    found = read(model, tokens(KEPT), cache)
+    torch.testing.assert_close(found, logits(model, tokens(KEPT)), atol=3e-4, rtol=0)
+
+
+@every
+def test_a_cache_that_the_model_made_is_remembered(model_type: str, method: dict[str, Any]) -> None:
+    model = build(model_type, method)
+    with torch.no_grad():
+        caches = [model(tokens(KEPT), use_cache=True).past_key_values]
+        caches.append(model(tokens(KEPT), use_cache=True, return_dict=False)[1])
+    for cache in caches:
+        found = read(model, edited()[:, KEPT:], cache)
+        torch.testing.assert_close(found, logits(model, edited())[:, KEPT:], atol=3e-4, rtol=0)
+    ctxext.unpatch(model)
+    with pytest.raises(PatchStateError, match="unpatch has undone"):
+        read(model, tokens(1), caches[0])
+
+
+@following
+def test_beams_of_padded_rows_across_the_window(model_type: str, method: dict[str, Any]) -> None:
+    model = build(model_type, method)
+    ids = tokens(TRAINED_LENGTH - 3, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
+
+
+def prefixed(model: PreTrainedModel) -> Any:
+    torch.manual_seed(0)
+    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk"])
+def test_a_learned_prefix_is_taken_where_the_whole_peft_model_is_patched(method: str) -> None:
+    model = prefixed(tiny())
+    plain = logits(model, tokens(KEPT))
+    ctxext.patch(model, method, factor=4.0)
+    found = logits(model, tokens(KEPT))
+    assert torch.equal(found, plain) == (method == "dynamic_ntk")
+    assert found.isfinite().all()
+    ctxext.unpatch(model)
+    assert torch.equal(logits(model, tokens(KEPT)), plain)
+    inside = prefixed(ctxext.patch(tiny(), method, factor=4.0))
+    with pytest.raises(PatchStateError, match=r"learned prefix .*ctxext\.patch the PEFT model"):
+        logits(inside, tokens(KEPT))
+
+
+@pytest.mark.usefixtures("_for_compiling")
+def test_compiled_whole_a_static_method_still_remembers() -> None:
+    model = build("llama", {"method": "yarn", "factor": 4.0})
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    cache, expected = DynamicCache(config=model.config), logits(model, edited())
+    first = read(compiled, edited()[:, :KEPT], cache)
+    torch.testing.assert_close(torch.cat([first, read(compiled, edited()[:, KEPT:-1], cache)], 1), expected[:, :-1])
+    last = read(model, edited()[:, -1:], cache)
+    torch.testing.assert_close(last, expected[:, -1:], atol=3e-4, rtol=0)
+
+
+@pytest.fixture
+def _for_compiling() -> Iterator[None]:
+    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
+    torch._dynamo.reset()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()

@@ -1,0 +1,173 @@
+"""One model, many callers: a forward pass of a patched model leaves nothing behind that another could read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from _models import TRAINED_LENGTH, logits, tiny, tokens
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import ctxext
+from ctxext.methods import LongRoPE
+
+LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
+FOLLOWING: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"method": "dynamic_ntk", "factor": 4.0}),
+    ("llama", {"method": "dynamic_yarn", "factor": 4.0}),
+    ("llama", {"method": LONGROPE}),
+    ("gemma3_text", {"method": "dynamic_pi", "factor": 4.0}),
+    ("bloom", {"method": "dynamic_pi", "factor": 4.0}),
+]
+EVERY = [
+    *FOLLOWING,
+    ("llama", {"method": "yarn", "factor": 4.0}),
+    ("llama", {"method": LongRoPE(short_factor=(4.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)}),
+    ("llama", {"method": "alibi", "factor": 4.0}),
+    ("bloom", {"method": "alibi", "factor": 4.0}),
+]
+
+
+def name(value: Any) -> str | None:
+    if isinstance(value, dict):
+        return value["method"] if isinstance(value["method"], str) else value["method"].name
+    return None
+
+
+following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=name)
+every = pytest.mark.parametrize(("model_type", "method"), EVERY, ids=name)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(model_type: str, method: dict[str, Any]) -> PreTrainedModel:
+    return ctxext.patch(tiny(model_type), trained_length=TRAINED_LENGTH, **method)
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]  # an error in the thread leaves it empty
+
+
+class Interrupted(TorchDispatchMode):
+    """Before every operation of this thread, another thread does all of its work."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self.work = work
+        self.times = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times += 1
+        in_a_thread(self.work)
+        return func(*args, **(kwargs or {}))
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@following
+def test_a_pass_is_not_disturbed_by_another_of_another_length(model_type: str, method: dict[str, Any]) -> None:
+    model = build(model_type, method)
+    ours, theirs = tokens(2 * TRAINED_LENGTH), tokens(TRAINED_LENGTH - 9)
+    expected = logits(model, ours)
+    with Interrupted(lambda: logits(model, theirs)) as interrupted:
+        found = logits(model, ours)
+    assert interrupted.times > 50
+    assert torch.equal(found, expected)
+
+
+@following
+def test_a_pass_changes_no_buffer_and_no_number(model_type: str, method: dict[str, Any]) -> None:
+    model = build(model_type, method)
+    before = buffers(model)
+    numbers = {path: dict(vars(module)) for path, module in model.named_modules()}
+    logits(model, tokens())
+    for key, buffer in buffers(model).items():
+        assert torch.equal(buffer, before[key]), key
+    for path, module in model.named_modules():
+        scalars = {key: value for key, value in numbers[path].items() if isinstance(value, int | float | str)}
+        assert {key: vars(module)[key] for key in scalars} == scalars, path
+
+
+def test_chunked_prefill_of_two_threads_does_not_mix() -> None:
+    model = build("llama", {"method": "dynamic_ntk", "factor": 4.0})
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 40}
+    prompts = tokens(TRAINED_LENGTH + 30), tokens(TRAINED_LENGTH + 30, rows=3)[2:]
+    expected = [model.generate(prompt, attention_mask=torch.ones_like(prompt), **options) for prompt in prompts]
+    here, met = threading.get_ident(), []
+
+    def in_turn(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == here:
+            met.append(in_a_thread(lambda: _generated(model, prompts[1], options, expected[1])))
+
+    handle = model.register_forward_pre_hook(in_turn)
+    found = model.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), **options)
+    handle.remove()
+    assert len(met) > 3
+    assert all(met)
+    assert torch.equal(found, expected[0])
+
+
+def _generated(model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], expected: Tensor) -> bool:
+    found: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return torch.equal(found, expected)
+
+
+@every
+def test_patched_or_read_in_inference_mode_then_trained(model_type: str, method: dict[str, Any]) -> None:
+    """Tensors that are made in inference mode may not be written, nor saved for a backward pass, outside of it."""
+    expected, ids = build(model_type, method), tokens()
+    expected(ids, labels=ids, use_cache=False).loss.backward()
+    gradients = [weight.grad for weight in expected.parameters()]
+    plain = logits(tiny(model_type), ids)
+    model = tiny(model_type)
+    with torch.inference_mode():
+        ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
+    for _ in range(2):
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        assert all(torch.equal(weight.grad, found) for weight, found in zip(model.parameters(), gradients, strict=True))
+        with torch.inference_mode():
+            model(tokens(2 * TRAINED_LENGTH + 5), use_cache=False)
+    assert not any(buffer.is_inference() for buffer in model.buffers())
+    with torch.inference_mode():
+        ctxext.unpatch(model)
+    assert torch.equal(logits(model, ids), plain)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+@following
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_shares_nothing_with_what_was_read_before(model_type: str, method: dict[str, Any], copied: Any) -> None:
+    model = build(model_type, method)
+    expected, plain = logits(model, tokens()), logits(tiny(model_type), tokens())
+    twin = copied(model)
+    ctxext.unpatch(model)
+    assert torch.equal(logits(twin, tokens()), expected)
+    assert torch.equal(logits(ctxext.unpatch(twin), tokens()), plain)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn"])
+def test_moved_and_cast_after_it_has_read(method: str) -> None:
+    model = build("llama", {"method": method, "factor": 4.0})
+    expected = logits(model, tokens())
+    model.double().float()
+    assert torch.equal(logits(model, tokens()), expected)
