@@ -134,11 +134,11 @@ def _generated(model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], 
 @every
 def test_patched_or_read_in_inference_mode_then_trained(model_type: str, method: dict[str, Any]) -> None:
     """Tensors that are made in inference mode may not be written, nor saved for a backward pass, outside of it."""
-    expected, ids = build(model_type, method), tokens()
+    ids, plain = tokens(), logits(tiny(model_type).double(), tokens())
+    expected = ctxext.patch(tiny(model_type).double(), trained_length=TRAINED_LENGTH, **method)
     expected(ids, labels=ids, use_cache=False).loss.backward()
     gradients = [weight.grad for weight in expected.parameters()]
-    plain = logits(tiny(model_type), ids)
-    model = tiny(model_type)
+    model = tiny(model_type).double()  # its frequencies are cast, too: patch puts others in their place
     with torch.inference_mode():
         ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
     for _ in range(2):
