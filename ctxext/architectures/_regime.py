@@ -165,7 +165,7 @@ class RecomputingInputs:
         if mask is not None and mask.ndim == 2:
             before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
-            now = (positions.amax(dim=(0, 2)) + 1).tolist()
+            now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # a fourth plane, the first, counts tokens
         return any(
             earlier
             and _cached_regime(self.method, self.trained_length, known, row, rows, earlier) != self._regime(later)
@@ -231,7 +231,13 @@ class SteadyCandidates:
 
 
 def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length: int, edits: Edits) -> None:
-    """Let ``model.generate`` follow a dynamic method."""
+    """Let ``model.generate`` follow a dynamic method.
+
+    On CUDA, generate() compiles calls with a static cache by itself; positions that follow the length would break such
+    a graph at every layer.
+    """
+    if getattr(model, "generation_config", None) is not None:
+        edits.set(model.generation_config, "disable_compile", True)
     edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", SteadyCandidates(model, method, trained_length))

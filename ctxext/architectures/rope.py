@@ -64,14 +64,15 @@ class Rope(Architecture):
             _edit(model, plan, method, sites, request, edits)
             _prove(model, plan, method, sites)
         spec = next(iter(plan.specs.values()))
-        notes = _notes(text, method, sites, spec, request)
+        stock = ROPE_TYPE not in plan.rope_types.values()
+        notes = _notes(text, method, sites, spec, request, stock)
         if scaling is not None:
             notes = (_scaling_note(scaling, request, spec), *notes)
         return Extension(
             trained_length=trained_length,
             target_length=method.target_length(trained_length),
             stored_as=plan.stored_as,
-            stock=ROPE_TYPE not in plan.rope_types.values(),
+            stock=stock,
             fingerprint=fingerprint(method, spec),
             notes=notes,
             sliding_window=request.sliding_window,
@@ -159,7 +160,9 @@ def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
     return note
 
 
-def _notes(text: Any, method: RopeMethod, sites: list[Site], spec: RopeSpec, request: Request) -> tuple[str, ...]:
+def _notes(
+    text: Any, method: RopeMethod, sites: list[Site], spec: RopeSpec, request: Request, stock: bool
+) -> tuple[str, ...]:
     notes = []
     has_temperature = method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale != 1
     if isinstance(spec, LatentSpec) or (getattr(method, "mscale_all_dim", None) and hasattr(text, "qk_rope_head_dim")):
@@ -185,6 +188,12 @@ def _notes(text: Any, method: RopeMethod, sites: list[Site], spec: RopeSpec, req
             f"Positions follow the length of each sequence. generate() recomputes its cache {often}, so that it equals "
             f"decoding without one; a cache that no longer fits is refused."
         )
+        if stock:
+            notes.append(
+                f"Stock code loads it, but mixes positions: all rows of a batch get those of the longest, and what was "
+                f"cached is not recomputed as it is here. Where a text or its batch passes {spec.trained_length} "
+                f"tokens, stock logits and stock generate() differ from these; ctxext.load gives these."
+            )
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")

@@ -1,0 +1,165 @@
+"""Methods that follow the length: what is said of them, what they cannot do, and images, which take few positions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from _models import TRAINED_LENGTH, logits, tiny, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2VLConfig
+
+import ctxext
+from ctxext.errors import IncompatibleError
+from ctxext.methods import LongRoPE, Method
+
+DYNAMIC = ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
+LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
+NOTE = f"Stock code loads it, but mixes positions: .* passes {TRAINED_LENGTH} tokens"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def notes(model: PreTrainedModel) -> str:
+    return " ".join(ctxext.describe(model).notes)
+
+
+def method_name(method: str | Method) -> str:
+    return method if isinstance(method, str) else method.name
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", LONGROPE], ids=method_name)
+def test_what_stock_code_makes_of_it_is_said_and_so(method: str | Method, tmp_path: Path) -> None:
+    factor = 4.0 if isinstance(method, str) else None
+    model = ctxext.patch(tiny(), method, factor=factor)
+    model.save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation).eval()
+    long, short = tokens(), tokens(40)
+    assert torch.equal(logits(stock, long), logits(model, long))
+    padded = torch.cat([long, torch.cat([torch.zeros(1, 152, dtype=torch.long), short], dim=1)])
+    mask = torch.ones_like(padded)
+    mask[1, :152] = 0
+    options: dict[str, Any] = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    ours, theirs = (logits(either, padded, **options)[1, 152:] for either in (model, stock))
+    torch.testing.assert_close(ours, logits(model, short)[0], atol=3e-4, rtol=0)
+    assert (theirs - ours).abs().max() > 0.1
+    greedy = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "output_logits": True}
+    greedy |= {"return_dict_in_generate": True}
+    prompt = tokens(TRAINED_LENGTH - 2)
+    ours, theirs = (either.generate(prompt, **greedy) for either in (model, stock))
+    differ = (torch.stack(ours.logits) - torch.stack(theirs.logits)).abs().amax(dim=(1, 2)) > 0.1
+    assert not differ[:3].any()
+    assert differ[3:].any()
+    restored = ctxext.load(tmp_path)
+    for either in (model, restored):
+        assert re.search(NOTE, notes(either))
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "dynamic_pi", "pi"])
+def test_nothing_of_the_kind_is_said_elsewhere(method: str) -> None:
+    assert "Stock code loads it" not in notes(ctxext.patch(tiny(), method, factor=4.0))
+
+
+@pytest.fixture
+def _for_compiling() -> Iterator[None]:
+    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
+    torch._dynamo.reset()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_for_compiling")
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
+def test_one_graph_is_refused_in_a_sentence(model_type: str, method: str) -> None:
+    model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
+    sentence = r"a dynamic method reads the length of each sequence.*Compile with fullgraph=False"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=sentence) as refused:
+        torch.compile(model, backend="eager", fullgraph=True)(input_ids=tokens(), use_cache=False)
+    assert str(refused.value).splitlines()[1].count("ctxext: ") == 1
+    with pytest.raises(IncompatibleError, match=sentence):
+        torch.export.export(model, (tokens(),), {"use_cache": False}, strict=False)
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
+@pytest.mark.parametrize("before", [None, False])
+def test_generate_does_not_compile_by_itself(model_type: str, method: str, before: bool | None) -> None:
+    model = tiny(model_type)
+    model.generation_config.disable_compile = before
+    ctxext.patch(model, method, factor=4.0, trained_length=TRAINED_LENGTH)
+    assert model.generation_config.disable_compile is True
+    ctxext.unpatch(model)
+    assert model.generation_config.disable_compile is before
+    ctxext.patch(model, "pi", factor=4.0, trained_length=TRAINED_LENGTH)
+    assert model.generation_config.disable_compile is before
+
+
+IMAGE = torch.tensor([[7, *[5] * 16, 8]])  # 16 patches in 4 rows: they take 4 positions
+
+
+def qwen2_vl() -> PreTrainedModel:
+    torch.manual_seed(0)
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": TRAINED_LENGTH}
+    text |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "initializer_range": 0.3}
+    text |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+    ids = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+        Qwen2VLConfig(text_config=text, vision_config=vision, **ids)
+    )
+    return model.eval()
+
+
+def with_image(text: int) -> Tensor:
+    """20 tokens of text, an image, and more text."""
+    return torch.cat([tokens(20), IMAGE, tokens(20 + text)[:, 20:]], dim=1)
+
+
+def seen(ids: Tensor) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    image = torch.randn(64 * len(ids), 96, generator=generator)
+    return {
+        "pixel_values": image,
+        "image_grid_thw": torch.tensor([[1, 8, 8]] * len(ids)),
+        "mm_token_type_ids": (ids == 5).long(),
+    }
+
+
+@pytest.mark.parametrize("text", [30, 45, 70])
+def test_the_positions_of_an_image_count_and_not_its_tokens(text: int) -> None:
+    """Of 38 + text tokens, the image's 16 take 4 positions: dynamic PI is PI by the last position."""
+    ids, last = with_image(text), 20 + 6 + text
+    found = logits(ctxext.patch(qwen2_vl(), "dynamic_pi", factor=4.0), ids, **seen(ids))
+    expected = qwen2_vl()
+    if last > TRAINED_LENGTH:
+        ctxext.patch(expected, "pi", factor=last / TRAINED_LENGTH)
+    torch.testing.assert_close(found, logits(expected, ids, **seen(ids)), atol=3e-4, rtol=0)
+    assert last <= TRAINED_LENGTH or (found - logits(qwen2_vl(), ids, **seen(ids))).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("growth", ["exact", "doubling"])
+@pytest.mark.parametrize("method", DYNAMIC)
+def test_generating_from_an_image_equals_decoding_without_a_cache(method: str, growth: str) -> None:
+    model = ctxext.patch(qwen2_vl(), method, factor=4.0, growth=growth)
+    for text in (34, 45):  # across the window, and beyond it from the start
+        ids = with_image(text)
+        greedy = ids
+        for _ in range(6):
+            greedy = torch.cat([greedy, logits(model, greedy, **seen(greedy))[:, -1:].argmax(-1)], dim=1)
+        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        for way in ({}, {"cache_implementation": "static"}):
+            assert torch.equal(model.generate(ids, **seen(ids), **options, **way), greedy), way
