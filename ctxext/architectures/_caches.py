@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from ctxext._edits import Edits
 from ctxext.errors import IncompatibleError, PatchStateError
 
 __all__ = [
-    "NOT_ONE_GRAPH",
     "CacheGuard",
     "Filled",
     "FilledUnder",
@@ -32,6 +32,7 @@ __all__ = [
     "filled",
     "guard_caches",
     "guards_of",
+    "outside_graphs",
     "remember",
 ]
 
@@ -42,6 +43,14 @@ NOT_ONE_GRAPH = (
     "ctxext: a dynamic method reads the length of each sequence from the values of position_ids, which one compiled or "
     "exported graph cannot hold. Compile with fullgraph=False, or extend the model by a method that is not dynamic."
 )
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def outside_graphs(function: FunctionT) -> FunctionT:
+    """Let torch.compile call a function as it is, or say why it cannot where all of a model must be one graph."""
+    return torch.compiler.disable(function, reason=NOT_ONE_GRAPH)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,7 @@ def current_filling() -> Filling | None:
 class DynamicGuard(CacheGuard):
     """Hooks around a decoder whose positions follow the length of each sequence: they write down that length, too."""
 
-    @torch.compiler.disable(reason=NOT_ONE_GRAPH)
+    @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache that something else filled, and show what filled it to those who compute positions."""
         if torch.compiler.is_exporting():
@@ -238,7 +247,7 @@ class DynamicGuard(CacheGuard):
         super().before(module, args, kwargs)
         _current.filling = Filling(self.given(args, kwargs))
 
-    @torch.compiler.disable(reason=NOT_ONE_GRAPH)
+    @outside_graphs
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Write down what filled the cache."""
         filling, _current.filling = _current.filling, None

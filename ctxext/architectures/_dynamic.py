@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext.architectures._caches import NOT_ONE_GRAPH
+from ctxext.architectures._caches import outside_graphs
 from ctxext.architectures._hf import ROPE_TYPE, restoring
 from ctxext.architectures._positions import PositionedForward, declared_length
 from ctxext.architectures._regime import note_regimes, refuse_mixed_regimes
@@ -115,7 +115,7 @@ class DynamicForward:
     sites: dict[str | None, DynamicSite]
     _modules: dict[Any, nn.Module] = field(default_factory=dict, repr=False)
 
-    @torch.compiler.disable(reason=NOT_ONE_GRAPH)
+    @outside_graphs
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Cos and sin as the class lays them out, for ``position_ids`` of shape [batch, seq] or [3, batch, seq]."""
         kwargs = {} if layer_type is None else {"layer_type": layer_type}
