@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation._student import CHANCE, students_quantile
 
 __all__ = ["PairedDifference", "document_difference", "grouped_difference", "paired_difference"]
 
@@ -27,7 +28,10 @@ class PairedDifference:
         standard_error: of the mean, nats per token.
         tokens: how many differences were averaged.
         units: how many groups of tokens counted as independent.
-        over: what those groups are: ``documents``, ``blocks`` of consecutive tokens, or ``runs`` of windows.
+        over: what those groups are: ``documents``, ``blocks`` of consecutive tokens, or ``runs`` of windows. Only
+            documents say something about other documents; see ``scope``.
+        baselines: how many baselines were measured, where the one here is the best of them on these very tokens. The
+            best of many is partly the luckiest, which makes whatever is held against it look worse and never better.
     """
 
     mean: float
@@ -35,13 +39,31 @@ class PairedDifference:
     tokens: int
     units: int
     over: str = "blocks"
+    baselines: int = 1
+
+    @property
+    def margin(self) -> float:
+        """Half of the 95 percent interval: standard errors by Student's quantile for ``units - 1``; nats per token."""
+        return students_quantile(CHANCE, self.units - 1) * self.standard_error
 
     @property
     def verdict(self) -> str:
-        """``better``, ``worse`` or ``no difference``, by two standard errors."""
-        if abs(self.mean) <= 2 * self.standard_error:
-            return "no difference"
-        return "better" if self.mean < 0 else "worse"
+        """``better``, ``worse`` or ``no difference``, each wrong in 5 percent at most.
+
+        ``better`` is by more than the margin. For ``worse`` the 5 percent are divided among the baselines (Bonferroni).
+        """
+        if self.mean < -self.margin:
+            return "better"
+        needed = students_quantile(CHANCE / self.baselines, self.units - 1)
+        return "worse" if self.mean > needed * self.standard_error else "no difference"
+
+    def scope(self, texts: int) -> str:
+        """What a verdict is about: nothing is added for documents; else ``on this text`` or ``on these texts``.
+
+        Args:
+            texts: that the tokens are of.
+        """
+        return "" if self.over == "documents" else " on this text" if texts == 1 else " on these texts"
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} ± {self.standard_error:.3f}"
@@ -52,6 +74,7 @@ def paired_difference(
     baseline: Tensor,
     *,
     block: int | None = 64,
+    baselines: int = 1,
 ) -> PairedDifference:
     """How much ``losses`` differ from ``baseline`` on the same tokens, with a standard error.
 
@@ -64,6 +87,7 @@ def paired_difference(
         losses: nats per token.
         baseline: nats per token, of the same tokens: the same shape.
         block: tokens per group; a last, shorter group counts by its tokens. None: each row is one group.
+        baselines: see ``PairedDifference``.
 
     Raises:
         InvalidParameterError: different shapes, or fewer than two groups.
@@ -79,11 +103,11 @@ def paired_difference(
     groups = torch.split(difference, block or max(1, difference.shape[1]), dim=1)
     size = torch.cat([torch.full((part.shape[0],), float(part.shape[1]), dtype=torch.float64) for part in groups])
     total = torch.cat([part.sum(dim=1) for part in groups])
-    return _clustered(total, size, over="documents" if block is None else "blocks")
+    return _clustered(total, size, over="documents" if block is None else "blocks", baselines=baselines)
 
 
 def document_difference(
-    losses: Sequence[Tensor], baseline: Sequence[Tensor], *, block: int = BLOCK
+    losses: Sequence[Tensor], baseline: Sequence[Tensor], *, block: int = BLOCK, baselines: int = 1
 ) -> PairedDifference:
     """``paired_difference`` of documents of any lengths: over documents, or over blocks where they are fewer than 5.
 
@@ -91,25 +115,29 @@ def document_difference(
         losses: nats per token, [tokens], one tensor per document.
         baseline: of the same tokens.
         block: tokens per group, where blocks are the groups; halved until there are at least 8 of them.
+        baselines: see ``PairedDifference``.
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two.
     """
     if len(losses) >= ENOUGH_DOCUMENTS:
-        return grouped_difference(losses, baseline, over="documents")
+        return grouped_difference(losses, baseline, over="documents", baselines=baselines)
     while block > 1 and sum(-(-len(part) // block) for part in losses) < 8:
         block //= 2
     sides = [[group for part in side for group in torch.split(part, block)] for side in (losses, baseline)]
-    return grouped_difference(*sides, over="blocks")
+    return grouped_difference(*sides, over="blocks", baselines=baselines)
 
 
-def grouped_difference(losses: Sequence[Tensor], baseline: Sequence[Tensor], *, over: str) -> PairedDifference:
+def grouped_difference(
+    losses: Sequence[Tensor], baseline: Sequence[Tensor], *, over: str, baselines: int = 1
+) -> PairedDifference:
     """``paired_difference`` where each tensor, [tokens], is a group that counts as independent.
 
     Args:
         losses: nats per token, by group.
         baseline: of the same tokens.
         over: what the groups are, to show.
+        baselines: see ``PairedDifference``.
 
     Raises:
         InvalidParameterError: different tokens, or fewer than two groups.
@@ -120,10 +148,10 @@ def grouped_difference(losses: Sequence[Tensor], baseline: Sequence[Tensor], *, 
     differences = [one.double() - other.double() for one, other in zip(losses, baseline, strict=True) if len(one)]
     size = torch.tensor([len(group) for group in differences], dtype=torch.float64)
     total = torch.tensor([group.sum().item() for group in differences], dtype=torch.float64)
-    return _clustered(total, size, over=over)
+    return _clustered(total, size, over=over, baselines=baselines)
 
 
-def _clustered(total: Tensor, size: Tensor, *, over: str) -> PairedDifference:
+def _clustered(total: Tensor, size: Tensor, *, over: str, baselines: int) -> PairedDifference:
     """The mean of all differences, and its standard error with groups as clusters; sums and counts per group."""
     units, tokens = len(size), int(size.sum())
     if units < 2:
@@ -133,4 +161,4 @@ def _clustered(total: Tensor, size: Tensor, *, over: str) -> PairedDifference:
         )
     mean = total.sum() / size.sum()
     scatter = (total - size * mean).square().sum() * units / (units - 1)
-    return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), tokens, units, over)
+    return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), tokens, units, over, baselines)

@@ -119,7 +119,8 @@ def truncated_loss(
         input_ids: whole texts, at least 2 tokens.
         window: tokens that the model may see, at least 1: its trained length.
         stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
-        start: first position to score. The passes before it are not run.
+        start: first position to score. The passes before it are not run; every position from there on sees what it
+            sees without ``start``.
         prefix: leading tokens of the text that every window keeps in front (1 for a BOS token), below ``window``.
         chunk: as in ``loss_by_position``.
         cached: as in ``loss_by_position``.
@@ -149,10 +150,13 @@ def truncated_loss(
     pieces = []
     if start < window:
         pieces.append(_losses(model, input_ids[:, : window + 1], start=start, **options))
-    for first in range(max(start, window), positions, stride):
+    # Groups lie on the grid of the window, wherever the first position of interest is.
+    begin = window + max(0, start - window) // stride * stride
+    for first in range(begin, positions, stride):
         stop = min(first + stride, positions)
         kept = [input_ids[:, :prefix], input_ids[:, stop - window + prefix : stop + 1]]
-        pieces.append(_losses(model, torch.cat(kept, dim=1), start=window - (stop - first), **options))
+        scored = stop - max(first, start)
+        pieces.append(_losses(model, torch.cat(kept, dim=1), start=window - scored, **options))
     return torch.cat(pieces, dim=1)
 
 

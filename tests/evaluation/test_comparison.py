@@ -116,10 +116,11 @@ def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("candidates", "units", "expected"),
     # Student's two-sided 5 percent points from printed tables; 2.5 percent points for two candidates.
-    [(1, 11, 2.228), (1, 31, 2.042), (1, 1001, 1.962), (2, 31, 2.360), (5, 31, 2.750), (1, 8, 2.365)],
+    [(1, 11, 2.2281), (1, 31, 2.0423), (1, 1001, 1.9623), (2, 31, 2.3596), (5, 31, 2.7500), (1, 8, 2.3646)]
+    + [(1, 2, 12.7062), (1, 3, 4.3027), (1, 5, 2.7764), (1, 9, 2.3060), (5, 5, 4.6041)],
 )
 def test_standard_errors_needed(candidates: int, units: int, expected: float) -> None:
-    assert standard_errors_needed(candidates, units) == pytest.approx(expected, abs=2e-3)
+    assert standard_errors_needed(candidates, units) == pytest.approx(expected, abs=6e-5)
 
 
 def test_the_verdict_follows_the_losses(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,14 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation._logits import check_token_ids
-from ctxext.evaluation.perplexity import bucketed, loss_by_position, paired_difference, truncated_loss
+from ctxext.evaluation._student import students_quantile
+from ctxext.evaluation.perplexity import (
+    PairedDifference,
+    bucketed,
+    loss_by_position,
+    paired_difference,
+    truncated_loss,
+)
 
 # Two fp32 evaluations of the same function that differ in the blocking of their matrix products.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
@@ -139,13 +147,23 @@ def test_truncation_baseline_by_hand(
         if i < window:
             seen = input_ids[:, : i + 2]
         else:
-            group = (i - max(start, window)) // stride
-            stop = min(max(start, window) + (group + 1) * stride, 89)
+            stop = min(window + ((i - window) // stride + 1) * stride, 89)
             seen = torch.cat([input_ids[:, :prefix], input_ids[:, stop - window + prefix : i + 2]], dim=1)
             assert window - stride + 1 <= seen.shape[1] - 1 <= window
         expected.append(plain_loss(model, seen)[:, -1])
     found = truncated_loss(model, input_ids, window=window, stride=stride, start=start, prefix=prefix)
     torch.testing.assert_close(found, torch.stack(expected, dim=1), **CLOSE)
+
+
+@pytest.mark.parametrize(("window", "stride", "prefix"), [(32, None, 0), (30, 7, 1), (20, 20, 0), (64, 3, 2)])
+def test_a_start_changes_no_context(
+    model: LlamaForCausalLM, input_ids: Tensor, window: int, stride: int | None, prefix: int
+) -> None:
+    """With or without the tokens before it, a token is predicted from the same ones."""
+    whole = truncated_loss(model, input_ids, window=window, stride=stride, prefix=prefix)
+    for start in (1, window - 1, window, window + 1, window + 5, 70, 88):
+        found = truncated_loss(model, input_ids, window=window, stride=stride, prefix=prefix, start=start)
+        torch.testing.assert_close(found, whole[:, start:], **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +224,51 @@ def test_paired_difference_covers_the_truth() -> None:
         found = paired_difference(sample, torch.zeros_like(sample), block=64)
         scores.append(abs(found.mean) < 2 * found.standard_error)
     assert 0.9 < sum(scores) / len(scores) < 0.98
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    # Two-sided 5 percent points of Student's distribution, from printed tables.
+    [(2, 12.706), (3, 4.303), (5, 2.776), (6, 2.571), (9, 2.306), (31, 2.042), (121, 1.980)],
+)
+def test_a_verdict_uses_students_quantile(units: int, expected: float) -> None:
+    for factor, verdict in ((0.999, "no difference"), (1.001, "worse"), (-0.999, "no difference"), (-1.001, "better")):
+        found = PairedDifference(factor * expected * 0.01, 0.01, 640, units, "documents")
+        assert found.verdict == verdict
+        assert found.margin == pytest.approx(expected * 0.01, rel=3e-4)
+
+
+def test_the_best_of_several_baselines_must_be_missed_by_more() -> None:
+    """Being the best is partly luck, which makes what is held against it look worse, never better."""
+    worse = PairedDifference(0.0027, 0.001, 640, 31, "blocks", baselines=4)  # 2.657 standard errors are needed
+    assert worse.verdict == "worse"
+    near = replace(worse, mean=0.0026)
+    assert (near.verdict, replace(near, baselines=1).verdict) == ("no difference", "worse")
+    assert replace(near, mean=-0.0021).verdict == "better"
+
+
+@pytest.mark.parametrize(
+    ("chance", "degrees", "expected"),
+    # By inverting the incomplete beta function in arithmetic of 30 digits (mpmath).
+    [
+        (0.05, 1, 12.7062047361747),
+        (0.05, 2, 4.30265272974946),
+        (0.05, 3, 3.18244630528371),
+        (0.05, 4, 2.77644510519779),
+        (0.05, 8, 2.30600413520417),
+        (0.05, 30, 2.04227245630124),
+        (0.05, 1000, 1.96233908082641),
+        (0.01, 4, 4.60409487134999),
+    ],
+)
+def test_students_quantile(chance: float, degrees: int, expected: float) -> None:
+    assert students_quantile(chance, degrees) == pytest.approx(expected, rel=1e-12)
+
+
+def test_students_quantile_refuses() -> None:
+    for chance, degrees in ((0.0, 3), (1.0, 3), (0.05, 0)):
+        with pytest.raises(InvalidParameterError, match="degrees at least 1"):
+            students_quantile(chance, degrees)
 
 
 def test_paired_difference_over_documents_and_refusals() -> None:

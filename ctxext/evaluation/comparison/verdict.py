@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
+from ctxext.evaluation._student import CHANCE, students_quantile
 from ctxext.evaluation.perplexity import PairedDifference, paired_difference
 
 __all__ = ["Verdict", "judge", "standard_errors_needed"]
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
-CHANCE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +79,5 @@ def standard_errors_needed(candidates: int, units: int) -> float:
     Args:
         candidates: differences looked at; the chance is divided among them (Bonferroni).
         units: independent groups behind each standard error, at least 2: with few, the error itself is uncertain.
-
-    Source: Student's quantile by its expansion about the normal one, Abramowitz & Stegun, 26.7.5; 26.2.23 is
-        ``statistics.NormalDist``.
     """
-    z = statistics.NormalDist().inv_cdf(1 - CHANCE / (2 * candidates))
-    n = units - 1
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / n + second / n**2 + third / n**3
+    return students_quantile(CHANCE / candidates, units - 1)
