@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ctxext._api import patched_state
 from ctxext.errors import IncompatibleError
 
-__all__ = ["CachedPieces", "length_dependent"]
+__all__ = ["CachedPieces", "length_dependent", "regime_of"]
 
 # Stock rope types that follow the length of a call's input.
 FOLLOWING = {"dynamic", "longrope"}
@@ -66,3 +67,14 @@ def length_dependent(causal: PreTrainedModel) -> bool:
     """Whether stock transformers lets the positions of this model follow the length of each call's input."""
     rope = getattr(causal.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return bool({part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} & FOLLOWING)
+
+
+def regime_of(causal: PreTrainedModel) -> Callable[[int], int]:
+    """What tells lengths apart whose positions differ: texts of lengths with the same regime have the same positions."""
+    patched = patched_state(causal)
+    if patched is not None:
+        method, trained = patched.method, patched.extension.trained_length
+        return lambda length: method.regime(trained, length)
+    if length_dependent(causal):
+        return lambda length: length
+    return lambda length: 0

@@ -12,7 +12,8 @@ from ctxext.evaluation.provenance import Provenance
 
 __all__ = ["PasskeyCell", "PasskeyReport", "PasskeyResult", "PasskeyTrial"]
 
-FORMAT, KIND = 1, "passkey"
+# Format 1 judged dynamic methods with the positions of prompt and answer together.
+FORMAT, KIND = 2, "passkey"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ctxext._api import base_model
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation._cached import regime_of
 from ctxext.evaluation._logits import logits_in_chunks
 from ctxext.evaluation._passkey_result import PasskeyCell, PasskeyReport, PasskeyResult, PasskeyTrial
 from ctxext.evaluation._reach import check_reach
@@ -32,6 +34,7 @@ from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
 
 __all__ = [
     "DEPTHS",
+    "JUDGED",
     "Passkey",
     "PasskeyCell",
     "PasskeyReport",
@@ -42,6 +45,7 @@ __all__ = [
     "build",
     "make_prompts",
     "measure",
+    "passes",
     "run",
 ]
 
@@ -51,6 +55,8 @@ KEY_AFTER = ". Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 DIGITS = 5
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# How `measure` finds out what greedy decoding would write: part of the key of every kept trial.
+JUDGED = "every step with the positions that it has then"
 # Tokens of a length that a prompt leaves for the answer.
 ANSWER_ROOM = 8
 
@@ -155,10 +161,14 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
 
 @torch.no_grad()
 def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTrial:
-    """Ask one prompt, by one forward pass over prompt and answer.
+    """Ask one prompt, with the right answer fed in.
 
     Greedy decoding produces the key if and only if, with the right answer fed in, the most likely token is the right
-    one at every step: as long as it is, both see the same tokens. So no decoding loop is needed.
+    one at every step: as long as it is, both see the same tokens. So no decoding loop is needed where positions do not
+    depend on the length of the text: one pass over prompt and answer judges every step. Where they do (dynamic
+    methods), each step is judged by a pass over as many tokens as decoding would have then; steps whose positions are
+    the same share a pass. (Left out is what stock transformers does with ``rope_type: dynamic`` in a config when ctxext
+    did not extend the model: its positions depend on the longest text that it has ever read.)
 
     Args:
         model: a causal language model in eval mode.
@@ -171,11 +181,28 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
     device = next(model.parameters()).device
     answer = passkey.answer.to(device)
     tokens = torch.cat([passkey.prompt.to(device), answer])[None]
-    pieces = logits_in_chunks(model, tokens[:, :-1], start=passkey.length - 1, chunk=len(answer))
-    logits = torch.cat([piece for _, piece in pieces], dim=1)[0].float()
+    found = []
+    # The step that writes token i of the answer sees the prompt and the i tokens before it.
+    for steps in _steps(model, passkey):
+        seen = tokens[:, : passkey.length + steps[-1]]
+        start = passkey.length + steps[0] - 1
+        found += [piece for _, piece in logits_in_chunks(model, seen, start=start, chunk=len(answer))]
+    logits = torch.cat(found, dim=1)[0].float()
     correct = bool((logits.argmax(dim=-1) == answer).all())
     loss = functional.cross_entropy(logits, answer).item()
     return PasskeyTrial(passkey.length, passkey.depth, passkey.distance, seed, passkey.key, correct, loss)
+
+
+def passes(model: nn.Module, passkey: Passkey) -> int:
+    """Forward passes that ``measure`` takes."""
+    return len(_steps(model, passkey))
+
+
+def _steps(model: nn.Module, passkey: Passkey) -> list[list[int]]:
+    """The steps of decoding the answer, those together that see the same positions."""
+    regime = regime_of(base_model(model))
+    steps = itertools.groupby(range(len(passkey.answer)), lambda step: regime(passkey.length + step))
+    return [list(group) for _, group in steps]
 
 
 def make_prompts(

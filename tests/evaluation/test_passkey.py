@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from _models import tiny
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
@@ -78,6 +80,57 @@ def test_teacher_forcing_is_greedy_decoding(model: LlamaForCausalLM, tokenizer: 
             assert trial.correct == torch.equal(greedy(model, prompt.prompt, len(answer)), answer)
             outcomes.add(trial.correct)
     assert outcomes == {True, False}
+
+
+SETS = {"short_factor": (1.0,) * 8, "long_factor": (4.0,) * 8}
+DYNAMIC: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "yarn": ("yarn", {}),
+    "dynamic_ntk": ("dynamic_ntk", {}),
+    "dynamic_ntk, doubling": ("dynamic_ntk", {"growth": "doubling"}),
+    "dynamic_yarn": ("dynamic_yarn", {}),
+    "longrope": ("longrope", SETS),
+    "longrope by its config": (
+        None,
+        {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32} | SETS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_what_a_method_writes_is_what_it_is_judged_to_know(name: str) -> None:
+    """Greedy decoding token by token, each with the positions of the text so far; inside and across the window."""
+    method, options = DYNAMIC[name]
+    rope = {"rope_type": "default"} if method else {k: list(v) if k in SETS else v for k, v in options.items()}
+    model = tiny(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=16,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        rope_parameters={"rope_theta": 10000.0} | rope,
+    ).eval()
+    if method:
+        ctxext.patch(model, method, factor=4.0, **options)
+    judged = []
+    for tokens in (20, 28, 30, 31, 32, 62, 100):
+        for seed in range(2):
+            prompt = torch.randint(1, 97, (tokens,), generator=torch.Generator().manual_seed(1000 * tokens + seed))
+            written, losses = prompt, []
+            for _ in range(5):
+                with torch.no_grad():
+                    logits = model(written[None], use_cache=False).logits[0, -1]
+                losses.append(-logits.double().log_softmax(-1).max())
+                written = torch.cat([written, logits.argmax()[None]])
+            if method:
+                assert torch.equal(written[tokens:], greedy(model, prompt, 5))
+            right = passkey.Passkey(prompt, written[tokens:], "12345", 0.5, 3)
+            wrong = replace(right, answer=torch.cat([written[tokens:-1], (written[-1:] + 1) % 97]))
+            trial = measure(model, right)
+            assert trial.loss == pytest.approx(torch.stack(losses).mean().item(), abs=1e-4)
+            judged.append((trial.correct, measure(model, wrong).correct))
+    assert set(judged) == {(True, False)}
 
 
 def test_loss_is_that_of_the_answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -43,7 +43,7 @@ def passkey_prompts(
     cost = functools.partial(pass_cost, turning_point=turning_point(checkpoint.model))
 
     def ask(prompt: passkey.Prompt, model: nn.Module, window: int | None, progress: Progress, name: str) -> Trial:
-        with ticking(model, name, cost(window or prompt.length), progress):
+        with ticking(model, name, cost(window or prompt.length) / passkey.passes(model, prompt.passkey), progress):
             trial = passkey.ask(model, prompt, window=window, prefix=prefix)
         if not math.isfinite(trial.loss):
             raise IncompatibleError(
@@ -56,7 +56,7 @@ def passkey_prompts(
         Prompt(
             name=f"{one.length:,} tokens at {one.passkey.depth:.0%}" + (f", seed {one.seed}" if trials > 1 else ""),
             length=one.length,
-            identity=[one.passkey.sha256, prefix],
+            identity=[one.passkey.sha256, prefix, passkey.JUDGED],
             cost=cost,
             ask=functools.partial(ask, one),
         )
