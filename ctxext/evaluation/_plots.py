@@ -11,6 +11,7 @@ from typing import Any
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.comparison import Series
+from ctxext.evaluation.truncation import is_reference, window_of
 
 __all__ = [
     "COLOURS",
@@ -29,7 +30,7 @@ __all__ = [
 
 LABELS = {
     "unpatched": "unpatched",
-    "truncated": "truncated",
+    "truncated": "best truncation",
     "pi": "PI",
     "ntk": "NTK",
     "dynamic_ntk": "dynamic NTK",
@@ -86,8 +87,9 @@ def few_of(names: Sequence[str]) -> str:
 
 
 def label_of(name: str) -> str:
-    """A method's name as its paper writes it."""
-    return LABELS.get(name, name)
+    """A method's name as its paper writes it; a reference's as a reader understands it."""
+    window = window_of(name)
+    return LABELS.get(name, name) if window is None else f"last {tokens_label(window)}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
     """Draw perplexity by position on the left, the difference to the truncation baseline on the right.
 
     Args:
-        series: ``unpatched`` and ``truncated`` first, then the methods.
+        series: the references first, then the methods; of the truncations the best one is drawn.
         path: of the PNG.
         trained_length: tokens; marked in the figure.
         title: one line.
@@ -130,7 +132,8 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    methods = [item for item in series if item.name not in ("unpatched", "truncated")]
+    methods = [item for item in series if not is_reference(item.name)]
+    series = [item for item in series if window_of(item.name) is None]
     looks = looks_for({item.name: (item.name, label_of(item.name)) for item in series})
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 4.5), layout="constrained")
@@ -140,7 +143,7 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
         draw_perplexity(left, series, looks, trained_length)
         left.set_title("Perplexity by position", loc="left", fontsize=10.5)
         draw_differences(right, methods, looks)
-        right.set_title("Loss minus truncation's, nats per token", loc="left", fontsize=10.5)
+        right.set_title("Loss minus the best truncation's, nats per token", loc="left", fontsize=10.5)
         right.legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.2, labelcolor="linecolor")
         figure.savefig(path, dpi=160)
 
@@ -190,7 +193,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, float]], looks: Mapping[str,
 
 
 def draw_differences(axes: Any, methods: Sequence[Series], looks: Mapping[str, Look]) -> None:
-    """Means with two standard errors; a method far above the others would hide their differences and is named."""
+    """Means with 95 percent intervals; a method far above the others would hide their differences and is named."""
     means = {item.name: [difference.mean for difference in item.versus_truncation] for item in methods}
     smallest = min(max(abs(value) for value in values) for values in means.values())
     shown = [item for item in methods if max(map(abs, means[item.name])) <= max(0.3, 4 * smallest)]
@@ -200,7 +203,7 @@ def draw_differences(axes: Any, methods: Sequence[Series], looks: Mapping[str, L
     width = 0.6 / max(1, len(shown))
     for index, item in enumerate(shown):
         x = [place + (index - (len(shown) - 1) / 2) * width for place in range(len(labels))]
-        errors = [2 * difference.standard_error for difference in item.versus_truncation]
+        errors = [difference.margin for difference in item.versus_truncation]
         look = looks[item.name]
         axes.errorbar(x, means[item.name], yerr=errors, fmt="o", ms=5, lw=1.6, color=look.colour, label=look.label)
     axes.set_xlim(-0.6, len(labels) - 0.4)

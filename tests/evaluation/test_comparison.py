@@ -30,10 +30,12 @@ from ctxext.evaluation.comparison.store import CellStore, Outcome
 from ctxext.evaluation.comparison.verdict import judge, standard_errors_needed
 from ctxext.evaluation.comparison.words import headline, sentences, verdict_line
 from ctxext.evaluation.corpus import Document, corpus_of
-from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.perplexity import loss_by_position, paired_difference, truncated_loss
 from ctxext.methods import ALiBi, YaRN
 
 TRAINED, TARGET, END = 512, 1024, 128
+WINDOWS = (128, 256, 384, 512)
+TRUNCATIONS = [f"truncated {window}" for window in WINDOWS] + ["truncated"]
 DOCUMENTS = [
     Document(name, "".join(f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)))
     for name in ("One", "Two")
@@ -63,15 +65,21 @@ def test_every_number_is_that_of_the_evaluations(
     found = measured(model, bos_tokenizer, tmp_path, methods=["yarn ramp=turns", "dynamic_ntk"], depths=(0.0, 0.9))
     assert [row.reading.name for row in found.rows] == [
         "unpatched",
-        "truncated",
+        *TRUNCATIONS,
         "yarn x2 ramp=turns",
         "dynamic_ntk x2",
     ]
     assert (found.trained_length, found.lengths, found.unit) == (TRAINED, (TRAINED, TARGET), "blocks of 32 tokens")
     tokens = [corpus_of([one], bos_tokenizer, tokens=TARGET + 1).documents[0].input_ids for one in DOCUMENTS]
     plain = torch.cat([loss_by_position(model, ids) for ids in tokens])
-    options: dict[str, Any] = {"window": TRAINED, "stride": TRAINED // 4, "prefix": 1}
-    truncated = torch.cat([truncated_loss(model, ids, **options) for ids in tokens])
+    cut = {
+        window: torch.cat(
+            [truncated_loss(model, ids, window=window, stride=window // 4, prefix=1)[:, TRAINED:] for ids in tokens]
+        )
+        for window in WINDOWS
+    }
+    window = min(cut, key=lambda window: cut[window][:, -END:].double().mean())
+    truncated = torch.cat([plain[:, :TRAINED], cut[window]], dim=1)
     assert not ctxext.describe(model).method
     yarn = _row_by_hand(ctxext.patch(model, YaRN(factor=2, ramp="turns")), tokens)
     prompt = passkey.build(bos_tokenizer, length=TARGET - 8, depth=0.0, seed=0)
@@ -90,6 +98,28 @@ def test_every_number_is_that_of_the_evaluations(
     error = (blocks.var() / len(blocks)).sqrt().item()
     assert last.versus_truncation.standard_error == pytest.approx(error, rel=1e-9)
     assert last.by_document == pytest.approx(gap.mean(dim=1).tolist())
+    assert (last.versus_truncation.baselines, found.verdicts[0].window) == (4, window)
+    # Every window is there, and the best is that of the tokens compared: of the end and of the whole.
+    for size in WINDOWS:
+        score = found.row(f"truncated {size}").at(TARGET)
+        assert score is not None
+        assert (score.end.loss, score.window) == (pytest.approx(cut[size][:, -END:].double().mean().item()), size)
+        assert score.whole.loss == pytest.approx(
+            torch.cat([plain[:, :TRAINED], cut[size]], dim=1).double().mean().item()
+        )
+    best = found.row("truncated").at(TARGET)
+    assert best is not None
+    assert (best.end, best.window) == (found.row(f"truncated {window}").scores[-1].end, window)
+    whole = min(cut, key=lambda size: cut[size].double().mean())
+    assert (best.whole, best.window_of_whole) == (found.row(f"truncated {whole}").scores[-1].whole, whole)
+    assert best.versus_truncation is not None
+    assert (best.versus_truncation.mean, found.row("truncated").inside) == (0.0, found.row("unpatched").inside)
+    panel = {item.name: item for item in found.panels[0].series}
+    assert list(panel) == ["unpatched", *TRUNCATIONS, "yarn x2 ramp=turns", "dynamic_ntk x2"]
+    for place, stretch in enumerate((slice(0, 128), slice(128, 256), slice(256, 384), slice(384, 512))):
+        losses = {size: own[:, stretch].double().mean().item() for size, own in cut.items()}
+        assert panel["truncated"].windows[place] == min(losses, key=losses.__getitem__)
+        assert panel["truncated"].buckets[place + 1].loss == pytest.approx(min(losses.values()))
     assert row.inside.loss == pytest.approx(yarn[:, :TRAINED].double().mean().item(), rel=1e-12)
     assert row.short_context.mean == pytest.approx((yarn - plain)[:, :TRAINED].double().mean().item(), rel=1e-9)
     assert (row.passkeys[2].loss, row.passkeys[2].hidden) == (pytest.approx(key.loss), True)
@@ -101,9 +131,11 @@ def test_every_number_is_that_of_the_evaluations(
     ctxext.unpatch(model)
     assert dynamic.scores[-1].end.loss == pytest.approx(beyond[:, -END:].double().mean().item(), rel=1e-12)
     # What truncation sees is the end of the prompt; inside the window it sees all of it.
-    cut = replace(prompt, prompt=torch.cat([prompt.prompt[:1], prompt.prompt[-(TRAINED - 8 - 1) :]]))
-    assert found.row("truncated").passkeys[2].loss == pytest.approx(passkey.measure(model, cut).loss)
-    assert found.row("truncated").passkeys[:2] == found.row("unpatched").passkeys[:2]
+    shown = replace(prompt, prompt=torch.cat([prompt.prompt[:1], prompt.prompt[-(TRAINED - 8 - 1) :]]))
+    longest = found.row(f"truncated {TRAINED}")
+    assert longest.passkeys[2].loss == pytest.approx(passkey.measure(model, shown).loss)
+    assert longest.passkeys[:2] == found.row("unpatched").passkeys[:2]
+    assert [bool(row.passkeys) for row in found.rows] == [True, False, False, False, True, False, True, True]
 
 
 def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
@@ -132,10 +164,11 @@ def test_the_verdict_follows_the_losses(
     near, far = base + 0.001 + 0.5 * noise[1], base + 0.5 + 0.5 * noise[2]  # standard errors of about 0.001
 
     def told(**losses: Tensor) -> Any:
-        return judge(TARGET, losses, base, block=64)
+        return judge(TARGET, losses, {256: base + 0.2, 384: base, 512: base + 0.1}, block=64)
 
     worse = told(near=near + 0.1, far=far)
     assert (worse.best, worse.beats, worse.as_good, worse.candidates) == ("near", "no", (), 2)
+    assert (worse.window, worse.versus_truncation.baselines) == (384, 3), "the best of the truncations"
     assert told(near=near - 0.1, far=far).beats == "yes"
     tied = told(near=near, twin=near + 0.5 * noise[2], far=far)
     assert (tied.beats, {tied.best, *tied.as_good}) == ("undecided", {"near", "twin"})
@@ -143,19 +176,31 @@ def test_the_verdict_follows_the_losses(
     slight = base - 0.003 + 0.5 * noise[1]
     many = {f"other{n}": far for n in range(3000)}
     assert (told(slight=slight).beats, told(slight=slight, **many).beats) == ("yes", "undecided")
-    # Luck cannot make the best of many look worse than truncation.
+    # Luck cannot make the best of many look worse than truncation; but which truncation is the best may be luck.
     assert told(slight=base + 0.0045 + 0.5 * noise[1], **many).beats == "no"
+    lost = base + 0.5 * noise[1]
+    gap = paired_difference(lost, base, block=64)
+    lost += 2.2 * gap.standard_error - gap.mean
+    assert told(slight=lost).beats == "undecided"
+    assert judge(TARGET, {"slight": lost}, {512: base}, block=64).beats == "no"
     result = measured(model, bos_tokenizer, tmp_path, methods=["yarn"])
     versus = told(near=near - 0.1).versus_truncation
     words = {
         beats: headline(replace(result, verdicts=(replace(result.verdicts[0], beats=beats, versus_truncation=versus),)))
         for beats in ("yes", "no", "undecided")
     }
-    assert f"predicts better than seeing only the last 512 tokens, by {-versus.mean:.3f} ±" in words["yes"]
-    assert "It predicts worse" in words["no"]
-    assert f"this text cannot show: {versus} nats" in words["undecided"]
+    window = result.verdicts[0].window
+    truncation = f"than the best truncation, seeing only the last {window} tokens"
+    assert f"on these texts: it predicts better {truncation}, by {-versus.mean:.3f} ±" in words["yes"]
+    assert f"It predicts worse on these texts {truncation}" in words["no"]
+    assert f"these texts cannot show: {versus} nats" in words["undecided"]
     line = verdict_line(result, replace(result.verdicts[0], beats="no", versus_truncation=versus))
-    assert line.startswith(f"1K: best zero-shot: YaRN {TIMES}2; beats truncation: no, by {versus} nats")
+    told_best = f"beats the best truncation (the last {window}): no on these texts, by {versus} nats"
+    assert line.startswith(f"1K: best zero-shot: YaRN {TIMES}2; {told_best}")
+    alone = replace(result, provenance=dict(result.provenance) | {"documents": ["One"]})
+    assert "no on this text, by" in verdict_line(alone, replace(result.verdicts[0], beats="no"))
+    many_texts = replace(result.verdicts[0], beats="no", versus_truncation=replace(versus, over="documents"))
+    assert "no, by" in verdict_line(result, many_texts)
     inside = "inside the trained window"
     assert any(inside in sentence for sentence in sentences(result))
 
@@ -168,7 +213,7 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     bloom = chosen_methods(tiny("bloom"), [], [2.0])
     assert {method.name for method in bloom} == {"alibi", "pi", "dynamic_pi"}
     plan = planned(model, tokenizer, tmp_path, methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"]).plan
-    assert [reading.label for reading in plan.readings[2:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]
+    assert [reading.label for reading in plan.readings[6:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]
     assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in plan.refusals] == [("given", True)]
 
 
@@ -288,9 +333,9 @@ def test_cells_are_found_again_only_for_what_they_were(
 
     comparison = planned(model, tokenizer, tmp_path, methods=["pi"], depths=(0.0,))
     every = comparison.begin()
-    assert len(every) == len({cell.key for cell in every}) == 3 * 2 + 5
+    assert len(every) == len({cell.key for cell in every}) == 6 * 2 + 5
     comparison.measure(every)
-    assert (pending(), pending(seed=1), pending(lengths=[1000]), pending(methods=["pi", "ntk"])) == (0, 5, 9, 4)
+    assert (pending(), pending(seed=1), pending(lengths=[1000]), pending(methods=["pi", "ntk"])) == (0, 5, 15, 4)
     assert pending(trained_length=500) == len(every)
     lines = (tmp_path / "cells.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     entry = json.loads(lines[0])

@@ -11,10 +11,11 @@ from torch import Tensor
 from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, Plan
 from ctxext.evaluation.comparison.readings import TRUNCATED, UNPATCHED, Reading
 from ctxext.evaluation.comparison.result import ComparisonResult, Panel, PasskeyScore, Row, Score
-from ctxext.evaluation.comparison.series import block_for, summarise
+from ctxext.evaluation.comparison.series import block_for, edges_for, summarise
 from ctxext.evaluation.comparison.store import CellStore
 from ctxext.evaluation.comparison.verdict import Verdict, judge
-from ctxext.evaluation.perplexity import bucketed, paired_difference
+from ctxext.evaluation.perplexity import Bucket, bucketed, paired_difference
+from ctxext.evaluation.truncation import best_window, join_best
 
 __all__ = ["assemble"]
 
@@ -50,16 +51,36 @@ class _Shelf:
     def __init__(self, plan: Plan, store: CellStore) -> None:
         self.plan, self.store, self.lines = plan, store, store.finished()
         self.unpatched = next(reading for reading in plan.readings if reading.name == UNPATCHED)
-        self.truncated = next(reading for reading in plan.readings if reading.name == TRUNCATED)
+        self.windows = {reading.window: reading for reading in plan.readings if reading.window is not None}
+        self._ends: dict[int, Tensor] = {}
 
     def losses(self, reading: Reading, length: int) -> Tensor:
         """[documents, length]; a static reading's come from its one pass over its greatest length."""
-        if reading.name == TRUNCATED:
+        if reading.window is not None:
             head = self.losses(self.unpatched, self.plan.trained_length)
             tail = self._rows(reading, self.plan.lengths[-1])[:, : length - self.plan.trained_length]
             return torch.cat([head, tail], dim=1)
         measured = length if reading.dynamic else self.plan.lengths_of(reading)[-1]
         return self._rows(reading, measured)[:, :length]
+
+    def truncations(self, length: int, start: int) -> dict[int, Tensor]:
+        """[documents, positions] from ``start`` to ``length``, by window."""
+        return {window: self.losses(reading, length)[:, start:] for window, reading in self.windows.items()}
+
+    def stretch(self, reading: Reading, length: int, start: int) -> tuple[int | None, Tensor]:
+        """[documents, positions] from ``start`` to ``length``, and which window they are of; None for no truncation."""
+        if reading.name != TRUNCATED:
+            return reading.window, self.losses(reading, length)[:, start:]
+        found = self.truncations(length, start)
+        window = best_window({tokens: [own] for tokens, own in found.items()})
+        return window, found[window]
+
+    def best_end(self, length: int) -> Tensor:
+        """The best truncation's losses of the last stretch before ``length``: every reading is held against them."""
+        if length not in self._ends:
+            found = self.truncations(length, length - _stretch(self.plan, length))
+            self._ends[length] = found[best_window({tokens: [own] for tokens, own in found.items()})]
+        return self._ends[length]
 
     def end(self, reading: Reading, length: int) -> Tensor:
         """[documents, positions]: the last stretch before ``length``."""
@@ -70,12 +91,14 @@ class _Shelf:
         return torch.stack([outcome.losses for outcome in found if outcome.losses is not None])
 
     def passkeys(self, reading: Reading) -> tuple[PasskeyScore, ...]:
+        if reading.name == TRUNCATED or (reading.window or self.plan.trained_length) < self.plan.trained_length:
+            return ()  # a key is looked for in all that fits, the longest window
         places: dict[tuple[int, float], list[Mapping[str, Any]]] = {}
         hidden: dict[tuple[int, float], bool] = {}
         for index, prompt in enumerate(self.plan.prompts):
             # Inside the window, the truncated reading is the unpatched one.
             inside = prompt.length <= self.plan.trained_length
-            asked = self.unpatched if reading.name == TRUNCATED and inside else reading
+            asked = self.unpatched if reading.window is not None and inside else reading
             if prompt.length in self.plan.lengths_of(reading):
                 place = (prompt.length, prompt.passkey.depth)
                 places.setdefault(place, []).append(self._line(asked, PASSKEY, prompt.length, index))
@@ -107,39 +130,44 @@ def _stretch(plan: Plan, length: int) -> int:
 
 def _row(plan: Plan, shelf: _Shelf, reading: Reading) -> Row:
     window, documents = plan.trained_length, len(plan.documents)
-    inside, plain = (shelf.losses(which, window) for which in (reading, shelf.unpatched))
-    scores = []
-    for length in plan.lengths_of(reading):
-        losses = shelf.losses(reading, length)
-        start = length - _stretch(plan, length)
-        truncated = shelf.end(shelf.truncated, length)
-        difference = losses[:, start:].double() - truncated.double()
-        block = block_for(documents, length - start)
-        beyond = length > window
-        score = Score(
-            length=length,
-            end=bucketed(losses, [start, length])[0],
-            whole=bucketed(losses, [0, length])[0],
-            versus_truncation=paired_difference(losses[:, start:], truncated, block=block) if beyond else None,
-            by_document=tuple(difference.mean(dim=1).tolist()) if beyond else (),
-        )
-        scores.append(score)
+    own = shelf.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
+    inside, plain = (shelf.losses(which, window) for which in (own, shelf.unpatched))
     return Row(
         reading=reading,
         inside=bucketed(inside, [0, window])[0],
         short_context=paired_difference(inside, plain, block=block_for(documents, window)),
-        scores=tuple(scores),
+        scores=tuple(_score(plan, shelf, reading, length) for length in plan.lengths_of(reading)),
         passkeys=shelf.passkeys(reading),
+    )
+
+
+def _score(plan: Plan, shelf: _Shelf, reading: Reading, length: int) -> Score:
+    start = length - _stretch(plan, length)
+    window, end = shelf.stretch(reading, length, start)
+    window_of_whole, whole = shelf.stretch(reading, length, 0)
+    bucket = Bucket(start, length, end.numel(), end.double().mean().item())
+    common = {"length": length, "end": bucket, "whole": bucketed(whole, [0, length])[0]}
+    if length <= plan.trained_length:
+        return Score(**common, versus_truncation=None, by_document=())
+    best = shelf.best_end(length)
+    block = block_for(len(plan.documents), length - start)
+    return Score(
+        **common,
+        versus_truncation=paired_difference(end, best, block=block, baselines=len(shelf.windows)),
+        by_document=tuple((end.double() - best.double()).mean(dim=1).tolist()),
+        window=window,
+        window_of_whole=window_of_whole,
     )
 
 
 def _verdict(plan: Plan, shelf: _Shelf, rows: Sequence[Row], length: int) -> Verdict:
     competing = [row.reading for row in rows if row.reading.is_candidate and row.at(length)]
+    stretch = _stretch(plan, length)
     return judge(
         length,
         {reading.name: shelf.end(reading, length) for reading in competing},
-        shelf.end(shelf.truncated, length),
-        block=block_for(len(plan.documents), _stretch(plan, length)),
+        shelf.truncations(length, length - stretch),
+        block=block_for(len(plan.documents), stretch),
     )
 
 
@@ -150,12 +178,14 @@ def _panels(plan: Plan, shelf: _Shelf) -> tuple[Panel, ...]:
     for factor in factors or [max((reading.factor for reading in methods), default=None)]:
         own = [r for r in methods if r.factor == factor or (r.any_factor and factor is not None and r.factor >= factor)]
         length = max(plan.lengths_of(own[0])) if own else plan.lengths[-1]
-        shown = [shelf.unpatched, shelf.truncated, *(r for r in own if length in plan.lengths_of(r))]
-        unpatched, truncated = (shelf.losses(reading, length) for reading in shown[:2])
+        references = [reading for reading in plan.readings if reading.is_reference]
+        shown = [*references, *(reading for reading in own if length in plan.lengths_of(reading))]
+        unpatched = shelf.losses(shelf.unpatched, length)
+        truncated = join_best(shelf.truncations(length, 0), edges_for(plan.trained_length, length)[1:])
         series = [
             summarise(
                 reading.name,
-                shelf.losses(reading, length),
+                truncated.losses if reading.name == TRUNCATED else shelf.losses(reading, length),
                 unpatched=unpatched,
                 truncated=truncated,
                 trained_length=plan.trained_length,

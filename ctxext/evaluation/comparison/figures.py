@@ -18,11 +18,12 @@ from ctxext.evaluation._plots import (
 )
 from ctxext.evaluation.comparison.choice import TIMES
 from ctxext.evaluation.comparison.drawing import Drawing
-from ctxext.evaluation.comparison.readings import TRUNCATED, UNPATCHED, Reading
+from ctxext.evaluation.comparison.readings import Reading
 from ctxext.evaluation.comparison.result import ComparisonResult, Panel, Row, Score
 from ctxext.evaluation.comparison.series import Series
-from ctxext.evaluation.comparison.words import all_of, capitalised
+from ctxext.evaluation.comparison.words import all_of, capitalised, windows_in_words
 from ctxext.evaluation.perplexity import PairedDifference
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
 __all__ = ["by_distance", "drawings"]
 
@@ -59,28 +60,32 @@ def _by_method(result: ComparisonResult) -> dict[str, Look]:
 
 def _kind(reading: Reading) -> str:
     """What decides a reading's colour: its method, whatever the factor."""
+    if reading.window is not None:
+        return TRUNCATED
     return reading.name if reading.is_reference or reading.method is None else str(reading.method["method"])
 
 
 def _forest(result: ComparisonResult, length: int) -> Drawing:
-    """Every reading's distance to truncation, best first."""
+    """Every reading's distance to the best truncation, best first."""
     rows = by_distance(result, length)
-    end, window = tokens_label(length), tokens_label(result.trained_length)
+    end = tokens_label(length)
+    verdict = next(verdict for verdict in result.verdicts if verdict.length == length)
     told = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
     dots = " Small dots: each document." if _documents(result) > 1 else ""
     return Drawing(
         name=f"truncation-{length}",
         title=f"Against truncation, at {end} tokens",
-        caption=f"Loss minus that of seeing only the last {window} tokens, on the same tokens, with two standard "
-        f"errors. Left of the line, the older text helps.{dots}",
-        alternative=f"Each method's loss minus the truncation baseline's at {end} tokens, in nats per token: {told}.",
+        caption=f"Loss minus that of the best truncation, seeing only the last {tokens_label(verdict.window)} tokens, on "
+        f"the same tokens, with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the "
+        f"last {windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
+        alternative=f"Each method's loss minus the best truncation's (to the last {tokens_label(verdict.window)}) at {end} tokens, in nats per token: {told}.",
         size=(WIDTH, 0.9 + 0.29 * len(rows)),
         draw=lambda figure: _draw_forest(figure, result, rows),
     )
 
 
 def by_distance(result: ComparisonResult, length: int) -> list[tuple[Row, Score, PairedDifference]]:
-    """The rows that were measured at a length beyond the window, truncation aside, the best first."""
+    """The rows that were measured at a length beyond the window, the best truncation aside, the best first."""
     scored = [(row, row.at(length)) for row in result.rows if row.reading.name != TRUNCATED]
     found = [(row, score, score.versus_truncation) for row, score in scored if score and score.versus_truncation]
     return sorted(found, key=lambda item: item[2].mean)
@@ -90,16 +95,16 @@ def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row
     axes = figure.subplots()
     looks = _by_method(result)
     gaps = [gap for _, _, gap in rows]
-    nearest = min(abs(gap.mean) + 2 * gap.standard_error for gap in gaps)
-    limit = min(max(0.15, 5 * nearest), 1.05 * max(gap.mean + 2 * gap.standard_error for gap in gaps))
-    low = min(-0.25 * limit, *(gap.mean - 2 * gap.standard_error for gap in gaps)) * 1.1
+    nearest = min(abs(gap.mean) + gap.margin for row, _, gap in rows if row.reading.window is None)
+    limit = min(max(0.15, 5 * nearest), 1.05 * max(gap.mean + gap.margin for gap in gaps))
+    low = min(-0.25 * limit, *(gap.mean - gap.margin for gap in gaps)) * 1.1
     axes.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=(0, (3, 1.5)), zorder=2)
     for place, (row, score, gap) in enumerate(rows):
         colour = looks[row.reading.name].colour
         if gap.mean > limit:
             axes.plot(limit * 0.985, place, marker=">", ms=6, color=colour, clip_on=False)
         else:
-            axes.errorbar(gap.mean, place, xerr=2 * gap.standard_error, fmt="o", ms=5.5, lw=1.8, color=colour, zorder=4)
+            axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=5.5, lw=1.8, color=colour, zorder=4)
             if len(score.by_document) > 1:
                 dots = [value for value in score.by_document if low < value < limit]
                 axes.plot(dots, [place] * len(dots), ".", ms=4, color=_plots.NOTE, zorder=5)
@@ -109,16 +114,16 @@ def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row
     axes.set_xlim(low, limit)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("nats per token; left: better than truncation")
+    axes.set_xlabel("nats per token; left: better than the best truncation")
     axes.grid(axis="x", color=_plots.FAINT, lw=0.6)
     axes.set_axisbelow(True)
 
 
 def _by_position(result: ComparisonResult, panel: Panel) -> Drawing:
-    readings = [result.row(item.name).reading for item in panel.series]
+    readings = [result.row(item.name).reading for item in panel.drawn]
     looks = _looks(readings, short=True)
-    ends = "; ".join(f"{looks[item.name].label} {item.buckets[-1].perplexity:.4g}" for item in panel.series)
-    last = panel.series[0].buckets[-1]
+    ends = "; ".join(f"{looks[item.name].label} {item.buckets[-1].perplexity:.4g}" for item in panel.drawn)
+    last = panel.drawn[0].buckets[-1]
     dynamic = [looks[reading.name].label for reading in readings if reading.dynamic]
     caption = "How well each token is predicted, by where it stands (log scale). Shaded: the trained window."
     if dynamic:
@@ -131,23 +136,27 @@ def _by_position(result: ComparisonResult, panel: Panel) -> Drawing:
         caption=caption,
         alternative=f"Perplexity by position. At positions {last.start:,} to {last.stop:,}: {ends}.",
         size=(WIDTH, 3.7),
-        draw=lambda figure: draw_perplexity(figure.subplots(), panel.series, looks, result.trained_length),
+        draw=lambda figure: draw_perplexity(figure.subplots(), panel.drawn, looks, result.trained_length),
     )
 
 
 def _against_truncation(result: ComparisonResult, panel: Panel) -> Drawing:
-    readings = [result.row(item.name).reading for item in panel.series]
+    readings = [result.row(item.name).reading for item in panel.drawn]
     looks = _looks(readings, short=True)
     names = {reading.name for reading in readings if reading.is_candidate}
-    methods = [item for item in panel.series if item.name in names]
+    methods = [item for item in panel.drawn if item.name in names]
+    windows = next(item for item in panel.series if item.name == TRUNCATED).windows
+    chosen = all_of([tokens_label(window) for window in windows])
     told = "; ".join(
         f"{looks[item.name].label} {', '.join(str(gap) for gap in item.versus_truncation)}" for item in methods
     )
     return Drawing(
         name=f"difference{_suffix(panel)}",
-        title=f"Difference to truncation by position{_of_factor(panel)}",
-        caption="The same tokens, minus their loss under truncation, with two standard errors.",
-        alternative=f"Loss minus truncation's in consecutive stretches beyond the window, nats per token: {told}.",
+        title=f"Difference to the best truncation by position{_of_factor(panel)}",
+        caption=f"The same tokens, minus their loss under the best truncation (in these stretches the last {chosen} "
+        f"tokens), with 95 percent intervals.",
+        alternative=f"Loss minus the best truncation's (the last {chosen}) in consecutive stretches beyond the window, "
+        f"nats per token: {told}.",
         size=(WIDTH, 3.9),
         draw=lambda figure: _draw_against(figure, methods, looks),
     )
@@ -177,7 +186,7 @@ def _at_length(result: ComparisonResult) -> Drawing:
 
 def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
     grid = figure.subplots(len(result.panels), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    named = [[result.row(item.name) for item in panel.series] for panel in result.panels]
+    named = [[result.row(item.name) for item in panel.drawn] for panel in result.panels]
     for axes, panel, rows in zip(grid, result.panels, named, strict=True):
         looks = _looks([row.reading for row in rows], short=True)
         for row in rows:

@@ -14,10 +14,11 @@ from torch import nn
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison.plan import LOSS, Cell, Plan
-from ctxext.evaluation.comparison.readings import TRUNCATED, Wardrobe
+from ctxext.evaluation.comparison.readings import Wardrobe
 from ctxext.evaluation.comparison.store import CellStore, Outcome
-from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.perplexity import loss_by_position
 from ctxext.evaluation.progress import Progress, ticking
+from ctxext.evaluation.truncation import tail_losses, window_of
 
 __all__ = ["measure_cells", "share_of", "told_of_memory"]
 
@@ -80,8 +81,13 @@ def measure_cells(
         with wardrobe.wearing(reading):
             for cell in mine:
                 where = f"{reading.label}, {cell.item}, {cell.length:,} tokens"
-                with ticking(wardrobe.model, where, cell.cost / cell.passes, progress):
+                with ticking(wardrobe.model, where, cell.cost / _passes(wardrobe.model, plan, cell), progress):
                     store.add(cell, _measured(wardrobe.model, plan, cell, where))
+
+
+def _passes(model: nn.Module, plan: Plan, cell: Cell) -> int:
+    """Forward passes that a cell takes; for a passkey, the plan knew only how many they are at most."""
+    return cell.passes if cell.kind == LOSS else passkey.passes(model, plan.prompts[cell.index].passkey)
 
 
 def _measured(model: nn.Module, plan: Plan, cell: Cell, where: str) -> Outcome:
@@ -111,20 +117,15 @@ def told_of_memory(where: str) -> Iterator[None]:
 
 def _losses(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
     document = plan.documents[cell.index].take(cell.length + 1)
-    if cell.reading != TRUNCATED:
+    window = window_of(cell.reading)
+    if window is None:
         return Outcome(losses=loss_by_position(model, document.input_ids)[0])
-    tail = truncated_loss(
-        model,
-        document.input_ids,
-        window=plan.trained_length,
-        stride=plan.stride,
-        start=plan.trained_length,
-        prefix=document.prefix,
-    )
+    trained, prefix = plan.trained_length, document.prefix
+    tail = tail_losses(model, document.input_ids, window=window, trained_length=trained, prefix=prefix)
     return Outcome(losses=tail[0])
 
 
 def _passkey(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
-    window = plan.trained_length if cell.reading == TRUNCATED else None
-    trial = passkey.ask(model, plan.prompts[cell.index], window=window, prefix=plan.documents[0].prefix)
+    window, prefix = window_of(cell.reading), plan.documents[0].prefix
+    trial = passkey.ask(model, plan.prompts[cell.index], window=window, prefix=prefix)
     return Outcome(correct=trial.correct, loss=trial.loss)

@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.comparison.readings import TRUNCATED, Reading, Refusal
+from ctxext.evaluation.comparison.readings import Reading, Refusal
 from ctxext.evaluation.comparison.series import edges_for
 from ctxext.evaluation.corpus import TokenisedDocument
-from ctxext.evaluation.passkey import Prompt
+from ctxext.evaluation.passkey import JUDGED, Prompt
 from ctxext.evaluation.progress import pass_cost
+from ctxext.evaluation.truncation import TRUNCATED, passes_beyond
 
 __all__ = ["LOSS", "PASSKEY", "Cell", "Plan", "make_plan"]
 
@@ -51,7 +52,7 @@ class Plan:
     """A whole comparison before anything of it is measured.
 
     Args:
-        readings: the two references, then the methods.
+        readings: the references, then the methods.
         refusals: methods that do not apply.
         documents: all of the same number of tokens, one more than the greatest length.
         prompts: passkeys; may be empty.
@@ -67,11 +68,6 @@ class Plan:
     trained_length: int
     lengths: tuple[int, ...]
     cells: tuple[Cell, ...]
-
-    @property
-    def stride(self) -> int:
-        """Positions per pass of the truncation baseline."""
-        return max(1, min(self.trained_length // 4, self.trained_length - self.documents[0].prefix))
 
     def lengths_of(self, reading: Reading) -> tuple[int, ...]:
         """The lengths that a reading is meant for."""
@@ -156,30 +152,33 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
 
 
 def _cells(plan: Plan, reading: Reading, setting: Mapping[str, Any], turning_point: int) -> list[Cell]:
-    lengths = plan.lengths_of(reading)
-    cells = []
+    lengths, trained, window = plan.lengths_of(reading), plan.trained_length, reading.window
+    cells: list[Cell] = []
+    if reading.name == TRUNCATED:
+        return cells  # the best of the windows, each of which is measured by itself
 
-    def add(kind: str, length: int, item: str, index: int, tokens: str, seed: int, passes: int = 1) -> None:
-        seen = min(length, plan.trained_length) if reading.name == TRUNCATED else length
+    def add(kind: str, length: int, item: str, index: int, task: list[Any], passes: int = 1) -> None:
         depends = {
             "setting": dict(setting),
-            "trained_length": plan.trained_length,
-            "reading": [reading.name, reading.method, reading.fingerprint],
-            "task": [kind, length, tokens, seed],
+            "trained_length": trained,
+            # The longest window has the name that it had when it was the only one: what was measured then still holds.
+            "reading": [TRUNCATED if window == trained else reading.name, reading.method, reading.fingerprint],
+            "task": [kind, length, *task],
         }
         key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
-        cost = passes * pass_cost(seen, turning_point)
+        cost = passes * pass_cost(window or length, turning_point)
         cells.append(Cell(key, reading.name, kind, length, item, index, cost, passes))
 
-    windows = -(-(lengths[-1] - plan.trained_length) // plan.stride) if reading.name == TRUNCATED else 1
+    beyond = {"start": trained, "positions": lengths[-1], "prefix": plan.documents[0].prefix}
+    passes = 1 if window is None else passes_beyond(window, **beyond)
     for length in lengths if reading.dynamic else lengths[-1:]:
         for index, document in enumerate(plan.documents):
-            tokens = document.take(length + 1).sha256
-            add(LOSS, length, document.name, index, tokens, 0, windows)
+            add(LOSS, length, document.name, index, [document.take(length + 1).sha256, 0], passes)
     for index, prompt in enumerate(plan.prompts):
-        # Inside the window, the truncated reading is the unpatched one.
-        if prompt.length in lengths and not (reading.name == TRUNCATED and prompt.length <= plan.trained_length):
+        # A key is looked for in all that fits; inside the window, the truncated reading is the unpatched one.
+        if prompt.length in lengths and (window is None or (window == trained < prompt.length)):
             key = prompt.passkey
             item = f"passkey at depth {key.depth:g}, seed {prompt.seed}"
-            add(PASSKEY, prompt.length, item, index, key.sha256, prompt.seed)
+            steps = len(key.answer) if reading.dynamic and prompt.length > trained else 1
+            add(PASSKEY, prompt.length, item, index, [key.sha256, prompt.seed, JUDGED], steps)
     return cells

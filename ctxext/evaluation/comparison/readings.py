@@ -17,12 +17,11 @@ from ctxext.architectures.rope import already_extended
 from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation._plots import label_of
 from ctxext.evaluation.comparison.choice import TIMES, ignores_factor, label_for, name_for
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of, windows_of
 from ctxext.methods import METHODS, Method
 from ctxext.spec import Description
 
 __all__ = ["TRUNCATED", "UNPATCHED", "Reading", "Refusal", "Wardrobe"]
-
-UNPATCHED, TRUNCATED = "unpatched", "truncated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,10 @@ class Reading:
     """One way to read a text.
 
     Args:
-        name: unique in a comparison: ``unpatched``, ``truncated``, or a method with its factor, such as ``yarn x2``.
+        name: unique in a comparison: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens and ``truncated`` for
+            the best of such; or a method with its factor, such as ``yarn x2``.
         label: the same, as a reader wants it.
-        method: ``Method.to_dict()``; None for the two references.
+        method: ``Method.to_dict()``; None for the references.
         factor: target length over trained length; 1 for the references.
         reach: tokens that it is meant for; None for the references of a checkpoint that is not extended.
         dynamic: whether positions follow the length of the text, so that every length needs a pass of its own.
@@ -56,7 +56,12 @@ class Reading:
     @property
     def is_reference(self) -> bool:
         """Whether the checkpoint is read as it is; the references are measured at every length."""
-        return self.name in (UNPATCHED, TRUNCATED)
+        return is_reference(self.name)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a truncation sees; None for the best of them, and for what is none."""
+        return window_of(self.name)
 
     @property
     def is_candidate(self) -> bool:
@@ -131,7 +136,7 @@ class Wardrobe:
         progress(len(methods), len(methods))
         return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
 
-    def _references(self) -> tuple[Reading, Reading]:
+    def _references(self) -> tuple[Reading, ...]:
         found = ctxext.describe(self.model)
         how = f" ({found.method['method']} {TIMES}{found.method['factor']:g})" if found.method else ""
         plain = Reading(
@@ -142,7 +147,8 @@ class Wardrobe:
             fingerprint=found.fingerprint,
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
-        return plain, Reading(name=TRUNCATED, label=label_of(TRUNCATED))
+        names = [*map(window_name, windows_of(self.trained_length)), TRUNCATED]
+        return plain, *(Reading(name=name, label=label_of(name)) for name in names)
 
     @contextlib.contextmanager
     def _patched(self, method: Method) -> Iterator[None]:

@@ -19,7 +19,9 @@ from ctxext.evaluation.comparison.drawing import VARIABLES
 from ctxext.evaluation.comparison.figures import drawings
 from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.comparison.tables import Table, csv_rows, main_table, other_tables, passkey_grids
-from ctxext.evaluation.comparison.words import headline, sentences, verdict_line
+from ctxext.evaluation.comparison.verdict import standard_errors_needed
+from ctxext.evaluation.comparison.words import headline, sentences, verdict_line, windows_in_words
+from ctxext.evaluation.truncation import windows_of
 
 __all__ = ["page", "require_report", "terminal_table", "write_report"]
 
@@ -96,6 +98,7 @@ def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: 
         title=f"{result.provenance['checkpoint']}, read to {last} tokens",
         window=window,
         last=last,
+        windows=windows_in_words(result.trained_length, "or"),
         headline=headline(result),
         beats=result.verdicts[-1].beats,
         verdict_lines=[verdict_line(result, verdict) for verdict in result.verdicts],
@@ -113,6 +116,8 @@ def _facts(result: ComparisonResult) -> dict[str, str]:
     """Provenance as a reader wants it."""
     found, made = result.provenance, result.made
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    truncations = len(windows_of(result.trained_length))
+    lost = standard_errors_needed(truncations, result.verdicts[-1].versus_truncation.units)
     seeds = f"{found['seed']} (passkeys)" if any(row.passkeys for row in result.rows) else "nothing random"
     return {
         "Checkpoint": f"{found['checkpoint']}, sha256 {found['checkpoint_sha256']}",
@@ -124,7 +129,8 @@ def _facts(result: ComparisonResult) -> dict[str, str]:
         "Device": f"{found['device']}; {found['machine']}",
         "Versions": versions,
         "Standard errors": f"over {result.unit}; at {result.verdicts[-1].standard_errors:.2f} of them a gain counts "
-        f"(5 percent, Bonferroni for {result.verdicts[-1].candidates} candidates), at what one candidate needs a loss",
+        f"(5 percent, Bonferroni for {result.verdicts[-1].candidates} candidates), and a loss at {lost:.2f} (for "
+        f"{truncations} truncations)",
         "Command": made["command"],
         "Made": f"{made['date']}, {made['seconds']:,.0f} s of computing in {made['processes']} process"
         + ("es" if made["processes"] > 1 else ""),

@@ -10,6 +10,7 @@ from ctxext.evaluation.comparison.readings import Reading, Refusal
 from ctxext.evaluation.comparison.series import Series
 from ctxext.evaluation.comparison.verdict import Verdict
 from ctxext.evaluation.perplexity import Bucket, PairedDifference
+from ctxext.evaluation.truncation import window_of
 
 __all__ = ["ComparisonResult", "Panel", "PasskeyScore", "Row", "Score"]
 
@@ -22,8 +23,11 @@ class Score:
         length: tokens that the model may see.
         end: the last positions before that length, a quarter of the trained window: what the length itself gives.
         whole: all positions up to that length.
-        versus_truncation: at the end, the loss minus the truncation baseline's; None at the trained length.
+        versus_truncation: at the end, the loss minus that of the best truncation there; None at the trained length.
         by_document: the same difference of each document, nats per token.
+        window: of a truncation: tokens that it sees at the end; for the best one, those of the window that is best
+            there. None at the trained length, and for what is no truncation.
+        window_of_whole: the same for all positions up to the length.
     """
 
     length: int
@@ -31,6 +35,8 @@ class Score:
     whole: Bucket
     versus_truncation: PairedDifference | None
     by_document: tuple[float, ...]
+    window: int | None = None
+    window_of_whole: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,11 @@ class Panel:
     factor: float | None
     length: int
     series: tuple[Series, ...]
+
+    @property
+    def drawn(self) -> tuple[Series, ...]:
+        """The series without the single windows of truncation, the best of which stands for them."""
+        return tuple(item for item in self.series if window_of(item.name) is None)
 
 
 @dataclass(frozen=True, kw_only=True)

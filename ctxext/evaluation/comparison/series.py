@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity import Bucket, PairedDifference, bucketed, paired_difference
+from ctxext.evaluation.truncation import TRUNCATED, BestTruncation
 
 __all__ = ["Series", "block_for", "edges_for", "summarise"]
 
@@ -23,14 +24,16 @@ class Series:
     """One way to read a text.
 
     Args:
-        name: of the method; ``unpatched`` and ``truncated`` for the two references.
+        name: of the method, or of a reference: ``unpatched``, ``truncated 2048`` for the one that sees the last 2,048
+            tokens, and ``truncated`` for the best of those.
         buckets: the trained window as one bucket, then equal buckets beyond it.
         curve: the same losses in fine buckets, for a plot.
         in_window_ratio: perplexity inside the trained window over the unpatched model's, dimensionless.
-        versus_truncation: for each bucket beyond the window, the loss minus the truncation baseline's.
+        versus_truncation: for each bucket beyond the window, the loss minus that of the best truncation there.
         dynamic: whether the method's frequencies follow the length, so that the one pass at the full length charges
             its stretched frequencies to every position.
         seconds: wall time of the measurement.
+        windows: of the best truncation: which window is the best in each bucket beyond the trained one, in tokens.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Series:
     versus_truncation: tuple[PairedDifference, ...]
     dynamic: bool
     seconds: float
+    windows: tuple[int, ...] = ()
 
 
 def edges_for(trained_length: int, length: int, *, inside: int = IN_WINDOW, beyond: int = BEYOND) -> tuple[int, ...]:
@@ -72,18 +76,18 @@ def summarise(
     losses: Tensor,
     *,
     unpatched: Tensor,
-    truncated: Tensor,
+    truncated: BestTruncation,
     trained_length: int,
     dynamic: bool = False,
     seconds: float = 0.0,
 ) -> Series:
-    """Compare one way of reading with the two references.
+    """Compare one way of reading with the references.
 
     Args:
         name: of the method.
         losses: nats per token, [documents, positions].
         unpatched: of the same tokens, by the unpatched model.
-        truncated: of the same tokens, by the unpatched model that sees only the last ``trained_length`` tokens.
+        truncated: of the same tokens, by the best truncation, chosen between the edges of ``edges_for``.
         trained_length: tokens.
         dynamic: see ``Series``.
         seconds: see ``Series``.
@@ -103,7 +107,11 @@ def summarise(
         buckets=bucketed(losses, edges),
         curve=bucketed(losses, curve_edges),
         in_window_ratio=math.exp((losses[:, window].double() - unpatched[:, window].double()).mean().item()),
-        versus_truncation=tuple(paired_difference(losses[:, s], truncated[:, s], block=block) for s in beyond),
+        versus_truncation=tuple(
+            paired_difference(losses[:, s], truncated.losses[:, s], block=block, baselines=len(truncated.measured))
+            for s in beyond
+        ),
         dynamic=dynamic,
         seconds=seconds,
+        windows=truncated.windows if name == TRUNCATED else (),
     )

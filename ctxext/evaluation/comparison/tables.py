@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxext.evaluation._plots import tokens_label
-from ctxext.evaluation.comparison.readings import TRUNCATED, UNPATCHED
 from ctxext.evaluation.comparison.result import ComparisonResult, Row
-from ctxext.evaluation.comparison.words import hidden_keys
+from ctxext.evaluation.comparison.words import hidden_keys, windows_in_words
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
 __all__ = ["Table", "csv_rows", "main_table", "other_tables", "passkey_grids"]
 
@@ -40,7 +40,7 @@ def main_table(result: ComparisonResult) -> Table:
     ends = [score.end for score in result.row(UNPATCHED).scores if score.length in beyond]
     header = ["", f"inside {window}", "vs unpatched"]
     for end in ends:
-        header += [f"{tokens_label(end.start)}-{tokens_label(end.stop)}", "vs truncated"]
+        header += [f"{tokens_label(end.start)}-{tokens_label(end.stop)}", "vs best truncation"]
     with_keys = any(hidden_keys(row)[1] for row in result.rows)
     header += ["hidden keys"] if with_keys else []
     rows = []
@@ -49,14 +49,15 @@ def main_table(result: ComparisonResult) -> Table:
         cells = [row.reading.label, _perplexity(row.inside.perplexity), gap]
         for length in beyond:
             score = row.at(length)
-            cells.append(_perplexity(score.end.perplexity) if score else NONE)
+            cells.append(_with_window(row, score.end.perplexity, score.window) if score else NONE)
             is_itself = row.reading.name == TRUNCATED
             cells.append(str(score.versus_truncation) if score and not is_itself else NONE)
         cells += [_fraction(*hidden_keys(row))] if with_keys else []
         rows.append(tuple(cells))
     return Table(
         caption=f"Perplexity inside the trained {window} tokens and at the end of each length; differences of loss in "
-        f"nats per token ± standard error over {result.unit}"
+        f"nats per token ± standard error over {result.unit}; best truncation: whichever of the last "
+        f"{windows_in_words(result.trained_length, 'or')} tokens predicts those best"
         + ("; passkeys found where truncation cuts the key off" if with_keys else ""),
         header=tuple(header),
         rows=tuple(rows),
@@ -122,10 +123,12 @@ def csv_rows(result: ComparisonResult) -> list[dict[str, Any]]:
                     "loss_at_end": score.end.loss,
                     "perplexity_at_end": score.end.perplexity,
                     "end_start": score.end.start,
+                    "window": score.window or "",
                     "versus_truncation": "" if gap is None else gap.mean,
                     "standard_error": "" if gap is None else gap.standard_error,
                     "loss_of_whole": score.whole.loss,
                     "perplexity_of_whole": score.whole.perplexity,
+                    "window_of_whole": score.window_of_whole or "",
                     "loss_inside": row.inside.loss,
                     "inside_versus_unpatched": row.short_context.mean,
                     "inside_standard_error": row.short_context.standard_error,
@@ -158,7 +161,13 @@ def _emphasis(result: ComparisonResult) -> tuple[str, ...]:
 def _whole_texts(result: ComparisonResult) -> Table:
     lengths = [tokens_label(length) for length in result.lengths]
     rows = [
-        (row.reading.label, *(_perplexity(s.whole.perplexity) if (s := row.at(n)) else NONE for n in result.lengths))
+        (
+            row.reading.label,
+            *(
+                _with_window(row, score.whole.perplexity, score.window_of_whole) if (score := row.at(length)) else NONE
+                for length in result.lengths
+            ),
+        )
         for row in _ordered(result)
     ]
     caption = (
@@ -175,7 +184,7 @@ def _single_documents(result: ComparisonResult) -> Table:
         score = row.at(last)
         told = [f"{value:+.3f}" for value in score.by_document] if score and row.reading.name != TRUNCATED else []
         rows.append((row.reading.label, *(told or [NONE] * len(names))))
-    caption = f"Loss minus truncation's at the end of {tokens_label(last)} tokens, in each document, nats per token"
+    caption = f"Loss minus the best truncation's at the end of {tokens_label(last)} tokens, in each document, nats per token"
     return Table(caption, ("", *names), tuple(rows), _emphasis(result))
 
 
@@ -190,6 +199,12 @@ def _methods(result: ComparisonResult) -> Table:
         rows.append((row.reading.label, name, parameters, row.reading.fingerprint or NONE, notes))
     header = ("", "method", "parameters", "frequencies", "notes")
     return Table("What was measured, with a fingerprint of its frequencies", header, tuple(rows), _emphasis(result))
+
+
+def _with_window(row: Row, perplexity: float, window: int | None) -> str:
+    """A perplexity, and for the best truncation which it is."""
+    shown = row.reading.name == TRUNCATED and window is not None
+    return _perplexity(perplexity) + (f" (last {tokens_label(window)})" if shown else "")
 
 
 def _perplexity(value: float) -> str:

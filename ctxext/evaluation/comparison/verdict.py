@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ctxext.evaluation._student import CHANCE, students_quantile
 from ctxext.evaluation.perplexity import PairedDifference, paired_difference
+from ctxext.evaluation.truncation import best_window
 
 __all__ = ["Verdict", "judge", "standard_errors_needed"]
 
@@ -18,22 +19,24 @@ YES, NO, UNDECIDED = "yes", "no", "undecided"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The best extension at one length, against truncation.
+    """The best extension at one length, against the best truncation there.
 
     Args:
         length: tokens.
         best: name of the reading with the least loss at the end of that length.
-        versus_truncation: its loss minus the truncation baseline's, same tokens.
+        window: of the truncation with the least loss there, in tokens.
+        versus_truncation: its loss minus that truncation's, same tokens.
         beats: ``yes``, ``no``, or ``undecided`` where this text cannot show a difference.
         standard_errors: how many a gain must exceed to count; more candidates need more, since the best of many is
-            partly the luckiest. Luck cannot make the best look worse than it is: a loss must exceed only what a single
-            candidate would need.
+            partly the luckiest. Luck among them cannot make the best look worse than it is, luck among the truncations
+            can: a loss must exceed what so many candidates would need as there are windows.
         candidates: how many extensions competed.
         as_good: names of other readings whose difference to the best this text cannot show.
     """
 
     length: int
     best: str
+    window: int
     versus_truncation: PairedDifference
     beats: str
     standard_errors: float
@@ -44,29 +47,35 @@ class Verdict:
 def judge(
     length: int,
     losses: Mapping[str, Float[Tensor, "documents positions"]],
-    truncated: Float[Tensor, "documents positions"],
+    truncations: Mapping[int, Float[Tensor, "documents positions"]],
     *,
     block: int | None,
 ) -> Verdict:
-    """Find the best of several readings of the same tokens and hold it against truncation.
+    """Find the best of several readings of the same tokens and hold it against the best truncation.
 
     Args:
         length: tokens, for the record.
         losses: nats per token, by name; at least one.
-        truncated: of the same tokens, by truncation.
+        truncations: of the same tokens, by window; at least one.
         block: see ``paired_difference``.
     """
-    versus = {name: paired_difference(own, truncated, block=block) for name, own in losses.items()}
+    window = best_window({tokens: [own] for tokens, own in truncations.items()})
+    versus = {
+        name: paired_difference(own, truncations[window], block=block, baselines=len(truncations))
+        for name, own in losses.items()
+    }
     best = min(versus, key=lambda name: versus[name].mean)
     units = versus[best].units
     needed = standard_errors_needed(len(losses), units)
+    lost = standard_errors_needed(len(truncations), units)
     mean, error = versus[best].mean, versus[best].standard_error
     others = {name: paired_difference(own, losses[best], block=block) for name, own in losses.items() if name != best}
     return Verdict(
         length=length,
         best=best,
+        window=window,
         versus_truncation=versus[best],
-        beats=YES if mean < -needed * error else NO if mean > standard_errors_needed(1, units) * error else UNDECIDED,
+        beats=YES if mean < -needed * error else NO if mean > lost * error else UNDECIDED,
         standard_errors=needed,
         candidates=len(losses),
         as_good=tuple(name for name, gap in others.items() if gap.mean <= needed * gap.standard_error),

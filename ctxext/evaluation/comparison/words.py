@@ -9,8 +9,9 @@ from ctxext.evaluation.comparison.readings import UNPATCHED
 from ctxext.evaluation.comparison.result import ComparisonResult, Row
 from ctxext.evaluation.comparison.series import Series
 from ctxext.evaluation.comparison.verdict import NO, YES, Verdict
+from ctxext.evaluation.truncation import windows_of
 
-__all__ = ["all_of", "headline", "hidden_keys", "sentences", "unpatched_sentence", "verdict_line"]
+__all__ = ["all_of", "headline", "hidden_keys", "sentences", "unpatched_sentence", "verdict_line", "windows_in_words"]
 
 # Beyond this ratio to its own window a perplexity counts as broken.
 BROKEN = 2.0
@@ -20,29 +21,42 @@ def headline(result: ComparisonResult) -> str:
     """The answer at the greatest length, in a sentence."""
     verdict = result.verdicts[-1]
     row = result.row(verdict.best)
-    window, length = tokens_label(result.trained_length), tokens_label(verdict.length)
+    window, length = tokens_label(verdict.window), tokens_label(verdict.length)
     name = f"the checkpoint {row.reading.label}" if row.reading.is_reference else row.reading.label
     kind = "extension" if row.reading.is_reference else "zero-shot extension"
     best = f"At {length} tokens, the {f'best {kind} is {name}' if verdict.candidates > 1 else f'{kind} is {name}'}"
     gap = f"{abs(verdict.versus_truncation.mean):.3f} ± {verdict.versus_truncation.standard_error:.3f} nats per token"
+    texts = len(result.provenance["documents"])
+    where = verdict.versus_truncation.scope(texts)
+    truncation = f"the best truncation, seeing only the last {window} tokens"
     if verdict.beats == YES:
-        return f"{best}. It uses its window: it predicts better than seeing only the last {window} tokens, by {gap}."
+        return f"{best}. It uses its window{where}: it predicts better than {truncation}, by {gap}."
     if verdict.beats == NO:
-        return f"{best}. It predicts worse than seeing only the last {window} tokens, by {gap}."
+        return f"{best}. It predicts worse{where} than {truncation}, by {gap}."
     return (
-        f"{best}. Whether it predicts better or worse than seeing only the last {window} tokens, this text cannot "
-        f"show: {verdict.versus_truncation} nats per token."
+        f"{best}. Whether it predicts better or worse than {truncation}, {'this text' if texts == 1 else 'these texts'} "
+        f"cannot show: {verdict.versus_truncation} nats per token."
     )
+
+
+def windows_in_words(trained_length: int, last: str = "and") -> str:
+    """``2K, 4K, 6K and 8K``: the truncations of which the best is the baseline."""
+    *first, longest = map(tokens_label, windows_of(trained_length))
+    return f"{', '.join(first)} {last} {longest}" if first else longest
 
 
 def verdict_line(result: ComparisonResult, verdict: Verdict) -> str:
     """The verdict at one length, as short as it gets."""
     row = result.row(verdict.best)
     kind = "best" if row.reading.is_reference else "best zero-shot"
-    told = {YES: "yes, by", NO: "no, by"}.get(verdict.beats, "no difference that this text can show,")
+    texts = len(result.provenance["documents"])
+    where = verdict.versus_truncation.scope(texts)
+    told = {YES: f"yes{where}, by", NO: f"no{where}, by"}.get(
+        verdict.beats, f"no difference that {'this text' if texts == 1 else 'these texts'} can show,"
+    )
     return (
-        f"{tokens_label(verdict.length)}: {kind}: {row.reading.label}; beats truncation: {told} "
-        f"{verdict.versus_truncation} nats"
+        f"{tokens_label(verdict.length)}: {kind}: {row.reading.label}; beats the best truncation (the last "
+        f"{tokens_label(verdict.window)}): {told} {verdict.versus_truncation} nats"
     )
 
 
@@ -108,7 +122,7 @@ def _unneeded_sentence(result: ComparisonResult, verdict: Verdict) -> list[str]:
         return []
     length = tokens_label(verdict.length)
     return [
-        f"The unpatched model reads {length} tokens no worse ({gap} against truncation): it needs no extension there."
+        f"The unpatched model reads {length} tokens no worse ({gap} against the best truncation): it needs no extension there."
     ]
 
 

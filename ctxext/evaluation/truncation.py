@@ -1,0 +1,206 @@
+"""The baseline that a longer context has to beat: the best of several truncations.
+
+Whoever has no longer context shows the model the last tokens of the text and drops the rest. How many of the last ones
+is a choice, and the whole trained window is not always the best one: a small model may predict better from fewer. So
+every quarter of the trained window is measured, beyond the trained window, on the same tokens; inside it nothing is
+dropped.
+
+**Which one is the best** is decided for each comparison anew, on the very tokens that are compared (a stretch of
+positions, or everything beyond the window), by the mean loss over all of them and all texts. No user could choose so
+well, who does not know the tokens to come. So the baseline is, if anything, too good: where an extension beats it, it
+beats each of the windows; where it loses, being the best of several may be luck, so a loss must be larger to count
+(``PairedDifference.baselines``).
+
+**What each window sees** of the text before a token is between three quarters and all of the window: a pass scores a
+quarter of a window (see ``truncated_loss``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.perplexity import truncated_loss
+from ctxext.evaluation.progress import Progress, pass_cost, ticking
+
+__all__ = [
+    "TRUNCATED",
+    "UNPATCHED",
+    "BestTruncation",
+    "all_tails",
+    "best_window",
+    "is_reference",
+    "join_best",
+    "passes_beyond",
+    "stride_of",
+    "tail_losses",
+    "tails_cost",
+    "window_name",
+    "window_of",
+    "windows_of",
+]
+
+# Names of the references among readings: the model as it is, and the best of the windows.
+UNPATCHED, TRUNCATED = "unpatched", "truncated"
+QUARTERS = 4
+# Nobody truncates to fewer tokens; and a window has to hold the special tokens in front too.
+LEAST = 8
+
+
+def windows_of(trained_length: int) -> tuple[int, ...]:
+    """The windows to try, in tokens, increasing: every quarter of the trained length, and that itself."""
+    quarters = {trained_length * part // QUARTERS for part in range(1, QUARTERS)}
+    return (*sorted(window for window in quarters if window >= LEAST), trained_length)
+
+
+def stride_of(window: int, prefix: int) -> int:
+    """Positions scored per pass: a quarter of the window, and no more than what it holds beside the prefix."""
+    return max(1, min(window // QUARTERS, window - prefix))
+
+
+def window_name(window: int) -> str:
+    """The name of the reading that sees the last ``window`` tokens."""
+    return f"{TRUNCATED} {window}"
+
+
+def window_of(name: str) -> int | None:
+    """The window in a reading's name; None where it is another reading's."""
+    kind, _, window = name.partition(" ")
+    return int(window) if kind == TRUNCATED and window.isdecimal() else None
+
+
+def is_reference(name: str) -> bool:
+    """Whether a reading of that name is a reference: unpatched, one of the windows, or the best of them."""
+    return name in (UNPATCHED, TRUNCATED) or window_of(name) is not None
+
+
+def best_window(losses: Mapping[int, Sequence[Tensor]]) -> int:
+    """The window with the lowest mean loss, every token weighing the same; of equal ones the longest.
+
+    Args:
+        losses: nats per token, by window: the same tokens for each.
+    """
+
+    def mean(window: int) -> float:
+        parts = [part.double() for part in losses[window]]
+        return sum(part.sum().item() for part in parts) / sum(part.numel() for part in parts)
+
+    return min(losses, key=lambda window: (mean(window), -window))
+
+
+@dataclass(frozen=True, eq=False)
+class BestTruncation:
+    """The losses of the best window in each of several stretches.
+
+    Args:
+        losses: nats per token, [documents, positions].
+        windows: the best one of each stretch, in tokens.
+        measured: all of them, in tokens.
+    """
+
+    losses: Float[Tensor, "documents positions"]
+    windows: tuple[int, ...]
+    measured: tuple[int, ...]
+
+
+def join_best(losses: Mapping[int, Float[Tensor, "documents positions"]], edges: Sequence[int]) -> BestTruncation:
+    """Take each stretch from the window that is best there.
+
+    Args:
+        losses: by window, of the same tokens.
+        edges: positions; the stretches lie between consecutive ones. What comes before the first is the same for all.
+
+    Raises:
+        InvalidParameterError: no window.
+    """
+    if not losses:
+        raise InvalidParameterError("There is no window to choose from.")
+    parts, windows = [losses[max(losses)][:, : edges[0]]], []
+    for start, stop in itertools.pairwise(edges):
+        windows.append(best_window({window: [own[:, start:stop]] for window, own in losses.items()}))
+        parts.append(losses[windows[-1]][:, start:stop])
+    return BestTruncation(torch.cat(parts, dim=1), tuple(windows), tuple(sorted(losses)))
+
+
+def tail_losses(
+    model: nn.Module,
+    input_ids: Int[Tensor, "batch tokens"],
+    *,
+    window: int,
+    trained_length: int,
+    prefix: int = 0,
+    cached: int | None = None,
+) -> Float[Tensor, "batch positions"]:
+    """The losses beyond the trained window when the model sees the last ``window`` tokens; nats per token.
+
+    Args:
+        model: unpatched, in eval mode.
+        input_ids: whole texts, of more tokens than the trained length by 2 or more.
+        window: tokens, from ``windows_of``.
+        trained_length: tokens.
+        prefix: leading tokens of the text that stay in front.
+        cached: as in ``loss_by_position``.
+
+    Raises:
+        InvalidParameterError: as ``truncated_loss``.
+    """
+    stride = stride_of(window, prefix)
+    options = {"prefix": prefix, "start": trained_length, "cached": cached}
+    return truncated_loss(model, input_ids, window=window, stride=stride, **options)
+
+
+def all_tails(
+    model: nn.Module,
+    texts: Sequence[Int[Tensor, "1 tokens"]],
+    *,
+    trained_length: int,
+    prefix: int,
+    turning_point: int,
+    progress: Progress,
+) -> dict[int, Float[Tensor, "documents positions"]]:
+    """``tail_losses`` of every window, [documents, positions] each, for texts of one length.
+
+    Args:
+        model: unpatched, in eval mode.
+        texts: token ids.
+        trained_length: tokens.
+        prefix: leading tokens of each text that stay in front.
+        turning_point: see ``pass_cost``.
+        progress: called with each window's name and the cost done since the last call.
+    """
+    found = {}
+    for window in windows_of(trained_length):
+        with ticking(model, window_name(window), pass_cost(window, turning_point), progress):
+            tails = [
+                tail_losses(model, ids, window=window, trained_length=trained_length, prefix=prefix) for ids in texts
+            ]
+        found[window] = torch.cat(tails)
+    return found
+
+
+def passes_beyond(window: int, *, start: int, positions: int, prefix: int) -> int:
+    """Forward passes of ``tail_losses`` over one text.
+
+    Args:
+        window: tokens.
+        start: the first position scored, at least the window.
+        positions: of the text.
+        prefix: leading tokens that stay in front.
+    """
+    stride = stride_of(window, prefix)
+    return len(range(window + (start - window) // stride * stride, positions, stride))
+
+
+def tails_cost(positions: int, trained_length: int, prefix: int, turning_point: int) -> float:
+    """What ``tail_losses`` of all windows cost for one text, in the units of ``pass_cost``."""
+    return sum(
+        passes_beyond(window, start=trained_length, positions=positions, prefix=prefix)
+        * pass_cost(window, turning_point)
+        for window in windows_of(trained_length)
+    )

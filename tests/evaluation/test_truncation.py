@@ -1,0 +1,76 @@
+"""The best of several truncations: which windows, what each sees, and that it is chosen on the tokens compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from ctxext.evaluation._plots import label_of
+from ctxext.evaluation.perplexity import truncated_loss
+from ctxext.evaluation.truncation import (
+    all_tails,
+    best_window,
+    is_reference,
+    join_best,
+    tails_cost,
+    window_name,
+    window_of,
+    windows_of,
+)
+
+
+def test_windows_are_the_quarters_of_the_trained_length() -> None:
+    assert windows_of(8192) == (2048, 4096, 6144, 8192)
+    assert windows_of(64) == (16, 32, 48, 64)
+    assert windows_of(20) == (10, 15, 20)
+    assert windows_of(7) == (7,)
+    assert [window_of(window_name(window)) for window in windows_of(64)] == [16, 32, 48, 64]
+    assert [window_of(name) for name in ("truncated", "unpatched", "yarn x2", "truncated by hand")] == [None] * 4
+    assert [is_reference(name) for name in ("truncated", "truncated 64", "unpatched", "pi")] == [True] * 3 + [False]
+    assert [label_of(name) for name in ("truncated", "truncated 6144", "yarn")] == ["best truncation", "last 6K", "YaRN"]
+
+
+def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids: Tensor) -> None:
+    """By hand: the last tokens before each one, at least three quarters of the window, the prefix in front."""
+    steps: list[tuple[str, float]] = []
+    texts = [row[None] for row in input_ids]
+    options = {"trained_length": 40, "prefix": 1, "turning_point": 100}
+    found = all_tails(model, texts, **options, progress=lambda *step: steps.append(step))
+    assert list(found) == [10, 20, 30, 40]
+    assert sum(cost for _, cost in steps) == pytest.approx(2 * tails_cost(89, 40, 1, 100))
+    for window, losses in found.items():
+        stride = window // 4
+        assert losses.shape == (2, 49)
+        for i in (40, 47, 63, 88):
+            stop = min(window + ((i - window) // stride + 1) * stride, 89)
+            seen = torch.cat([input_ids[:, :1], input_ids[:, stop - window + 1 : i + 1]], dim=1)
+            assert 0.75 * window < seen.shape[1] <= window
+            with torch.no_grad():
+                logits = model(seen, use_cache=False).logits[:, -1].double().log_softmax(-1)
+            expected = -logits.gather(1, input_ids[:, i + 1 : i + 2])[:, 0]
+            torch.testing.assert_close(losses[:, i - 40].double(), expected, rtol=1e-5, atol=2e-6)
+        whole = truncated_loss(model, input_ids, window=window, stride=stride, prefix=1)
+        torch.testing.assert_close(losses, whole[:, 40:], rtol=1e-5, atol=2e-6)
+
+
+def test_the_best_is_that_of_the_tokens_compared() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = 3 + torch.rand(2, 24, generator=generator)
+    losses = {window: base.clone() for window in (4, 8, 16)}
+    losses[4][:, 8:16] -= 0.1
+    losses[8][:, 16:] -= 0.2
+    losses[16][:, 16:] += 0.5
+    found = join_best(losses, (8, 16, 24))
+    assert (found.windows, found.measured) == ((4, 8), (4, 8, 16))
+    assert torch.equal(found.losses, torch.cat([base[:, :8], losses[4][:, 8:16], losses[8][:, 16:]], dim=1))
+    for window, own in losses.items():
+        for start, stop in ((8, 16), (16, 24)):
+            assert found.losses[:, start:stop].mean() <= own[:, start:stop].mean(), window
+    assert best_window({4: [base], 8: [base], 16: [base + 1]}) == 8, "of equal ones the longest"
+    # All tokens weigh the same, whatever text they are of.
+    uneven = {4: [torch.tensor([1.0]), torch.full((9,), 2.0)], 8: [torch.tensor([5.0]), torch.full((9,), 1.7)]}
+    assert best_window(uneven) == 4
+    uneven[8][1] -= 0.2
+    assert best_window(uneven) == 8
