@@ -51,7 +51,8 @@ def demo(
     result = _with_progress(console, checkpoint, passages, plan)
     console.print(
         "Perplexity by position; inside: perplexity in the trained window over unpatched;\n"
-        "vs truncated: loss minus that of feeding the last tokens only, nats ± s.e.\n"
+        "vs best truncation: loss minus that of feeding only the last tokens, as many of them as\n"
+        "predict those tokens best (in brackets); nats ± s.e.\n"
     )
     console.print(loss_table(result))
     if result.passkeys:

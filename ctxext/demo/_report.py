@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from ctxext.demo._run import DemoResult
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._plots import label_of, require_matplotlib, save_loss_figure, tokens_label
 from ctxext.evaluation.comparison import Series
-from ctxext.evaluation.comparison.words import all_of, unpatched_sentence
+from ctxext.evaluation.comparison.words import all_of, unpatched_sentence, windows_in_words
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
 __all__ = ["check_output", "loss_table", "markdown", "passkey_table", "sentences", "write"]
 
@@ -55,7 +57,7 @@ def write(result: DemoResult, output: Path) -> list[Path]:
 def loss_table(result: DemoResult) -> Table:
     """Perplexity by bucket, one row per way of reading."""
     header, rows = _loss_cells(result)
-    return _table(header, rows)
+    return _table(header, rows, [label_of(series.name) for series in result.series if is_reference(series.name)])
 
 
 def passkey_table(result: DemoResult) -> Table:
@@ -76,7 +78,7 @@ def markdown(result: DemoResult) -> str:
 def sentences(result: DemoResult) -> list[str]:
     """What a newcomer should take away; each depends on what was measured."""
     lines = [
-        unpatched_sentence(result.of("unpatched"), result.trained_length),
+        unpatched_sentence(result.of(UNPATCHED), result.trained_length),
         _methods_sentence(result),
         _truncation_sentence(result),
     ]
@@ -95,7 +97,7 @@ def sentences(result: DemoResult) -> list[str]:
 
 def _methods_sentence(result: DemoResult) -> str:
     flat, costly = [], []
-    inside = result.of("unpatched").buckets[0].perplexity
+    inside = result.of(UNPATCHED).buckets[0].perplexity
     for series in result.extended:
         if max(bucket.perplexity for bucket in series.buckets[1:]) < FLAT * inside:
             flat.append(label_of(series.name))
@@ -110,18 +112,22 @@ def _methods_sentence(result: DemoResult) -> str:
 def _truncation_sentence(result: DemoResult) -> str:
     best = min(result.extended, key=lambda series: series.versus_truncation[-1].mean)
     difference = best.versus_truncation[-1]
-    if difference.mean + 2 * difference.standard_error < 0:
-        verdict = "so the longer context already pays for itself in perplexity"
-    elif difference.mean - 2 * difference.standard_error > 0:
+    where = difference.scope(len(result.texts))
+    window = tokens_label(result.of(TRUNCATED).windows[-1])
+    tried = windows_in_words(result.trained_length)
+    if difference.verdict == "better":
+        verdict = f"so{where} the longer context already pays for itself in perplexity"
+    elif difference.verdict == "worse":
         verdict = (
-            "so for plain prediction, dropping the old text is still better than extending without training; training "
-            "at the new length is meant to change that"
+            f"so{where}, for plain prediction, dropping the old text is still better than extending without "
+            "training; training at the new length is meant to change that"
         )
     else:
-        verdict = "so for plain prediction it makes no difference that this text can show"
+        shown = "this text" if len(result.texts) == 1 else "these texts"
+        verdict = f"so for plain prediction it makes no difference that {shown} can show"
     return (
-        f"Against simply feeding the last {tokens_label(result.trained_length)} tokens, the best method at the end of "
-        f"the text, {label_of(best.name)}, differs by {difference} nats per token, {verdict}."
+        f"Against simply feeding the last {window} tokens, the best of truncations to {tried} at the end of the text, "
+        f"the best method there, {label_of(best.name)}, differs by {difference} nats per token, {verdict}."
     )
 
 
@@ -132,7 +138,7 @@ def _passkey_sentence(result: DemoResult) -> str:
         f"{label_of(row.name)} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)
     ]
     return (
-        f"A key hidden {all_of([f'{distance:,}' for distance in distances])} tokens back, where truncation cannot see "
+        f"A key hidden {all_of([f'{distance:,}' for distance in distances])} tokens back, where no truncation sees "
         f"it: {found[0]}, {found[1]} found."
     )
 
@@ -140,14 +146,15 @@ def _passkey_sentence(result: DemoResult) -> str:
 def _loss_cells(result: DemoResult) -> tuple[list[str], list[list[str]]]:
     buckets = result.series[0].buckets
     spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in buckets]
-    header = ["", *spans, "inside", f"{spans[-1]} vs truncated"]
+    header = ["", *spans, "inside", f"{spans[-1]} vs best truncation"]
     return header, [_loss_row(series) for series in result.series]
 
 
 def _loss_row(series: Series) -> list[str]:
-    reference = series.name == "truncated"
     cells = [_number(bucket.perplexity) for bucket in series.buckets]
-    versus = "-" if reference else f"{series.versus_truncation[-1]}"
+    for place, window in enumerate(series.windows, start=1):
+        cells[place] += f" ({tokens_label(window)})"
+    versus = "-" if series.name == TRUNCATED else f"{series.versus_truncation[-1]}"
     return [label_of(series.name), *cells, f"x{series.in_window_ratio:.2f}", versus]
 
 
@@ -164,13 +171,13 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> Table:
+def _table(header: list[str], rows: list[list[str]], references: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(header):
         table.add_column(name.replace(" vs", "\nvs"), justify="right" if index else "left", overflow="fold")
     for row in rows:
-        broken = row[0] == "unpatched"
-        table.add_row(*row, style="red" if broken else "dim" if row[0] == "truncated" else None)
+        style = "red" if row[0] == label_of(UNPATCHED) else "dim" if row[0] in references else None
+        table.add_row(*row, style=style)
     return table
 
 

@@ -16,9 +16,19 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import Series, edges_for, summarise
 from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.passkey import PasskeyTrial
-from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.perplexity import loss_by_position
 from ctxext.evaluation.progress import Progress, pass_cost, ticking
 from ctxext.evaluation.provenance import machine, versions
+from ctxext.evaluation.truncation import (
+    TRUNCATED,
+    UNPATCHED,
+    all_tails,
+    is_reference,
+    join_best,
+    tails_cost,
+    window_name,
+    windows_of,
+)
 from ctxext.methods import Method
 
 __all__ = ["DemoResult", "PasskeyRow", "Plan", "run_demo"]
@@ -46,15 +56,9 @@ class Plan:
     depths: tuple[float, ...]
     seed: int = 0
 
-    @property
-    def stride(self) -> int:
-        """Positions per pass of the truncation baseline."""
-        return max(1, self.trained_length // 4)
-
     def cost(self, documents: int) -> float:
         """Total cost in the units of ``pass_cost``."""
-        windows = -(-(self.length - self.trained_length) // self.stride)
-        texts = (1 + len(self.methods)) * pass_cost(self.length) + windows * pass_cost(self.trained_length)
+        texts = (1 + len(self.methods)) * pass_cost(self.length) + tails_cost(self.length, self.trained_length)
         keys = 0 if self.passkey_method is None else 2 * len(self.depths)
         return documents * texts + keys * pass_cost(self.passkey_length)
 
@@ -95,8 +99,8 @@ class DemoResult:
 
     @property
     def extended(self) -> tuple[Series, ...]:
-        """The series of the methods, without the two references."""
-        return tuple(series for series in self.series if series.name not in ("unpatched", "truncated"))
+        """The series of the methods, without the references."""
+        return tuple(series for series in self.series if not is_reference(series.name))
 
 
 def make_plan(
@@ -132,7 +136,7 @@ def make_plan(
 def run_demo(
     checkpoint: Checkpoint, passages: Sequence[TokenisedDocument], plan: Plan, *, progress: Progress = lambda *_: None
 ) -> DemoResult:
-    """Measure the unpatched model, the truncation baseline and every method, then ask for the passkeys.
+    """Measure the unpatched model, the truncations and every method, then ask for the passkeys.
 
     The model is patched and unpatched in place and is at the end what it was at the start.
 
@@ -150,7 +154,9 @@ def run_demo(
     model, trained = checkpoint.model, plan.trained_length
     prompts = _prompts(checkpoint, plan)
     references, seconds = _references(model, passages, plan, progress)
-    unpatched, truncated = references["unpatched"], references["truncated"]
+    unpatched = references[UNPATCHED]
+    truncations = {window: references[window_name(window)] for window in windows_of(trained)}
+    truncated = join_best(truncations, edges_for(trained, plan.length)[1:])
 
     def series(name: str, losses: Tensor, seconds: float, dynamic: bool = False) -> Series:
         return summarise(
@@ -164,7 +170,8 @@ def run_demo(
         )
 
     measured = [series(name, losses, seconds[name]) for name, losses in references.items()]
-    passkeys = [_ask(model, "unpatched", prompts, plan, progress)] if prompts else []
+    measured.append(series(TRUNCATED, truncated.losses, 0.0))
+    passkeys = [_ask(model, UNPATCHED, prompts, plan, progress)] if prompts else []
     fingerprints = {}
     for index, method in enumerate(plan.methods):
         ctxext.patch(model, method)
@@ -199,25 +206,17 @@ def run_demo(
 def _references(
     model: nn.Module, passages: Sequence[TokenisedDocument], plan: Plan, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Losses and seconds of the unpatched model on the whole text, and on the last tokens only."""
+    """Losses and seconds of the unpatched model on the whole text, and on so many of the last tokens only."""
     start = time.perf_counter()
-    unpatched = _whole(model, passages, "unpatched", progress)
+    unpatched = _whole(model, passages, UNPATCHED, progress)
     middle = time.perf_counter()
-    with ticking(model, "truncated", pass_cost(plan.trained_length), progress):
-        tails = [
-            truncated_loss(
-                model,
-                passage.input_ids,
-                window=plan.trained_length,
-                stride=min(plan.stride, plan.trained_length - passage.prefix),
-                start=plan.trained_length,
-                prefix=passage.prefix,
-            )
-            for passage in passages
-        ]
-    truncated = torch.cat([unpatched[:, : plan.trained_length], torch.cat(tails)], dim=1)
-    end = time.perf_counter()
-    return {"unpatched": unpatched, "truncated": truncated}, {"unpatched": middle - start, "truncated": end - middle}
+    trained = plan.trained_length
+    texts = [passage.input_ids for passage in passages]
+    tails = all_tails(model, texts, trained_length=trained, prefix=passages[0].prefix, progress=progress)
+    each = (time.perf_counter() - middle) / len(tails)
+    head = unpatched[:, :trained]
+    losses = {UNPATCHED: unpatched} | {window_name(w): torch.cat([head, tail], dim=1) for w, tail in tails.items()}
+    return losses, {UNPATCHED: middle - start} | dict.fromkeys(map(window_name, tails), each)
 
 
 def _whole(model: nn.Module, passages: Sequence[TokenisedDocument], name: str, progress: Progress) -> Tensor:
@@ -234,6 +233,9 @@ def _prompts(checkpoint: Checkpoint, plan: Plan) -> list[passkey.Passkey]:
 
 def _ask(model: nn.Module, name: str, prompts: Sequence[passkey.Passkey], plan: Plan, progress: Progress) -> PasskeyRow:
     start = time.perf_counter()
-    with ticking(model, f"passkey, {name}", pass_cost(plan.passkey_length), progress):
-        trials = tuple(passkey.measure(model, prompt, seed=plan.seed) for prompt in prompts)
-    return PasskeyRow(name, trials, time.perf_counter() - start)
+    trials = []
+    for prompt in prompts:
+        cost = pass_cost(plan.passkey_length) / passkey.passes(model, prompt)
+        with ticking(model, f"passkey, {name}", cost, progress):
+            trials.append(passkey.measure(model, prompt, seed=plan.seed))
+    return PasskeyRow(name, tuple(trials), time.perf_counter() - start)

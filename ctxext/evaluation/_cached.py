@@ -70,7 +70,7 @@ def length_dependent(causal: PreTrainedModel) -> bool:
 
 
 def regime_of(causal: PreTrainedModel) -> Callable[[int], int]:
-    """What tells lengths apart whose positions differ: texts of lengths with the same regime have the same positions."""
+    """What tells lengths apart whose positions differ: lengths of the same regime have the same positions."""
     patched = patched_state(causal)
     if patched is not None:
         method, trained = patched.method, patched.extension.trained_length

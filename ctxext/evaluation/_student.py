@@ -28,7 +28,9 @@ def students_quantile(chance: float, degrees: int) -> float:
         over the angle, to machine precision.
     """
     if not 0 < chance < 1 or degrees < 1:
-        raise InvalidParameterError(f"chance must be between 0 and 1 and degrees at least 1, found {chance}, {degrees}.")
+        raise InvalidParameterError(
+            f"chance must be between 0 and 1 and degrees at least 1, found {chance}, {degrees}."
+        )
     low, high = 0.0, math.pi / 2
     while True:
         middle = (low + high) / 2

@@ -5,7 +5,7 @@ numbers are of the same tokens, and the only thing that changes is how far back 
 
 **What a difference means.** The evaluator's own losses on its key tokens are lower than on tokens like them: being
 predicted well by it is what made them key tokens. So on key tokens every other reading looks a little worse beside the
-unpatched model than it is, the truncation baseline least. Differences between extensions, and between lengths of one
+unpatched model than it is, the truncations least. Differences between extensions, and between lengths of one
 extension, are free of that.
 
 Source: Fang et al., arXiv:2410.23771.
@@ -16,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 import ctxext
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation._plots import label_of
 from ctxext.evaluation._reach import check_reach
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.choice import label_for, name_for
@@ -33,11 +34,20 @@ from ctxext.evaluation.longppl_result import LongPplReading, LongPplResult, Long
 from ctxext.evaluation.perplexity import PairedDifference, grouped_difference, loss_by_position, truncated_loss
 from ctxext.evaluation.progress import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.truncation import (
+    TRUNCATED,
+    UNPATCHED,
+    best_window,
+    passes_beyond,
+    stride_of,
+    window_name,
+    windows_of,
+)
 from ctxext.methods import Method
 
 __all__ = ["run", "total_cost"]
 
-UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
+AS_SAVED = "as saved"
 # As in `perplexity`: fewer documents say too little about how documents differ, and blocks of text stand in for them.
 ENOUGH_DOCUMENTS, BLOCK = 5, 64
 
@@ -77,17 +87,21 @@ def run(
     provenance = provenance_of(checkpoint, corpus).with_extension(UNPATCHED, plain)
     window = ctxext.describe(plain).trained_length or keys.window
     (unpatched,) = work.read(UNPATCHED, plain, [keys.window])
-    truncated = work.truncate(TRUNCATED, plain, window, lengths[-1])
+    truncations = {size: work.truncate(plain, size, lengths[-1]) for size in _windows(window, lengths)}
     readings = [
-        work.reading(UNPATCHED, UNPATCHED, [unpatched], None),
-        work.reading(TRUNCATED, TRUNCATED, [truncated], None),
+        work.reading(UNPATCHED, UNPATCHED, [unpatched], {}),
+        *(
+            work.reading(window_name(size), label_of(window_name(size)), [one], truncations)
+            for size, one in truncations.items()
+        ),
+        work.best(truncations),
     ]
     for name, label, method in _named(methods):
         with _extended(checkpoint.model, method, trained_length):
             check_reach(checkpoint.model, lengths[-1], beyond=False)
             provenance = provenance.with_extension(name, checkpoint.model)
             found = work.read(name, checkpoint.model, lengths)
-        readings.append(work.reading(name, label, found, truncated))
+        readings.append(work.reading(name, label, found, truncations))
     return LongPplResult(keys=keys, readings=tuple(readings), provenance=provenance)
 
 
@@ -97,9 +111,20 @@ def total_cost(
     """About what ``run`` reports to ``progress`` in all; ``methods`` is how many extensions are measured."""
     point = turning_point(checkpoint.model)
     lengths = _lengths(lengths, keys)
-    strides = -(-keys.searched // max(1, keys.window // 4))
-    passes = (1 + strides) * pass_cost(keys.window, point) + methods * sum(pass_cost(n, point) for n in lengths)
-    return len(corpus.documents) * passes
+    prefix = corpus.documents[0].prefix
+    start, positions = lengths[-1] - keys.searched, lengths[-1]
+    truncated = 0.0
+    for window in _windows(keys.window, lengths):
+        within = pass_cost(window, point) if start < window else 0.0
+        passes = passes_beyond(window, start=max(start, window), positions=positions, prefix=prefix)
+        truncated += within + passes * pass_cost(window, point)
+    whole = pass_cost(keys.window, point) + methods * sum(pass_cost(n, point) for n in lengths)
+    return len(corpus.documents) * (whole + truncated)
+
+
+def _windows(trained_length: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    """The truncations to try; where nothing lies beyond the trained window, there is nothing to drop."""
+    return windows_of(trained_length) if lengths[-1] > trained_length else (trained_length,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,35 +155,70 @@ class _Work:
 
         return [_timed(length, functools.partial(losses, length)) for length in lengths]
 
-    def truncate(self, name: str, model: nn.Module, window: int, length: int) -> _Losses:
+    def truncate(self, model: nn.Module, window: int, length: int) -> _Losses:
         """The same tokens when the model sees the last ``window`` tokens before each."""
 
         def losses() -> list[Tensor]:
-            start = length - self.keys.searched
+            start, name = length - self.keys.searched, window_name(window)
             with ticking(model, name, pass_cost(window, self.turning_point), self.progress):
                 return [
-                    truncated_loss(model, ending(one, length), window=window, start=start, prefix=one.prefix)[0]
+                    truncated_loss(
+                        model,
+                        ending(one, length),
+                        window=window,
+                        stride=stride_of(window, one.prefix),
+                        start=start,
+                        prefix=one.prefix,
+                    )[0]
                     for one in self.corpus.documents
                 ]
 
         return _timed(window, losses)
 
-    def reading(self, name: str, label: str, found: Sequence[_Losses], baseline: _Losses | None) -> LongPplReading:
+    def reading(
+        self, name: str, label: str, found: Sequence[_Losses], truncations: Mapping[int, _Losses]
+    ) -> LongPplReading:
         """What the losses of all lengths add up to."""
-        scores = tuple(self._score(one, baseline) for one in found)
+        scores = tuple(self._score(one, one, truncations) for one in found)
         return LongPplReading(name=name, label=label, scores=scores, seconds=sum(one.seconds for one in found))
 
-    def _score(self, found: _Losses, baseline: _Losses | None) -> LongPplScore:
-        key = [losses[places] for losses, places in zip(found.losses, self._places(), strict=True)]
-        return LongPplScore(
-            length=found.length,
-            key_loss=torch.cat(key).double().mean().item(),
-            all_loss=torch.cat(found.losses).double().mean().item(),
-            versus_truncation=None if baseline is None else self._difference(found, baseline, keys_only=True),
-            versus_truncation_all=None if baseline is None else self._difference(found, baseline, keys_only=False),
+    def best(self, truncations: Mapping[int, _Losses]) -> LongPplReading:
+        """The truncation that is best on the key tokens, and the one that is best on all."""
+        on_keys, on_all = (self._best(truncations, keys_only=only) for only in (True, False))
+        score = replace(
+            self._score(truncations[on_keys], truncations[on_all], {}),
+            length=max(truncations),
+            window=on_keys,
+            window_all=on_all,
+        )
+        return LongPplReading(name=TRUNCATED, label=label_of(TRUNCATED), scores=(score,))
+
+    def _best(self, truncations: Mapping[int, _Losses], *, keys_only: bool) -> int:
+        return best_window(
+            {window: self._on_keys(one.losses) if keys_only else one.losses for window, one in truncations.items()}
         )
 
-    def _difference(self, found: _Losses, baseline: _Losses, *, keys_only: bool) -> PairedDifference | None:
+    def _on_keys(self, losses: Sequence[Tensor]) -> list[Tensor]:
+        return [own[places] for own, places in zip(losses, self._places(), strict=True)]
+
+    def _score(self, on_keys: _Losses, on_all: _Losses, truncations: Mapping[int, _Losses]) -> LongPplScore:
+        def versus(*, keys_only: bool) -> PairedDifference | None:
+            if not truncations:
+                return None
+            best = truncations[self._best(truncations, keys_only=keys_only)]
+            return self._difference(on_keys, best, keys_only=keys_only, baselines=len(truncations))
+
+        return LongPplScore(
+            length=on_keys.length,
+            key_loss=torch.cat(self._on_keys(on_keys.losses)).double().mean().item(),
+            all_loss=torch.cat(on_all.losses).double().mean().item(),
+            versus_truncation=versus(keys_only=True),
+            versus_truncation_all=versus(keys_only=False),
+        )
+
+    def _difference(
+        self, found: _Losses, baseline: _Losses, *, keys_only: bool, baselines: int
+    ) -> PairedDifference | None:
         """Over documents, or over blocks of text where they are few; None where a single group is left."""
         sides: tuple[list[Tensor], list[Tensor]] = ([], [])
         documents = len(found.losses) >= ENOUGH_DOCUMENTS
@@ -170,7 +230,7 @@ class _Work:
                     side.append(losses[wanted[groups == group]])
         if len(sides[0]) < 2:
             return None
-        return grouped_difference(*sides, over="documents" if documents else "blocks")
+        return grouped_difference(*sides, over="documents" if documents else "blocks", baselines=baselines)
 
     def _places(self) -> list[Tensor]:
         """Where the key tokens of each text are among its losses."""

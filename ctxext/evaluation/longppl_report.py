@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.padding import Padding
 
 from ctxext.evaluation._plots import FAINT, STYLE, few_of, looks_for, require_matplotlib, tokens_label
-from ctxext.evaluation.longppl import TRUNCATED
 from ctxext.evaluation.longppl_result import LongPplResult, LongPplScore
 from ctxext.evaluation.retrieval.tables import plain_table
+from ctxext.evaluation.truncation import TRUNCATED, window_of
 
 __all__ = ["save_figure", "sentences", "show"]
 
@@ -21,7 +21,7 @@ def show(result: LongPplResult, console: Console) -> None:
     """Print LongPPL beside plain perplexity, the differences to truncation, and the sentences."""
     _print(console, "LongPPL: perplexity over the key tokens", result, lambda score: f"{score.longppl:.2f}")
     _print(console, "Perplexity over all tokens at the same place", result, lambda score: f"{score.perplexity:.2f}")
-    against = "Loss minus that of feeding only the last tokens, nats per token ± standard error"
+    against = "Loss minus the best truncation's, nats per token ± standard error"
     _print(console, f"{against}, over key tokens", result, lambda score: str(score.versus_truncation or ""))
     _print(console, f"{against}, over all tokens", result, lambda score: str(score.versus_truncation_all or ""))
     console.print()
@@ -41,11 +41,12 @@ def sentences(result: LongPplResult) -> list[str]:
     score = best.scores[-1]
     if score.versus_truncation is not None:
         difference = score.versus_truncation
-        margin = 2 * difference.standard_error
-        beats = "yes" if difference.mean < -margin else "no" if difference.mean > margin else "undecided"
+        beats = {"better": "yes", "worse": "no", "no difference": "undecided"}[difference.verdict]
+        window = result.find(TRUNCATED).scores[0].window
         told.append(
-            f"Best at {tokens_label(score.length)}: {best.label}. Does it beat truncation on the key tokens? {beats}: "
-            f"{difference} nats per token, over {difference.over}."
+            f"Best at {tokens_label(score.length)}: {best.label}. Does it beat the best truncation on the key tokens "
+            f"(to the last {tokens_label(window or 0)})? {beats}{difference.scope(len(keys.passages))}: {difference} "
+            f"nats per token, over {difference.over}."
         )
     told.append(
         "Key tokens are those that the unextended model predicts well in its window, which favours it and truncation a "
@@ -82,7 +83,7 @@ def _print(console: Console, title: str, result: LongPplResult, cell: Callable[[
     rows = []
     for reading in result.readings:
         found = {score.length: cell(score) for score in reading.scores}
-        if reading.name == TRUNCATED:  # the same at every length
+        if reading.name == TRUNCATED or window_of(reading.name) is not None:  # the same at every length
             found = dict.fromkeys(lengths, cell(reading.scores[0]))
         if any(found.values()):
             rows.append([reading.label, *(found.get(length, "-") for length in lengths)])
@@ -94,8 +95,9 @@ def _print(console: Console, title: str, result: LongPplResult, cell: Callable[[
 def _draw(axes: Any, result: LongPplResult, title: str, value: Callable[[LongPplScore], float]) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    looks = looks_for({one.name: (one.name.split()[0], one.label) for one in result.readings})
-    for reading in result.readings:
+    readings = [reading for reading in result.readings if window_of(reading.name) is None]
+    looks = looks_for({one.name: (one.name.split()[0], one.label) for one in readings})
+    for reading in readings:
         look = looks[reading.name]
         x = [score.length for score in reading.scores]
         y = [value(score) for score in reading.scores]

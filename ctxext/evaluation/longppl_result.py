@@ -11,10 +11,12 @@ from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.key_tokens import KeyTokens
 from ctxext.evaluation.perplexity import PairedDifference
 from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.truncation import is_reference
 
 __all__ = ["LongPplReading", "LongPplResult", "LongPplScore"]
 
-FORMAT = 1
+# Format 1 held readings against the last tokens of the whole trained window alone.
+FORMAT = 2
 DIFFERENCES = ("versus_truncation", "versus_truncation_all")
 
 
@@ -23,11 +25,13 @@ class LongPplScore:
     """One reading at one length.
 
     Args:
-        length: tokens that the model may see.
+        length: tokens that the model may see; for the best truncation those of the longest.
         key_loss: mean over the key tokens, nats.
         all_loss: mean over all tokens that could have been key tokens, nats.
-        versus_truncation: over the key tokens, the loss minus the truncation baseline's.
-        versus_truncation_all: the same over all tokens.
+        versus_truncation: over the key tokens, the loss minus that of the truncation that is best on them.
+        versus_truncation_all: the same over all tokens, with the truncation that is best on those.
+        window: of the best truncation: the tokens that it sees on the key tokens.
+        window_all: the same on all tokens.
     """
 
     length: int
@@ -35,6 +39,8 @@ class LongPplScore:
     all_loss: float
     versus_truncation: PairedDifference | None = None
     versus_truncation_all: PairedDifference | None = None
+    window: int | None = None
+    window_all: int | None = None
 
     @property
     def longppl(self) -> float:
@@ -52,7 +58,8 @@ class LongPplReading:
     """One way to read the texts.
 
     Args:
-        name: ``unpatched`` and ``truncated`` for the references, ``as saved``, or the method with its factor.
+        name: of a reference: ``unpatched``, ``truncated 2048`` for the last 2,048 tokens, ``truncated`` for the best of
+            such; ``as saved``; or the method with its factor.
         label: the same, as a reader wants it.
         scores: one per length.
         seconds: of all lengths.
@@ -85,7 +92,7 @@ class LongPplResult:
     @property
     def extensions(self) -> tuple[LongPplReading, ...]:
         """The readings without the references."""
-        return tuple(reading for reading in self.readings if reading.name not in ("unpatched", "truncated"))
+        return tuple(reading for reading in self.readings if not is_reference(reading.name))
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat row per reading and length, for CSV."""
@@ -102,6 +109,8 @@ class LongPplResult:
                 "versus_truncation_se": _value(score.versus_truncation, "standard_error"),
                 "versus_truncation_all": _value(score.versus_truncation_all, "mean"),
                 "versus_truncation_all_se": _value(score.versus_truncation_all, "standard_error"),
+                "window": score.window,
+                "window_all": score.window_all,
             }
             for reading in self.readings
             for score in reading.scores
@@ -123,7 +132,8 @@ class LongPplResult:
         if (saved.get("format"), saved.get("kind")) != (FORMAT, "longppl") or not names <= saved.keys():
             raise InvalidParameterError(
                 f"This is not a LongPPL result of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}."
+                f"{saved.get('format')!r}. Results of format 1 hold readings against the last tokens of the whole "
+                f"trained window alone, not against the best truncation: measure again."
             )
         readings = tuple(
             LongPplReading(**{**one, "scores": tuple(_score(score) for score in one["scores"])})

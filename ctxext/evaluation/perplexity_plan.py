@@ -29,7 +29,7 @@ class Plan:
 
     Args:
         mode: one of ``MODES``.
-        trained_length: tokens of the truncation baseline's window.
+        trained_length: tokens of the longest truncation.
         lengths: tokens, increasing.
         stride: tokens between windows; None in position mode.
         truncate: YaRN's option of that name.

@@ -18,6 +18,7 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.perplexity import PairedDifference
 from ctxext.evaluation.perplexity_plan import Plan
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, Reading, Score
+from ctxext.evaluation.truncation import TRUNCATED, is_reference, window_name, window_of
 
 __all__ = ["announce", "save_figure", "show"]
 
@@ -48,10 +49,10 @@ def show(result: PerplexityResult, console: Console) -> None:
     kinds = {"Perplexity by position": POSITIONS} if result.mode == "position" else {}
     for title, kind in (kinds | {TITLES[result.mode]: LENGTH}).items():
         console.print(f"\n{title}\n")
-        console.print(_table(result, kind, lambda score: _number(score.perplexity), "-"))
+        console.print(_table(result, kind, lambda score: _number(score.perplexity), "-", windows=True))
     kind = POSITIONS if kinds else LENGTH
     if any(score.versus_truncation for reading in result.readings for score in reading.at(kind)):
-        console.print("\nLoss minus that of feeding only the last tokens, nats per token ± standard error\n")
+        console.print("\nLoss minus the best truncation's, nats per token ± standard error\n")
         console.print(_table(result, kind, lambda score: _difference(score.versus_truncation), ""))
     extension = result.extension
     if extension is not None and extension.in_window is not None:
@@ -67,7 +68,7 @@ def show(result: PerplexityResult, console: Console) -> None:
 
 
 def save_figure(result: PerplexityResult, path: Path) -> None:
-    """Draw perplexity by position (or by length) on the left, the difference to the truncation baseline on the right.
+    """Draw perplexity by position (or by length) on the left, the difference to the best truncation on the right.
 
     Raises:
         InvalidParameterError: matplotlib is not installed.
@@ -91,12 +92,18 @@ def save_figure(result: PerplexityResult, path: Path) -> None:
         figure.savefig(path, dpi=160)
 
 
-def _table(result: PerplexityResult, kind: str, cell: Callable[[Score], str], missing: str) -> Table:
-    """One row per reading that has a cell, one column per span or length."""
+def _table(
+    result: PerplexityResult, kind: str, cell: Callable[[Score], str], missing: str, *, windows: bool = False
+) -> Table:
+    """One row per reading that has a cell, one column per span or length; ``windows`` names the best truncation's."""
     filled = {
         reading.name: {_span(score): cell(score) for score in reading.at(kind) if cell(score)}
         for reading in result.readings
     }
+    best = result.find(TRUNCATED)
+    if windows and best is not None:
+        for score in best.at(kind):
+            filled[TRUNCATED][_span(score)] += f"\n({label_of(window_name(score.window))})" if score.window else ""
     columns = [_span(score) for score in result.readings[-1].at(kind)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     table.add_column("", no_wrap=True)
@@ -104,7 +111,7 @@ def _table(result: PerplexityResult, kind: str, cell: Callable[[Score], str], mi
         table.add_column(name, justify="right", overflow="fold")
     for name, cells in filled.items():
         if cells:
-            style = "dim" if name == "truncated" else None
+            style = "dim" if name != "unpatched" and is_reference(name) else None
             table.add_row(label_of(name), *(cells.get(column, missing) for column in columns), style=style)
     return table
 
@@ -123,14 +130,15 @@ def _number(value: float) -> str:
 
 
 def _draw_perplexity(axes: Any, result: PerplexityResult, kind: str) -> None:
-    for reading in result.readings:
+    drawn = [reading for reading in result.readings if window_of(reading.name) is None]
+    for reading in drawn:
         scores = reading.at(kind)
         x = [(score.start + score.stop) / 2 if kind == POSITIONS else score.stop for score in scores]
         y = [score.perplexity for score in scores]
-        dashed = "--" if reading.name == "truncated" else "-"
+        dashed = "--" if reading.name == TRUNCATED else "-"
         axes.plot(x, y, color=_colour(reading), ls=dashed, marker="o", ms=4, lw=1.8, label=label_of(reading.name))
     axes.axvline(result.trained_length, color=FAINT, lw=1.2, zorder=0)
-    values = [score.perplexity for reading in result.readings for score in reading.at(kind)]
+    values = [score.perplexity for reading in drawn for score in reading.at(kind)]
     if max(values) > 3 * min(values):
         axes.set_yscale("log")
     from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -149,16 +157,18 @@ def _draw_perplexity(axes: Any, result: PerplexityResult, kind: str) -> None:
 
 def _draw_differences(axes: Any, readings: list[Reading], kind: str) -> None:
     axes.axhline(0, color=REFERENCES["truncated"], lw=1.4, ls="--")
-    shown = [one for one in readings if one.name != "unpatched"] or readings
+    shown = [one for one in readings if not is_reference(one.name)] or [
+        one for one in readings if one.name == "unpatched"
+    ]
     labels: list[str] = []
     for reading in shown:
         pairs = [(score, score.versus_truncation) for score in reading.at(kind) if score.versus_truncation]
         labels = [_span(score) for score, _ in pairs]
-        means, errors = [pair.mean for _, pair in pairs], [2 * pair.standard_error for _, pair in pairs]
+        means, errors = [pair.mean for _, pair in pairs], [pair.margin for _, pair in pairs]
         axes.errorbar(range(len(means)), means, yerr=errors, fmt="o", ms=5, lw=1.6, color=_colour(reading))
     axes.set_xticks(range(len(labels)), labels, fontsize=9)
     axes.margins(x=0.15, y=0.2)
-    axes.set_title("Loss minus truncation's, nats per token ± 2 s.e.", loc="left", fontsize=10.5)
+    axes.set_title("Loss minus the best truncation's, nats per token, 95 %", loc="left", fontsize=10.5)
     axes.set_xlabel("below the line: the old text helps", fontsize=9)
     axes.grid(axis="y", color=FAINT, lw=0.6)
 

@@ -10,10 +10,12 @@ from typing import Any
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity import PairedDifference
 from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.truncation import TRUNCATED, is_reference
 
-__all__ = ["LENGTH", "POSITIONS", "PerplexityResult", "Reading", "Score"]
+__all__ = ["FORMAT", "LENGTH", "POSITIONS", "PerplexityResult", "Reading", "Score"]
 
-FORMAT = 1
+# Format 1 held readings against the last tokens of the whole trained window alone.
+FORMAT = 2
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
 POSITIONS, LENGTH = "positions", "length"
 
@@ -29,8 +31,10 @@ class Score:
         stop: tokens.
         tokens: losses that were averaged.
         loss: nats per token.
-        versus_truncation: the loss minus the truncation baseline's on the same tokens, every token weighing the same;
-            None inside the trained window, where nothing is truncated, and for the baseline itself.
+        versus_truncation: the loss minus the best truncation's on the same tokens, every token weighing the same;
+            None inside the trained window, where nothing is truncated, and for the best truncation itself.
+        window: of a truncation, beyond the trained window: the tokens that it sees; for the best one, those of the
+            window that is best on the tokens of this score.
     """
 
     kind: str
@@ -39,6 +43,7 @@ class Score:
     tokens: int
     loss: float
     versus_truncation: PairedDifference | None = None
+    window: int | None = None
 
     @property
     def perplexity(self) -> float:
@@ -51,7 +56,8 @@ class Reading:
     """One way to read the texts.
 
     Args:
-        name: ``unpatched``, ``truncated``, or a method's name.
+        name: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens, and ``truncated`` for whichever of such is
+            best on the tokens of a score; or a method's name.
         scores: positions first, then lengths.
         in_window: the loss inside the trained window minus the unpatched model's on the same tokens; None where there
             is no unpatched model to compare with, and for the references.
@@ -80,7 +86,7 @@ class PerplexityResult:
 
     Args:
         mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.evaluation.protocols``.
-        trained_length: tokens of the truncation baseline's window.
+        trained_length: tokens of the longest truncation.
         lengths: tokens, increasing.
         stride: of the windows, in tokens; None in position mode.
         readings: the extension, if there is one, and the references.
@@ -103,7 +109,7 @@ class PerplexityResult:
     @property
     def extension(self) -> Reading | None:
         """The reading of the extended model, None where the checkpoint was measured as it is."""
-        return next((one for one in self.readings if one.name not in ("unpatched", "truncated")), None)
+        return next((one for one in self.readings if not is_reference(one.name)), None)
 
     def sentence(self) -> str:
         """Whether the extended model uses its window, in one sentence."""
@@ -117,9 +123,17 @@ class PerplexityResult:
         where = f"positions {score.start:,} to {score.stop:,}" if score.kind == POSITIONS else f"length {score.stop:,}"
         answer = {"better": "yes", "worse": "no", "no difference": "not measurably"}[difference.verdict]
         return (
-            f"Does {measured.name} at {where} beat feeding only the last {self.trained_length:,} tokens? {answer}: "
+            f"Does {measured.name} at {where} beat the best truncation, feeding only the last "
+            f"{self._best_window(score):,} tokens? {answer}{difference.scope(len(self.provenance.documents))}: "
             f"{difference} nats per token (over {difference.units} {difference.over})."
         )
+
+    def _best_window(self, score: Score) -> int:
+        """The window of the best truncation on the tokens of a score."""
+        best = self.find(TRUNCATED)
+        same = (score.kind, score.start, score.stop)
+        found = [one.window for one in (best.scores if best else ()) if (one.kind, one.start, one.stop) == same]
+        return found[0] if found and found[0] is not None else self.trained_length
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat row per score, for CSV."""
@@ -141,6 +155,7 @@ class PerplexityResult:
                         "perplexity": score.perplexity,
                         "versus_truncation": difference.mean if difference else None,
                         "versus_truncation_se": difference.standard_error if difference else None,
+                        "window": score.window,
                         "in_window_versus_unpatched": inside.mean if inside else None,
                         "in_window_versus_unpatched_se": inside.standard_error if inside else None,
                     }
@@ -162,7 +177,9 @@ class PerplexityResult:
         if saved.get("format") != FORMAT or not names <= saved.keys():
             raise InvalidParameterError(
                 f"This is not a perplexity result of format {FORMAT}: found format {saved.get('format')!r}, without "
-                f"{', '.join(sorted(names - saved.keys())) or 'anything missing'}."
+                f"{', '.join(sorted(names - saved.keys())) or 'anything missing'}. Results of format 1 hold readings "
+                f"against the last tokens of the whole trained window alone, not against the best truncation: measure "
+                f"again."
             )
         values = {name: saved[name] for name in names}
         values |= {name: tuple(values[name]) for name in ("lengths", "notes")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,13 @@ from ctxext.evaluation.perplexity_work import Losses, Work
 from ctxext.evaluation.progress import Progress, turning_point
 from ctxext.evaluation.protocols import Spread, alone
 from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, window_name, window_of
 
 __all__ = ["run", "total_cost", "window_losses"]
 
-UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
+AS_SAVED = "as saved"
 Timed = tuple[str, Losses, float]
+Truncations = Mapping[int, Losses]
 
 
 def run(
@@ -53,7 +55,7 @@ def run(
         plan: from ``make_plan``.
         reference: the checkpoint as it was before it was extended and trained, with the same tokenizer.
         inside: instead of ``reference``, where the original is there no more: what ``window_losses`` found then. The
-            truncation baseline is read by the extended model itself.
+            truncations are read by the extended model itself.
         name: of what is measured; default the method's.
         spread: over documents or windows, perhaps on several processes.
         progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
@@ -73,8 +75,10 @@ def run(
         provenance = provenance.with_extension(UNPATCHED, plain)
         if work.has_control:
             readings.append(_timed(UNPATCHED, lambda: work.read(plain, UNPATCHED, dynamic=False)))
-    truncated = _timed(TRUNCATED, lambda: work.read_truncated(model if plain is None else plain, TRUNCATED))
-    readings += [truncated] if truncated[1].at else []
+    began = time.perf_counter()
+    truncations = work.read_truncated(model if plain is None else plain)
+    seconds = (time.perf_counter() - began) / max(1, sum(one.passes for one in truncations.values()))
+    readings += [(window_name(size), one, seconds * one.passes) for size, one in truncations.items()]
     with _patched(model, plan):
         provenance = provenance.with_extension(measured, model)
         found = _timed(measured, lambda: work.read(model, measured, dynamic=plan.dynamic))
@@ -83,13 +87,15 @@ def run(
     if plain is not None and own is not None:
         inside = _inside(work, plain, readings[0] if readings else (UNPATCHED, None, 0.0))
     change = document_difference(own, inside) if own is not None and inside is not None else None
+    if truncations:
+        readings.append((TRUNCATED, Losses(truncations[max(truncations)].at, 0, 0), 0.0))  # put together below
     readings.append(found)
     return PerplexityResult(
         mode=plan.mode,
         trained_length=plan.trained_length,
         lengths=plan.lengths,
         stride=plan.stride,
-        readings=tuple(_reading(plan, one, found[1], truncated[1], measured, change) for one in readings),
+        readings=tuple(_reading(plan, one, found[1], truncations, measured, change) for one in readings),
         notes=_notes(checkpoint, corpus, plan, plain, reference, remembered),
         provenance=provenance,
     )
@@ -150,7 +156,7 @@ def _timed(name: str, read: Callable[[], Losses]) -> Timed:
 def _inside(work: Work, model: nn.Module, known: tuple[str, Losses | None, float]) -> Sequence[Tensor]:
     """The losses inside the trained window: out of what was read, or from a pass over just that."""
     name, losses, _ = known
-    in_order = work.plan.mode == "position" or (name == TRUNCATED and work.plan.mode != "longlora")
+    in_order = work.plan.mode == "position" or (window_of(name) is not None and work.plan.mode != "longlora")
     if losses is None or not in_order:
         return work.pass_over(model, name, work.window)
     nearest = next(scored for length, scored in losses.at.items() if length >= work.window)
@@ -158,27 +164,32 @@ def _inside(work: Work, model: nn.Module, known: tuple[str, Losses | None, float
 
 
 def _reading(
-    plan: Plan, timed: Timed, measured: Losses, truncated: Losses, name: str, inside: PairedDifference | None
+    plan: Plan,
+    timed: Timed,
+    measured: Losses,
+    truncations: Truncations,
+    name: str,
+    inside: PairedDifference | None,
 ) -> Reading:
     own, losses, seconds = timed
-    baseline = truncated if own != TRUNCATED else None
-    scores = _position_scores(plan, losses, baseline) if plan.mode == "position" else []
+    scores = _position_scores(plan, own, losses, truncations) if plan.mode == "position" else []
     for length, scored in losses.at.items():
-        # The tokens that the protocol scores, averaged as the protocol does it, for the baseline too.
+        # The tokens that the protocol scores, averaged as the protocol does it, for the baselines too.
         weights = measured.at[length]
-        cut = [part[: len(like)] for part, like in zip(scored.losses, weights.losses, strict=True)]
-        difference = None
-        if baseline is not None and length > plan.trained_length:
-            other = [part[: len(like)] for part, like in zip(baseline.at[length].losses, cut, strict=True)]
-            difference = _difference(plan, length, cut, other)
+        beyond = truncations if length > plan.trained_length else {}
+        cut = {window: _cut(one.at[length].losses, weights.losses) for window, one in beyond.items()}
+        best = best_window(cut) if cut else None
+        parts = cut[best] if own == TRUNCATED and best is not None else _cut(scored.losses, weights.losses)
+        versus = None if best is None or own == TRUNCATED else _difference(plan, length, parts, cut[best], len(cut))
         scores.append(
             Score(
                 kind=LENGTH,
                 start=0,
                 stop=length,
-                tokens=sum(map(len, cut)),
-                loss=weights.average(cut),
-                versus_truncation=difference,
+                tokens=sum(map(len, parts)),
+                loss=weights.average(parts),
+                versus_truncation=versus,
+                window=_window(own, best),
             )
         )
     return Reading(
@@ -192,29 +203,56 @@ def _reading(
     )
 
 
-def _position_scores(plan: Plan, losses: Losses, baseline: Losses | None) -> list[Score]:
+def _cut(losses: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [part[: len(one)] for part, one in zip(losses, like, strict=True)]
+
+
+def _window(name: str, best: int | None) -> int | None:
+    """The window that a truncation sees beyond the trained length."""
+    return None if best is None else best if name == TRUNCATED else window_of(name)
+
+
+def _position_scores(plan: Plan, name: str, losses: Losses, truncations: Truncations) -> list[Score]:
     """Mean losses between consecutive lengths; a dynamic method's come from the pass at the greater one."""
     scores = []
     for start, stop in itertools.pairwise((0, *plan.lengths)):
+        cut = {
+            window: [part[start:stop] for part in one.at[stop].losses]
+            for window, one in truncations.items()
+            if start >= plan.trained_length or name == TRUNCATED
+        }
+        best = best_window(cut) if cut else None
         parts = [part[start:stop] for part in losses.at[stop].losses]
         difference = None
-        if baseline is not None and start >= plan.trained_length:
-            difference = document_difference(parts, [part[start:stop] for part in baseline.at[stop].losses])
+        if name == TRUNCATED and best is not None:
+            parts = cut[best]
+        elif best is not None:
+            difference = document_difference(parts, cut[best], baselines=len(cut))
         tokens = sum(map(len, parts))
         mean = sum(part.double().sum().item() for part in parts) / tokens
         scores.append(
-            Score(kind=POSITIONS, start=start, stop=stop, tokens=tokens, loss=mean, versus_truncation=difference)
+            Score(
+                kind=POSITIONS,
+                start=start,
+                stop=stop,
+                tokens=tokens,
+                loss=mean,
+                versus_truncation=difference,
+                window=_window(name, best if start >= plan.trained_length else None),
+            )
         )
     return scores
 
 
-def _difference(plan: Plan, length: int, losses: list[Tensor], other: list[Tensor]) -> PairedDifference | None:
+def _difference(
+    plan: Plan, length: int, losses: list[Tensor], other: list[Tensor], baselines: int
+) -> PairedDifference | None:
     if plan.mode != "longlora":
-        return document_difference(losses, other)
+        return document_difference(losses, other, baselines=baselines)
     # Neighbouring windows hold the same tokens; runs as long as a window are as good as independent.
     run = -(-length // (plan.stride or length))
     sides = [[torch.cat(side[at : at + run]) for at in range(0, len(side), run)] for side in (losses, other)]
-    return grouped_difference(*sides, over="runs") if len(sides[0]) > 1 else None
+    return grouped_difference(*sides, over="runs", baselines=baselines) if len(sides[0]) > 1 else None
 
 
 def _notes(
@@ -237,10 +275,10 @@ def _notes(
             "all context lengths below the window's."
         )
     if remembered:
-        found.append("The truncation baseline is read by the extended model itself.")
+        found.append("The truncations are read by the extended model itself.")
     elif plain is None:
         found.append(
-            "The checkpoint came extended, so the extended model itself is the truncation baseline; name the original "
+            "The checkpoint came extended, so the extended model itself reads the truncations; name the original "
             "with --reference to compare with that, inside the window too."
         )
     elif reference is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ctxext.evaluation.corpus import Corpus
@@ -12,6 +13,7 @@ from ctxext.evaluation.perplexity import loss_by_position
 from ctxext.evaluation.perplexity_plan import Plan, groups_by_positions
 from ctxext.evaluation.progress import Progress, pass_cost, ticking
 from ctxext.evaluation.protocols import Scored, Spread, longlora, longlora_windows, sliding, yarn
+from ctxext.evaluation.truncation import passes_beyond, stride_of, tail_losses, tails_cost, window_name, windows_of
 
 __all__ = ["Losses", "Work"]
 
@@ -88,14 +90,16 @@ class Work:
         for length in groups_by_positions(plan) if plan.mode == "position" else plan.lengths:
             own += self._windows(length, sizes) * pass_cost(length, self.turning_point)
         control = len(sizes) * pass_cost(plan.length, self.turning_point) if self.has_control else 0.0
-        stride = self._baseline_stride
         if plan.mode == "position" or plan.truncate:
             sizes = [min(size, plan.length) for size in sizes]
-        passes = sum(1 + -(-max(0, size - window) // stride) for size in sizes)
         if plan.mode == "longlora":
-            passes = sum(self._windows(n, sizes) * (1 - (window - n) // stride) for n in plan.lengths if n > window)
-        beyond = passes if plan.length > window else 0
-        return own + control + beyond * pass_cost(window, self.turning_point)
+            sizes = [n - 1 for n in plan.lengths for _ in range(self._windows(n, sizes)) if n > window]
+        prefix = 0 if plan.mode == "longlora" else self.prefix
+        beyond = sum(
+            pass_cost(window, self.turning_point) + tails_cost(size, window, prefix, self.turning_point)
+            for size in sizes
+        )
+        return own + control + (beyond if plan.length > window else 0.0)
 
     def read(self, model: nn.Module, name: str, *, dynamic: bool) -> Losses:
         """The losses at every length, as the mode has it.
@@ -119,24 +123,36 @@ class Work:
         documents = len(self.texts)
         return Losses(dict(sorted(at.items())), len(groups) * documents, sum(groups) * documents)
 
-    def read_truncated(self, model: nn.Module, name: str) -> Losses:
-        """The losses of the tokens that ``read`` scores beyond the trained length, when the model sees only the last.
+    def read_truncated(self, model: nn.Module) -> dict[int, Losses]:
+        """The losses of the tokens that ``read`` scores, by window, when the model sees only the last so many tokens.
+
+        Inside the trained window nothing is dropped. Empty where nothing lies beyond it.
 
         Args:
-            model: that is shown the last ``trained_length`` tokens.
-            name: to show.
+            model: that is shown the last tokens.
         """
         lengths = [length for length in self.plan.lengths if length > self.plan.trained_length]
         if not lengths:
-            return Losses({}, 0, 0)
-        with ticking(model, name, pass_cost(self.plan.trained_length, self.turning_point), self.progress):
-            if self.plan.mode == "longlora":
-                at = {length: self._truncated(model, self.stream_of(length), prefix=0) for length in lengths}
-                return Losses(at, sum(one.passes for one in at.values()), sum(one.tokens for one in at.values()))
-            most = self.plan.length + 1 if self.plan.mode == "position" or self.plan.truncate else None
-            whole = self._truncated(model, [ids[:, :most] for ids in self.texts], prefix=self.prefix)
+            return {}
+        if self.plan.mode == "longlora":
+            by_length = {
+                length: self._truncated(model, self.stream_of(length), prefix=0, most=length - 1) for length in lengths
+            }
+            return {
+                window: Losses(
+                    {length: found[window] for length, found in by_length.items()},
+                    sum(found[window].passes for found in by_length.values()),
+                    sum(found[window].tokens for found in by_length.values()),
+                )
+                for window in windows_of(self.plan.trained_length)
+            }
+        most = self.plan.length if self.plan.mode == "position" or self.plan.truncate else None
+        whole = self._truncated(model, self.texts, prefix=self.prefix, most=most)
         shown = self.plan.lengths if self.plan.mode == "position" else lengths
-        return Losses(dict.fromkeys(shown, whole), whole.passes, whole.tokens)
+        return {
+            window: Losses(dict.fromkeys(shown, scored), scored.passes, scored.tokens)
+            for window, scored in whole.items()
+        }
 
     def pass_over(self, model: nn.Module, name: str, positions: int) -> tuple[Tensor, ...]:
         """The losses of the first ``positions`` positions of each text, from one pass each."""
@@ -149,12 +165,6 @@ class Work:
         stride = self.plan.stride or length
         return [one.input_ids for one in longlora_windows(self.bare, length=length, stride=stride)]
 
-    @property
-    def _baseline_stride(self) -> int:
-        """Positions per pass of the truncation baseline: a quarter of the window."""
-        window = self.plan.trained_length
-        return max(1, min(window // 4, window - self.prefix))
-
     def _windows(self, length: int, sizes: list[int]) -> int:
         """Passes of a mode at one length over texts of so many positions."""
         stride = self.plan.stride or length
@@ -164,17 +174,28 @@ class Work:
             return max(0, len(range(0, sum(sizes) - length, stride)) - 1)
         return sum(1 + -(-max(0, size - length) // stride) for size in sizes)
 
-    def _truncated(self, model: nn.Module, texts: list[Tensor], *, prefix: int) -> Scored:
-        window = self.plan.trained_length
-        return sliding(
-            model,
-            texts,
-            length=window,
-            stride=self._baseline_stride,
-            prefix=prefix,
-            spread=self.spread,
-            cached=self.plan.cached,
-        )
+    def _truncated(self, model: nn.Module, texts: list[Tensor], *, prefix: int, most: int | None) -> dict[int, Scored]:
+        """Every window over the first ``most`` positions of each text; inside the trained one they are read once."""
+        trained, cached = self.plan.trained_length, self.plan.cached
+        cut = [ids[:, : None if most is None else most + 1] for ids in texts]
+        name = window_name(trained)
+        with ticking(model, name, pass_cost(trained, self.turning_point), self.progress):
+            options = {"length": trained, "stride": stride_of(trained, prefix), "prefix": prefix}
+            whole = sliding(model, cut, spread=self.spread, cached=cached, **options)
+        found = {}
+        for window in windows_of(trained)[:-1]:
+            with ticking(model, window_name(window), pass_cost(window, self.turning_point), self.progress):
+
+                def tail(ids: Tensor, window: int = window) -> Tensor:
+                    options = {"window": window, "trained_length": trained, "prefix": prefix, "cached": cached}
+                    return tail_losses(model, ids, **options)[0]
+
+                tails = self.spread(cut, tail)
+            losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]
+            sizes = {"start": trained, "prefix": prefix}
+            passes = sum(passes_beyond(window, positions=len(one), **sizes) for one in losses)
+            found[window] = Scored(tuple(losses), None, passes, passes * window)
+        return found | {trained: whole}
 
     def _protocol(self, model: nn.Module, name: str, length: int) -> Scored:
         plan = self.plan

@@ -9,7 +9,7 @@ from torch import nn
 
 from ctxext._api import base_model
 
-__all__ = ["Progress", "pass_cost", "ticking", "turning_point"]
+__all__ = ["SMALL_MODEL", "Progress", "pass_cost", "ticking", "turning_point"]
 
 # Called with what is being done and the cost done since the last call, in the units of `pass_cost`.
 Progress = Callable[[str, float], None]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity import truncated_loss
-from ctxext.evaluation.progress import Progress, pass_cost, ticking
+from ctxext.evaluation.progress import SMALL_MODEL, Progress, pass_cost, ticking
 
 __all__ = [
     "TRUNCATED",
@@ -161,8 +161,8 @@ def all_tails(
     *,
     trained_length: int,
     prefix: int,
-    turning_point: int,
     progress: Progress,
+    turning_point: int = SMALL_MODEL,
 ) -> dict[int, Float[Tensor, "documents positions"]]:
     """``tail_losses`` of every window, [documents, positions] each, for texts of one length.
 
@@ -171,8 +171,8 @@ def all_tails(
         texts: token ids.
         trained_length: tokens.
         prefix: leading tokens of each text that stay in front.
-        turning_point: see ``pass_cost``.
         progress: called with each window's name and the cost done since the last call.
+        turning_point: see ``pass_cost``.
     """
     found = {}
     for window in windows_of(trained_length):
@@ -197,7 +197,7 @@ def passes_beyond(window: int, *, start: int, positions: int, prefix: int) -> in
     return len(range(window + (start - window) // stride * stride, positions, stride))
 
 
-def tails_cost(positions: int, trained_length: int, prefix: int, turning_point: int) -> float:
+def tails_cost(positions: int, trained_length: int, prefix: int = 0, turning_point: int = SMALL_MODEL) -> float:
     """What ``tail_losses`` of all windows cost for one text, in the units of ``pass_cost``."""
     return sum(
         passes_beyond(window, start=trained_length, positions=positions, prefix=prefix)

@@ -12,7 +12,7 @@ from ctxext.evaluation.perplexity import PairedDifference
 
 __all__ = ["Gain", "save_training_figure", "smoothed"]
 
-# Loss minus truncation's, by positions (first, stop).
+# Loss minus the best truncation's, by positions (first, stop).
 Gain = Sequence[tuple[tuple[int, int], PairedDifference]]
 BEFORE, AFTER = "#999999", COLOURS["yarn"]
 # Entries over which the mean reaches back, as a share of all.
@@ -37,7 +37,7 @@ def smoothed(losses: Sequence[float], weights: Sequence[float] | None = None) ->
 def save_training_figure(
     path: Path, entries: Sequence[Mapping[str, Any]], *, title: str, gains: Mapping[str, Gain] | None = None
 ) -> None:
-    """Draw a run: its loss above, its learning rate below, and on the right the loss against the model's truncation.
+    """Draw a run: its loss above, its learning rate below, and on the right the loss against its best truncation.
 
     Args:
         path: of the PNG; it appears whole or not at all.
@@ -103,7 +103,7 @@ def _draw_learning_rate(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None
 
 
 def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
-    """Means with two standard errors, before and after side by side."""
+    """Means with 95 percent intervals, before and after side by side."""
     spans = [span for span, _ in next(iter(gains.values()))]
     axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=(0, (3, 1.5)), zorder=2)
     for place, (name, gain) in enumerate(gains.items()):
@@ -111,7 +111,7 @@ def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
         axes.errorbar(
             [index + offset for index in range(len(spans))],
             [difference.mean for _, difference in gain],
-            yerr=[2 * difference.standard_error for _, difference in gain],
+            yerr=[difference.margin for _, difference in gain],
             fmt="o",
             ms=5,
             lw=1.6,
@@ -122,7 +122,7 @@ def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
     axes.margins(y=0.2)
     axes.set_xticks(range(len(spans)), [f"{tokens_label(a)}-{tokens_label(b)}" for a, b in spans], fontsize=9)
     axes.set_xlabel("positions, tokens")
-    axes.set_title("Loss minus its own truncation's", loc="left", fontsize=10.5)
+    axes.set_title("Loss minus its own best truncation's", loc="left", fontsize=10.5)
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=9, loc="best", handletextpad=0.2, labelcolor="linecolor")

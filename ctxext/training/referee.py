@@ -20,7 +20,7 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
 from ctxext.evaluation.perplexity_plan import Plan, make_plan
-from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
+from ctxext.evaluation.perplexity_result import FORMAT, POSITIONS, PerplexityResult
 from ctxext.evaluation.perplexity_run import run, total_cost, window_losses
 from ctxext.training.figure import Gain
 from ctxext.training.report import write_json
@@ -63,7 +63,7 @@ class Referee:
             model: with its adapter as it begins.
             path: where the result is kept.
         """
-        asked = self.settings.evaluation.model_dump()
+        asked = self.settings.evaluation.model_dump() | {"format": FORMAT, "judged": passkey.JUDGED}
         if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
             found: dict[str, Any] = stored["found"]
             return found
@@ -152,7 +152,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def gain(found: dict[str, Any]) -> Gain:
-    """Of a measurement: the loss minus truncation's, by positions, as far as it has them."""
+    """Of a measurement: the loss minus the best truncation's, by positions, as far as it has them."""
     if "perplexity" not in found:
         return []
     extension = PerplexityResult.from_dict(found["perplexity"]).extension

@@ -188,7 +188,8 @@ class Evaluation(Section):
         documents: read that many, the first that are long enough; None reads all of these.
         skip: tokens left out at the start of each document.
         lengths: tokens, as for ``ctxext eval perplexity``; default the extended window, in spans.
-        window: tokens that the truncation baseline sees; None for the trained length.
+        window: tokens of the longest truncation; None for the trained length. A half, a quarter and three quarters of
+            it are tried too, and the best of them is the baseline.
         passkey_lengths: tokens of prompts.
         passkey_depths: where in them the key lies, from 0 (start) to 1 (end).
         passkey_trials: prompts of each length and depth.

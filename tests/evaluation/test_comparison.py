@@ -148,8 +148,10 @@ def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("candidates", "units", "expected"),
     # Student's two-sided 5 percent points from printed tables; 2.5 percent points for two candidates.
-    [(1, 11, 2.2281), (1, 31, 2.0423), (1, 1001, 1.9623), (2, 31, 2.3596), (5, 31, 2.7500), (1, 8, 2.3646)]
-    + [(1, 2, 12.7062), (1, 3, 4.3027), (1, 5, 2.7764), (1, 9, 2.3060), (5, 5, 4.6041)],
+    [
+        *((1, 2, 12.7062), (1, 3, 4.3027), (1, 5, 2.7764), (1, 9, 2.3060), (5, 5, 4.6041), (1, 8, 2.3646)),
+        *((1, 11, 2.2281), (1, 31, 2.0423), (1, 1001, 1.9623), (2, 31, 2.3596), (5, 31, 2.7500)),
+    ],
 )
 def test_standard_errors_needed(candidates: int, units: int, expected: float) -> None:
     assert standard_errors_needed(candidates, units) == pytest.approx(expected, abs=6e-5)

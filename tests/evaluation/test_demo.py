@@ -21,9 +21,12 @@ from ctxext.evaluation._plots import tokens_label
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, summarise
 from ctxext.evaluation.corpus import Document, tokenise
-from ctxext.evaluation.perplexity import loss_by_position
+from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.truncation import BestTruncation
 
 TRAINED = 512
+WINDOWS = (128, 256, 384, 512)
+TRUNCATIONS = [f"truncated {window}" for window in WINDOWS]
 OUTPUTS = ["loss.png", "result.json", "table.md"]
 
 
@@ -57,11 +60,12 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     found = call(*arguments, "--method", "yarn", "--method", "dynamic_ntk")
     assert found.exception is None, found.output
     assert sorted(path.name for path in output.iterdir()) == OUTPUTS
-    for word in ("unpatched", "truncated", "YaRN", "dynamic NTK", "What you see", "key's distance"):
+    for word in ("unpatched", "last 384", "best truncation", "YaRN", "dynamic NTK", "What you see", "key's distance"):
         assert word in found.output
     assert (output / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     saved = json.loads((output / "result.json").read_text(encoding="utf-8"))
-    assert [series["name"] for series in saved["series"]] == ["unpatched", "truncated", "yarn", "dynamic_ntk"]
+    names = ["unpatched", *TRUNCATIONS, "truncated", "yarn", "dynamic_ntk"]
+    assert [series["name"] for series in saved["series"]] == names
     assert (saved["trained_length"], saved["length"], saved["dtype"]) == (
         TRAINED,
         2 * TRAINED,
@@ -70,7 +74,9 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     assert set(saved["fingerprints"]) == {"yarn", "dynamic_ntk"}
     assert all(row["trials"][0]["distance"] > TRAINED for row in saved["passkeys"])
     table = (output / "table.md").read_text(encoding="utf-8")
-    assert "| 0-512 | 512-640 | 640-768 | 768-896 | 896-1K |" in table
+    assert "| 0-512 | 512-640 | 640-768 | 768-896 | 896-1K | inside | 896-1K vs best truncation |" in table
+    last = saved["series"][5]["windows"][-1]
+    assert f"Against simply feeding the last {last} tokens, the best of truncations to 128, 256, 384 and 512" in table
     # A second run may replace what a demo wrote, nothing else.
     assert call(*arguments, "--method", "pi", "--no-passkey").exception is None
     (output / "result.json").write_text("{}", encoding="utf-8")
@@ -96,13 +102,23 @@ def test_the_numbers_are_those_of_the_evaluations(
         progress=lambda name, cost: steps.append((name, cost)),
     )
     assert sum(cost for _, cost in steps) == pytest.approx(plan.cost(1))
-    assert [name for name, cost in steps if not cost] == ["unpatched", "truncated", "pi"]
+    assert [name for name, cost in steps if not cost] == ["unpatched", *TRUNCATIONS, "pi"]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     plain = loss_by_position(model, passage.input_ids)
     assert found.of("unpatched").buckets[0].loss == pytest.approx(plain[:, :TRAINED].mean().item(), rel=1e-6)
     assert found.of("unpatched").in_window_ratio == 1.0
     assert found.of("truncated").buckets[0] == found.of("unpatched").buckets[0]
     assert all(difference.mean == 0 for difference in found.of("truncated").versus_truncation)
+    best = found.of("truncated")
+    for place, bucket in enumerate(best.buckets[1:]):
+        losses = {}
+        for window in WINDOWS:
+            options = {"window": window, "stride": window // 4, "prefix": 1}
+            cut = truncated_loss(model, passage.input_ids, **options)[0, bucket.start : bucket.stop]
+            losses[window] = cut.double().mean().item()
+            assert found.of(f"truncated {window}").buckets[place + 1].loss == pytest.approx(losses[window], abs=1e-6)
+        assert best.windows[place] == min(losses, key=losses.__getitem__)
+        assert bucket.loss == pytest.approx(min(losses.values()), abs=1e-6)
     pi = found.of("pi")
     ratio = math.exp(pi.buckets[0].loss - found.of("unpatched").buckets[0].loss)
     assert pi.in_window_ratio == pytest.approx(ratio)
@@ -125,9 +141,11 @@ def test_what_it_says_follows_what_it_measured(
     broken[:, TRAINED:] += 2
     better[:, TRAINED:] -= 1
 
+    best = BestTruncation(flat, (384, 256, 512, 384), WINDOWS)
+
     def told(unpatched: torch.Tensor, method: torch.Tensor) -> str:
         series = [
-            summarise(name, losses, unpatched=unpatched, truncated=flat, trained_length=TRAINED)
+            summarise(name, losses, unpatched=unpatched, truncated=best, trained_length=TRAINED)
             for name, losses in (("unpatched", unpatched), ("truncated", flat), ("pi", method))
         ]
         return " ".join(sentences(type(found)(**{**vars(found), "series": tuple(series)})))
@@ -135,7 +153,8 @@ def test_what_it_says_follows_what_it_measured(
     assert "it breaks beyond its window" in told(broken, flat)
     assert "does not break" in told(flat, flat)
     assert "pays for itself" in told(flat, better)
-    assert "dropping the old text is still better" in told(flat, broken)
+    assert "so on this text, for plain prediction, dropping the old text is still better" in told(flat, broken)
+    assert "feeding the last 384 tokens, the best of truncations to 128, 256, 384 and 512" in told(flat, broken)
     assert "no difference" in told(flat, flat)
     assert "PI stays flat" in told(flat, flat)
     assert "no method stays flat" in told(flat, broken)

@@ -26,6 +26,7 @@ from ctxext.evaluation.longppl_result import LongPplResult
 from ctxext.evaluation.perplexity import truncated_loss
 
 TRAINED = 512
+WINDOWS = (128, 256, 384, 512)
 # A random model predicts nothing well; these thresholds leave a few key tokens.
 LOOSE = {"short": 96, "stride": 32, "alpha": 0.5, "beta": -6.0}
 TEXTS = [
@@ -110,7 +111,9 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     total = longppl.total_cost(checkpoint, texts, keys, lengths=[900], methods=2)
     assert sum(done for _, done in steps) == pytest.approx(total, rel=0.1)
-    assert [reading.name for reading in found.readings] == ["unpatched", "truncated", "pi x2", "dynamic_ntk x2"]
+    truncations = [f"truncated {window}" for window in WINDOWS]
+    names = ["unpatched", *truncations, "truncated", "pi x2", "dynamic_ntk x2"]
+    assert [reading.name for reading in found.readings] == names
     assert [score.length for score in found.find("pi x2").scores] == [TRAINED, 900]
 
     def by_hand(length: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,15 +127,20 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     plain = found.find("unpatched").scores[0]
     assert plain.key_loss == pytest.approx(torch.cat(by_hand(TRAINED)[0]).mean().item(), rel=1e-5)
     assert plain.longppl == pytest.approx(math.exp(plain.key_loss))
-    truncated = [
-        truncated_loss(model, document.input_ids, window=TRAINED, start=900 - keys.searched)[0]
-        for document in texts.documents
-    ]
-    lost = [
-        torch.stack([losses[-1 - n] for n in reversed(passage.from_end)])
-        for losses, passage in zip(truncated, keys.passages, strict=True)
-    ]
-    assert found.find("truncated").scores[0].key_loss == pytest.approx(torch.cat(lost).mean().item(), rel=1e-5)
+    cut, on_keys = {}, {}
+    for window in WINDOWS:
+        whole = [truncated_loss(model, document.input_ids, window=window)[0] for document in texts.documents]
+        cut[window] = torch.cat([losses[900 - keys.searched :] for losses in whole]).double().mean().item()
+        lost = [
+            torch.stack([losses[-1 - n] for n in reversed(passage.from_end)])
+            for losses, passage in zip(whole, keys.passages, strict=True)
+        ]
+        on_keys[window] = torch.cat(lost).double().mean().item()
+        score = found.find(f"truncated {window}").scores[0]
+        assert (score.key_loss, score.all_loss) == pytest.approx((on_keys[window], cut[window]), rel=1e-5)
+    best = found.find("truncated").scores[0]
+    assert (best.key_loss, best.all_loss) == pytest.approx((min(on_keys.values()), min(cut.values())), rel=1e-5)
+    assert (best.window, best.window_all) == (min(on_keys, key=on_keys.get), min(cut, key=cut.get))
     for name, method in zip(("pi x2", "dynamic_ntk x2"), methods, strict=True):
         ctxext.patch(model, method)
         for score in found.find(name).scores:
@@ -141,16 +149,17 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
             assert score.perplexity == pytest.approx(torch.cat(everything).double().mean().exp().item(), rel=1e-5)
             difference = score.versus_truncation
             assert difference is not None
-            assert difference.mean == pytest.approx(
-                torch.cat(key).mean().item() - torch.cat(lost).mean().item(), abs=1e-5
-            )
+            assert difference.mean == pytest.approx(torch.cat(key).mean().item() - min(on_keys.values()), abs=1e-5)
             assert (difference.tokens, difference.over) == (keys.tokens, "blocks")
             assert score.versus_truncation_all is not None
             assert score.versus_truncation_all.tokens == 2 * keys.searched
+            assert score.versus_truncation_all.baselines == 4
+            lost_all = torch.cat(everything).double().mean().item() - min(cut.values())
+            assert score.versus_truncation_all.mean == pytest.approx(lost_all, abs=1e-5)
         ctxext.unpatch(model)
     assert LongPplResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     rows = found.rows()
-    assert len(rows) == 6
+    assert len(rows) == 1 + 4 + 1 + 2 * 2
     assert rows[0]["versus_truncation"] is None
     assert rows[-1]["longppl"] == pytest.approx(found.find("dynamic_ntk x2").scores[-1].longppl)
 
@@ -258,7 +267,7 @@ def test_the_command(
     best = min(report.extensions, key=lambda reading: reading.scores[-1].key_loss)
     assert f"Best at 900: {best.label}." in shown.output
     assert (tmp_path / "longppl.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "longppl.csv").read_text(encoding="utf-8").splitlines()) == 1 + 6
+    assert len((tmp_path / "longppl.csv").read_text(encoding="utf-8").splitlines()) == 1 + 10
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("key tokens were found before")

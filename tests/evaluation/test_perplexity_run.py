@@ -27,6 +27,8 @@ from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityRes
 from ctxext.evaluation.perplexity_run import run, total_cost, window_losses
 
 TRAINED = 64
+WINDOWS = (16, 32, 48, 64)
+TRUNCATIONS = [*(f"truncated {window}" for window in WINDOWS), "truncated"]
 Make = Callable[..., tuple[Checkpoint, Corpus]]
 
 
@@ -50,13 +52,31 @@ def mean(parts: Sequence[torch.Tensor]) -> float:
     return torch.cat([part.flatten() for part in parts]).double().mean().item()
 
 
+def cut_to(model: Any, ids: Sequence[torch.Tensor], prefix: int = 1) -> dict[int, list[torch.Tensor]]:
+    """By window: whole texts read inside the trained window, and beyond it with so many of the last tokens."""
+    heads = [loss_by_position(model, one[:, : TRAINED + 1]) for one in ids]
+    found = {}
+    for window in WINDOWS:
+        options = {"window": window, "stride": window // 4, "prefix": prefix}
+        tails = [truncated_loss(model, one, **options)[:, TRAINED:] for one in ids]
+        found[window] = [torch.cat([head, tail], dim=1) for head, tail in zip(heads, tails, strict=True)]
+    return found
+
+
+def best_of(cut: dict[int, list[torch.Tensor]], start: int, stop: int) -> tuple[int, list[torch.Tensor]]:
+    """The window that predicts those positions best, and its losses."""
+    parts = {window: [part[:, start:stop] for part in own] for window, own in cut.items()}
+    best = min(parts, key=lambda window: (round(mean(parts[window]), 9), -window))
+    return best, parts[best]
+
+
 @pytest.mark.parametrize("method", ["yarn", "ntk"])
 def test_every_length_from_one_pass_is_what_a_pass_of_its_own_gives(make: Make, method: str) -> None:
     checkpoint, corpus = make(257)
     plan = make_plan(checkpoint.model, method=method, lengths=[256], arguments={"factor": 4.0})
     assert plan.lengths == (16, 32, 64, 112, 160, 208, 256)
     found = run(checkpoint, corpus, plan)
-    assert [reading.name for reading in found.readings] == ["unpatched", "truncated", method]
+    assert [reading.name for reading in found.readings] == ["unpatched", *TRUNCATIONS, method]
     assert "_ctxext" not in checkpoint.model.__dict__
     extension = found.extension
     assert extension is not None
@@ -76,29 +96,40 @@ def test_references_and_differences_by_hand(make: Make) -> None:
     found = run(checkpoint, corpus, plan)
     model, ids = checkpoint.model, [one.input_ids for one in corpus.documents]
     plain = [loss_by_position(model, one) for one in ids]
-    cut = [truncated_loss(model, one, window=64, stride=16, prefix=1) for one in ids]
+    cut = cut_to(model, ids)
     ctxext.patch(model, "pi", factor=4.0)
     patched = [loss_by_position(model, one) for one in ids]
-    unpatched, truncated, extension = found.readings
+    unpatched, *windows, truncated, extension = found.readings
+    assert [reading.name for reading in (*windows, truncated)] == TRUNCATIONS
     assert [score.loss for score in unpatched.at(LENGTH)] == pytest.approx(
         [mean([p[:, :n] for p in plain]) for n in plan.lengths]
     )
-    assert [score.loss for score in truncated.at(POSITIONS)] == pytest.approx(
-        [mean([p[:, a:b] for p in cut]) for a, b in ((0, 64), (64, 128), (128, 256))]
-    )
+    for kind, spans in ((POSITIONS, ((0, 64), (64, 128), (128, 256))), (LENGTH, ((0, 64), (0, 128), (0, 256)))):
+        for index, (start, stop) in enumerate(spans):
+            window, best = best_of(cut, start, stop)
+            assert truncated.at(kind)[index].loss == pytest.approx(mean(best))
+            assert truncated.at(kind)[index].window == (None if stop == TRAINED else window)
+            for size, reading in zip(WINDOWS, windows, strict=True):
+                score = reading.at(kind)[index]
+                assert score.loss == pytest.approx(mean([part[:, start:stop] for part in cut[size]]))
+                assert (score.window is None, score.versus_truncation is None) == (stop == TRAINED, stop == TRAINED)
+                if score.versus_truncation is not None:
+                    assert score.versus_truncation.mean == pytest.approx(score.loss - mean(best), abs=1e-7)
+                    assert score.versus_truncation.mean >= 0
     assert truncated.at(POSITIONS)[0] == unpatched.at(POSITIONS)[0]
+    assert not any(score.versus_truncation for score in truncated.scores)
     assert [score.versus_truncation is None for score in extension.scores] == [True, False, False, True, False, False]
     last = extension.at(POSITIONS)[-1].versus_truncation
     assert last is not None
-    assert (last.tokens, last.over) == (256, "blocks")
-    assert last.mean == pytest.approx(
-        mean([p[:, 128:] - c[:, 128:] for p, c in zip(patched, cut, strict=True)]), abs=1e-6
-    )
+    assert (last.tokens, last.over, last.baselines) == (256, "blocks", 4)
+    window, best = best_of(cut, 128, 256)
+    assert last.mean == pytest.approx(mean([p[:, 128:] - c for p, c in zip(patched, best, strict=True)]), abs=1e-6)
     assert extension.in_window is not None
     inside = mean([p[:, :64] - q[:, :64] for p, q in zip(patched, plain, strict=True)])
     assert extension.in_window.mean == pytest.approx(inside, abs=1e-6)
     assert (unpatched.in_window, truncated.in_window) == (None, None)
-    assert "beat feeding only the last 64 tokens?" in found.sentence()
+    assert f"beat the best truncation, feeding only the last {window} tokens?" in found.sentence()
+    assert " on these texts: " in found.sentence()
     assert not any("read by the extended model" in note for note in found.notes)
 
 
@@ -110,7 +141,7 @@ def test_the_original_may_be_remembered(make: Make) -> None:
     inside = window_losses(checkpoint, corpus, plan)
     ctxext.patch(checkpoint.model, "pi", factor=2.0)
     found = run(checkpoint, corpus, replace(plan, method=None, arguments={}), inside=inside, name="now")
-    assert [reading.name for reading in found.readings] == ["truncated", "now"]
+    assert [reading.name for reading in found.readings] == [*TRUNCATIONS, "now"]
     assert found.extension is not None
     assert known is not None
     assert found.extension.in_window == known.in_window
@@ -141,14 +172,14 @@ def test_windows(make: Make, mode: str) -> None:
     assert plan.arguments == {"target_length": 128}
     costs: list[float] = []
     found = run(checkpoint, corpus, plan, progress=lambda _, cost: costs.append(cost))
-    truncated, extension = found.readings
+    *_, truncated, extension = found.readings
     (score,), (baseline,) = extension.scores, truncated.scores
     ids = [one.input_ids for one in corpus.documents]
     protocol = getattr(protocols, mode)
     own = {"prefix": 1} if mode == "sliding" else {"bos": 256} if mode == "yarn" else {}
     texts = ids if mode == "sliding" else [one[:, 1:] for one in ids]
     inside_plain = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
-    cut = [truncated_loss(checkpoint.model, one, window=64, stride=16, prefix=1)[0] for one in ids]
+    cut = {window: [part[0] for part in own] for window, own in cut_to(checkpoint.model, ids).items()}
     ctxext.patch(checkpoint.model, "yarn", factor=2.0)
     expected = protocol(checkpoint.model, texts, length=128, stride=40, **own)
     assert (score.loss, extension.passes, extension.tokens) == (expected.loss, expected.passes, expected.tokens)
@@ -159,8 +190,9 @@ def test_windows(make: Make, mode: str) -> None:
     assert score.versus_truncation.tokens == baseline.tokens == sum(map(len, expected.losses))
     assert score.versus_truncation.over == ("runs" if mode == "longlora" else "blocks")
     if mode != "longlora":
-        assert baseline.loss == pytest.approx(expected.average(cut), abs=1e-6)
-        assert score.versus_truncation.mean == pytest.approx(mean(expected.losses) - mean(cut), abs=1e-6)
+        window = min(cut, key=lambda size: mean(cut[size]))
+        assert (baseline.loss, baseline.window) == (pytest.approx(expected.average(cut[window]), abs=1e-6), window)
+        assert score.versus_truncation.mean == pytest.approx(mean(expected.losses) - mean(cut[window]), abs=1e-6)
     assert sum(costs) == pytest.approx(total_cost(checkpoint, corpus, plan), rel=0.2)
 
 
@@ -170,18 +202,19 @@ def test_a_saved_extension_is_measured_as_saved(make: Make, bos_tokenizer: PreTr
     plan = make_plan(checkpoint.model)
     assert (plan.trained_length, plan.length) == (64, 128)
     alone = run(checkpoint, corpus, plan)
-    assert [reading.name for reading in alone.readings] == ["truncated", "as saved"]
+    assert [reading.name for reading in alone.readings] == [*TRUNCATIONS, "as saved"]
     assert alone.extension is not None
     assert alone.extension.in_window is None
     assert any("--reference" in note for note in alone.notes)
-    cut = [truncated_loss(checkpoint.model, one.input_ids, window=64, stride=16, prefix=1) for one in corpus.documents]
-    assert alone.readings[0].at(LENGTH)[-1].loss == pytest.approx(mean(cut))
+    cut = cut_to(checkpoint.model, [one.input_ids for one in corpus.documents])
+    assert alone.readings[3].at(LENGTH)[-1].loss == pytest.approx(mean(cut[64]))
+    assert alone.readings[4].at(LENGTH)[-1].loss == pytest.approx(mean(best_of(cut, 0, 128)[1]))
     torch.manual_seed(0)
     original = Checkpoint(
         "original", LlamaForCausalLM(checkpoint.model.config.__class__(**SHAPE)).eval(), bos_tokenizer
     )
     beside = run(checkpoint, corpus, plan, reference=original)
-    assert [reading.name for reading in beside.readings] == ["unpatched", "truncated", "as saved"]
+    assert [reading.name for reading in beside.readings] == ["unpatched", *TRUNCATIONS, "as saved"]
     assert beside.extension is not None
     assert beside.extension.in_window is not None
     with pytest.raises(InvalidParameterError, match="extended itself"):
@@ -241,7 +274,8 @@ def test_command_to_files_and_back(folder: Path) -> None:
     for words in (
         "in front of each: <s> (id 256)",
         "bf16 (stored in float32)",
-        "Loss minus that of feeding only the last tokens",
+        "Loss minus the best truncation's",
+        "(last 16)",
         "Inside the trained window, YaRN minus unpatched",
         "Does yarn at positions",
     ):
@@ -275,7 +309,7 @@ def test_command_in_every_mode(folder: Path, mode: list[str], words: str) -> Non
     assert words in found.output
     assert written[0].stat().st_size > 1000
     saved = json.loads(written[1].read_text(encoding="utf-8"))
-    assert [reading["name"] for reading in saved["readings"]] == ["truncated", "dynamic_yarn"]
+    assert [reading["name"] for reading in saved["readings"]] == [*TRUNCATIONS, "dynamic_yarn"]
 
 
 def test_two_processes_give_the_same(folder: Path) -> None:

@@ -29,7 +29,11 @@ def test_windows_are_the_quarters_of_the_trained_length() -> None:
     assert [window_of(window_name(window)) for window in windows_of(64)] == [16, 32, 48, 64]
     assert [window_of(name) for name in ("truncated", "unpatched", "yarn x2", "truncated by hand")] == [None] * 4
     assert [is_reference(name) for name in ("truncated", "truncated 64", "unpatched", "pi")] == [True] * 3 + [False]
-    assert [label_of(name) for name in ("truncated", "truncated 6144", "yarn")] == ["best truncation", "last 6K", "YaRN"]
+    assert [label_of(name) for name in ("truncated", "truncated 6144", "yarn")] == [
+        "best truncation",
+        "last 6K",
+        "YaRN",
+    ]
 
 
 def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids: Tensor) -> None:

@@ -37,16 +37,25 @@ def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_pat
     trained = ctxext.load(tmp_path / "run" / "adapter").eval()
     for when, model in (("before", extended), ("after", trained)):
         found = report["evaluation"][when]
-        own, truncated = found["perplexity"]["readings"][1], found["perplexity"]["readings"][0]
-        assert (own["name"], truncated["name"]) == ("extended", "truncated")
+        *windows, best, own = found["perplexity"]["readings"]
+        assert (own["name"], best["name"], len(windows)) == ("extended", "truncated", 4)
         assert own["in_window"]["mean"] == pytest.approx(by_position(model, ids, 0, 64) - unextended, abs=1e-5)
-        cut = [truncated_loss(model, one, window=64, stride=16, prefix=1)[0, 96:] for one in ids]
+        cut = {
+            window: torch.cat(
+                [truncated_loss(model, one, window=window, stride=window // 4, prefix=1)[0, 96:] for one in ids]
+            )
+            .double()
+            .mean()
+            .item()
+            for window in (16, 32, 48, 64)
+        }
         last = next(score for score in own["scores"] if score["start"] == 96)
-        difference = by_position(model, ids, 96, 128) - torch.cat(cut).double().mean().item()
+        difference = by_position(model, ids, 96, 128) - min(cut.values())
         assert last["versus_truncation"]["mean"] == pytest.approx(difference, abs=1e-5)
-        assert "beat feeding only the last 64 tokens?" in found["perplexity"]["answer"]
+        window = min(cut, key=cut.__getitem__)
+        assert f"beat the best truncation, feeding only the last {window} tokens?" in found["perplexity"]["answer"]
         assert [(cell["length"], cell["trials"]) for cell in found["passkey"]["cells"]] == [(400, 2)]
-    before, after = (report["evaluation"][when]["perplexity"]["readings"][1] for when in ("before", "after"))
+    before, after = (report["evaluation"][when]["perplexity"]["readings"][-1] for when in ("before", "after"))
     assert before["in_window"]["mean"] != after["in_window"]["mean"]
 
 
@@ -73,6 +82,12 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     kept.write_text(kept.read_text(encoding="utf-8").replace("{}", '{"kept": 1}'), encoding="utf-8")
     assert Referee(loaded, nothing).before(loaded.model, kept) == {"kept": 1}
     assert Referee(loaded, settings("--passkey_trials", "2")).before(loaded.model, kept) == {}, "asked something else"
+    # What an earlier version kept, against the last tokens of the whole window alone, is measured again.
+    earlier = json.loads(kept.read_text(encoding="utf-8"))
+    kept.write_text(json.dumps({"evaluation": nothing.evaluation.model_dump(), "found": {"kept": 1}}), encoding="utf-8")
+    assert Referee(loaded, nothing).before(loaded.model, kept) == {}
+    kept.write_text(json.dumps(earlier | {"evaluation": earlier["evaluation"] | {"format": 1}}), encoding="utf-8")
+    assert Referee(loaded, nothing).before(loaded.model, kept) == {}
 
 
 def test_what_cannot_be_measured_is_said_before_anything_is_trained(

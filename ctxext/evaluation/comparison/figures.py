@@ -69,16 +69,17 @@ def _forest(result: ComparisonResult, length: int) -> Drawing:
     """Every reading's distance to the best truncation, best first."""
     rows = by_distance(result, length)
     end = tokens_label(length)
-    verdict = next(verdict for verdict in result.verdicts if verdict.length == length)
+    window = tokens_label(next(verdict.window for verdict in result.verdicts if verdict.length == length))
     told = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
     dots = " Small dots: each document." if _documents(result) > 1 else ""
     return Drawing(
         name=f"truncation-{length}",
         title=f"Against truncation, at {end} tokens",
-        caption=f"Loss minus that of the best truncation, seeing only the last {tokens_label(verdict.window)} tokens, on "
-        f"the same tokens, with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the "
-        f"last {windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
-        alternative=f"Each method's loss minus the best truncation's (to the last {tokens_label(verdict.window)}) at {end} tokens, in nats per token: {told}.",
+        caption=f"Loss minus that of the best truncation, seeing only the last {window} tokens, on the same tokens, "
+        f"with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last "
+        f"{windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
+        alternative=f"Each method's loss minus the best truncation's (to the last {window}) at {end} tokens, in nats per "
+        f"token: {told}.",
         size=(WIDTH, 0.9 + 0.29 * len(rows)),
         draw=lambda figure: _draw_forest(figure, result, rows),
     )

@@ -184,7 +184,9 @@ def _single_documents(result: ComparisonResult) -> Table:
         score = row.at(last)
         told = [f"{value:+.3f}" for value in score.by_document] if score and row.reading.name != TRUNCATED else []
         rows.append((row.reading.label, *(told or [NONE] * len(names))))
-    caption = f"Loss minus the best truncation's at the end of {tokens_label(last)} tokens, in each document, nats per token"
+    caption = (
+        f"Loss minus the best truncation's at the end of {tokens_label(last)} tokens, in each document, nats per token"
+    )
     return Table(caption, ("", *names), tuple(rows), _emphasis(result))
 
 

@@ -33,9 +33,10 @@ def headline(result: ComparisonResult) -> str:
         return f"{best}. It uses its window{where}: it predicts better than {truncation}, by {gap}."
     if verdict.beats == NO:
         return f"{best}. It predicts worse{where} than {truncation}, by {gap}."
+    shown = "this text" if texts == 1 else "these texts"
     return (
-        f"{best}. Whether it predicts better or worse than {truncation}, {'this text' if texts == 1 else 'these texts'} "
-        f"cannot show: {verdict.versus_truncation} nats per token."
+        f"{best}. Whether it predicts better or worse than {truncation}, {shown} cannot show: "
+        f" {verdict.versus_truncation} nats per token."
     )
 
 
@@ -122,7 +123,8 @@ def _unneeded_sentence(result: ComparisonResult, verdict: Verdict) -> list[str]:
         return []
     length = tokens_label(verdict.length)
     return [
-        f"The unpatched model reads {length} tokens no worse ({gap} against the best truncation): it needs no extension there."
+        f"The unpatched model reads {length} tokens no worse ({gap} against the best truncation): it needs no "
+        f"extension there."
     ]
 
 

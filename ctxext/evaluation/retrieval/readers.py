@@ -10,10 +10,12 @@ from typing import Any
 from torch import nn
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation._plots import label_of
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.choice import chosen_methods
-from ctxext.evaluation.comparison.readings import TRUNCATED, UNPATCHED, Reading, Wardrobe
+from ctxext.evaluation.comparison.readings import Reading, Wardrobe
 from ctxext.evaluation.comparison.run import setting_of
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, window_name
 
 __all__ = ["AS_SAVED", "Panel", "Reader", "factors_for", "make_panel"]
 
@@ -77,8 +79,9 @@ def make_panel(
 ) -> Panel:
     """Find the readers; the model is at the end what it was.
 
-    A reader is asked at the lengths that it is meant for; the truncated one, shown the last tokens of the trained
-    window, at all; the unpatched one beyond its window too, as the control, where something is extended.
+    A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
+    trained window, and not fewer, since what is to be found may stand anywhere; the unpatched one beyond its window
+    too, as the control, where something is extended.
 
     Args:
         checkpoint: to measure.
@@ -100,11 +103,12 @@ def make_panel(
     own = Wardrobe(checkpoint.model, trained_length=trained_length, sliding_window=sliding_window)
     plain, candidates = _candidates(own, methods, factors_for(methods, factors, lengths, own.trained_length))
     original = own if reference is None else _reference(checkpoint, reference, own, sliding_window)
-    references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=TRUNCATED)]
+    last = label_of(window_name(own.trained_length))
+    references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=last)]
     if own.extended is not None:
         candidates = (plain, *candidates)
         if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
-            references = [replace(plain, name=TRUNCATED, label=TRUNCATED, reach=None)]
+            references = [replace(plain, name=TRUNCATED, label=last, reach=None)]
     wanted = _lengths(lengths, candidates, own.trained_length, beyond)
     if wanted[-1] <= own.trained_length:  # inside the window, the truncated reading is the unpatched one
         references = [reading for reading in references if reading.name != TRUNCATED]
@@ -126,12 +130,12 @@ def _candidates(
 ) -> tuple[Reading, tuple[Reading, ...]]:
     """The model as it is, and extended by each method at each factor."""
     chosen = chosen_methods(wardrobe.model, methods, factors) if methods else ()
-    (plain, _, *found), refusals = wardrobe.find_readings(chosen)
+    (plain, *others), refusals = wardrobe.find_readings(chosen)
     if refusals:
         raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
     if wardrobe.extended is not None:
         plain = replace(plain, name=AS_SAVED)
-    return plain, tuple(found)
+    return plain, tuple(reading for reading in others if not reading.is_reference)
 
 
 def _reference(checkpoint: Checkpoint, reference: Checkpoint, own: Wardrobe, sliding_window: str | None) -> Wardrobe:

@@ -12,6 +12,7 @@ from rich.table import Table
 from ctxext.evaluation._plots import tokens_label
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult
 from ctxext.evaluation.ruler import RulerReport, RulerResult
+from ctxext.evaluation.truncation import TRUNCATED
 
 __all__ = ["passkey_sentences", "plain_table", "ruler_sentences", "show_passkeys", "show_ruler"]
 
@@ -24,7 +25,8 @@ def show_passkeys(report: PasskeyReport, console: Console) -> None:
         [one.label, *(_cell(one.at(length)) if length in one.lengths else "-" for length in lengths)]
         for one in report.readings
     ]
-    console.print(plain_table(["", *map(tokens_label, lengths)], rows, {"truncated": "dim"}))
+    last = next((one.label for one in report.readings if one.reading == TRUNCATED), "")
+    console.print(plain_table(["", *map(tokens_label, lengths)], rows, {last: "dim"}))
     _say(console, passkey_sentences(report))
 
 
