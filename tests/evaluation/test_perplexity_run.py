@@ -286,7 +286,7 @@ def test_command_to_files_and_back(folder: Path) -> None:
     assert PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     with files[1].open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(result.rows()) == 3 * 14
+    assert len(rows) == len(result.rows()) == 7 * 14
     assert float(rows[-1]["loss"]) == result.readings[-1].scores[-1].loss
     assert files[2].read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(InvalidParameterError, match="not a perplexity result of format 1: found format 0"):

@@ -78,8 +78,8 @@ def _forest(result: ComparisonResult, length: int) -> Drawing:
         caption=f"Loss minus that of the best truncation, seeing only the last {window} tokens, on the same tokens, "
         f"with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last "
         f"{windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
-        alternative=f"Each method's loss minus the best truncation's (to the last {window}) at {end} tokens, in nats per "
-        f"token: {told}.",
+        alternative=f"Each method's loss minus the best truncation's (to the last {window}) at {end} tokens, in nats "
+        f"per token: {told}.",
         size=(WIDTH, 0.9 + 0.29 * len(rows)),
         draw=lambda figure: _draw_forest(figure, result, rows),
     )

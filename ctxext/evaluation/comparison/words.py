@@ -36,7 +36,7 @@ def headline(result: ComparisonResult) -> str:
     shown = "this text" if texts == 1 else "these texts"
     return (
         f"{best}. Whether it predicts better or worse than {truncation}, {shown} cannot show: "
-        f" {verdict.versus_truncation} nats per token."
+        f"{verdict.versus_truncation} nats per token."
     )
 
 
