@@ -68,7 +68,11 @@ def passkey_table(result: DemoResult) -> Table:
 
 def markdown(result: DemoResult) -> str:
     """Both tables and the sentences, as Markdown."""
-    lines = [f"**{result.checkpoint}**, text: {', '.join(result.texts)}; perplexity by position", ""]
+    lines = [
+        f"**{result.checkpoint}**, text: {', '.join(result.texts)}; perplexity by position; in brackets, which "
+        f"truncation is the best there",
+        "",
+    ]
     lines += [*_markdown_table(*_loss_cells(result)), ""]
     if result.passkeys:
         lines += [*_markdown_table(*_passkey_cells(result)), ""]
