@@ -116,7 +116,7 @@ def looks_for(names: Mapping[str, tuple[str, str]]) -> dict[str, Look]:
 
 
 def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: int, title: str) -> None:
-    """Draw perplexity by position on the left, the difference to the truncation baseline on the right.
+    """Draw perplexity by position on the left, the difference to the best truncation on the right.
 
     Args:
         series: the references first, then the methods; of the truncations the best one is drawn.
