@@ -117,7 +117,7 @@ def truncated_loss(
     Args:
         model: as in ``loss_by_position``; unpatched for what truncation gives.
         input_ids: whole texts, at least 2 tokens.
-        window: tokens that the model may see, at least 1: its trained length.
+        window: tokens that the model may see, at least 1.
         stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
         start: first position to score. The passes before it are not run; every position from there on sees what it
             sees without ``start``.
