@@ -68,7 +68,11 @@ def passkey_table(result: DemoResult) -> Table:
 
 def markdown(result: DemoResult) -> str:
     """Both tables and the sentences, as Markdown."""
-    lines = [f"**{result.checkpoint}**, text: {', '.join(result.texts)}; perplexity by position", ""]
+    lines = [
+        f"**{result.checkpoint}**, text: {', '.join(result.texts)}; perplexity by position; in brackets, which "
+        f"truncation is the best there",
+        "",
+    ]
     lines += [*_markdown_table(*_loss_cells(result)), ""]
     if result.passkeys:
         lines += [*_markdown_table(*_passkey_cells(result)), ""]
@@ -115,9 +119,10 @@ def _truncation_sentence(result: DemoResult) -> str:
     where = difference.scope(len(result.texts))
     window = tokens_label(result.of(TRUNCATED).windows[-1])
     tried = windows_in_words(result.trained_length)
-    if difference.verdict == "better":
+    judged = difference.verdict_of_best(len(result.extended))
+    if judged == "better":
         verdict = f"so{where} the longer context already pays for itself in perplexity"
-    elif difference.verdict == "worse":
+    elif judged == "worse":
         verdict = (
             f"so{where}, for plain prediction, dropping the old text is still better than extending without "
             "training; training at the new length is meant to change that"

@@ -48,14 +48,22 @@ class PairedDifference:
 
     @property
     def verdict(self) -> str:
-        """``better``, ``worse`` or ``no difference``, each wrong in 5 percent at most.
+        """``better``, ``worse`` or ``no difference``, each wrong in 5 percent at most; see ``verdict_of_best``."""
+        return self.verdict_of_best(1)
 
-        ``better`` is by more than the margin. For ``worse`` the 5 percent are divided among the baselines (Bonferroni).
+    def verdict_of_best(self, candidates: int) -> str:
+        """The verdict where this difference is the lowest of several candidates'.
+
+        The best of many is partly the luckiest: for ``better`` the 5 percent are divided among the candidates, and for
+        ``worse`` among the baselines (Bonferroni).
+
+        Args:
+            candidates: how many were held against the baseline.
         """
-        if self.mean < -self.margin:
+        gain, loss = (students_quantile(CHANCE / many, self.units - 1) for many in (candidates, self.baselines))
+        if self.mean < -gain * self.standard_error:
             return "better"
-        needed = students_quantile(CHANCE / self.baselines, self.units - 1)
-        return "worse" if self.mean > needed * self.standard_error else "no difference"
+        return "worse" if self.mean > loss * self.standard_error else "no difference"
 
     def scope(self, texts: int) -> str:
         """What a verdict is about: nothing is added for documents; else ``on this text`` or ``on these texts``.

@@ -116,7 +116,7 @@ def looks_for(names: Mapping[str, tuple[str, str]]) -> dict[str, Look]:
 
 
 def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: int, title: str) -> None:
-    """Draw perplexity by position on the left, the difference to the truncation baseline on the right.
+    """Draw perplexity by position on the left, the difference to the best truncation on the right.
 
     Args:
         series: the references first, then the methods; of the truncations the best one is drawn.
@@ -143,7 +143,7 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
         draw_perplexity(left, series, looks, trained_length)
         left.set_title("Perplexity by position", loc="left", fontsize=10.5)
         draw_differences(right, methods, looks)
-        right.set_title("Loss minus the best truncation's, nats per token", loc="left", fontsize=10.5)
+        right.set_title("Loss minus the best truncation's, nats", loc="left", fontsize=10.5)
         right.legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.2, labelcolor="linecolor")
         figure.savefig(path, dpi=160)
 

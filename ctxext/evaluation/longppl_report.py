@@ -41,7 +41,9 @@ def sentences(result: LongPplResult) -> list[str]:
     score = best.scores[-1]
     if score.versus_truncation is not None:
         difference = score.versus_truncation
-        beats = {"better": "yes", "worse": "no", "no difference": "undecided"}[difference.verdict]
+        beats = {"better": "yes", "worse": "no", "no difference": "undecided"}[
+            difference.verdict_of_best(len(result.extensions))
+        ]
         window = result.find(TRUNCATED).scores[0].window
         told.append(
             f"Best at {tokens_label(score.length)}: {best.label}. Does it beat the best truncation on the key tokens "

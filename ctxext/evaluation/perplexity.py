@@ -1,4 +1,4 @@
-"""Loss by position, and the baseline that a longer context has to beat: throwing the old tokens away.
+"""Loss by position, with everything before it or with the old tokens thrown away.
 
 A *position* is the one from which the model predicts: position ``i`` has seen tokens 0..i and is charged for token
 ``i + 1``. A text of N + 1 tokens therefore gives losses at positions 0..N-1, and a model trained for L tokens is
@@ -106,18 +106,18 @@ def truncated_loss(
     chunk: int | None = None,
     cached: int | None = None,
 ) -> Float[Tensor, "batch positions"]:
-    """The losses when the model sees only the last ``window`` tokens: sliding window and truncation baseline.
+    """The losses when the model sees only the last ``window`` tokens: a sliding window, or truncation.
 
-    On the unpatched model with its trained length, this is what a user without a longer context does. Positions below
+    On the unpatched model with its trained length or less, this is what a user without a longer context does; which
+    windows are tried, and which of them is the baseline, is in ``ctxext.evaluation.truncation``. Positions below
     ``window`` have nothing to lose and come from one pass. The positions from there on are taken ``stride`` at a time;
     each group is scored by one fresh pass over the ``window`` positions that end with it. So a position sees at least
-    ``window - stride + 1`` and at most ``window`` tokens: the baseline is, if anything, a little worse than truncating
-    anew for every token.
+    ``window - stride + 1`` and at most ``window`` tokens.
 
     Args:
-        model: as in ``loss_by_position``; unpatched for the truncation baseline.
+        model: as in ``loss_by_position``; unpatched for what truncation gives.
         input_ids: whole texts, at least 2 tokens.
-        window: tokens that the model may see, at least 1: its trained length.
+        window: tokens that the model may see, at least 1.
         stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
         start: first position to score. The passes before it are not run; every position from there on sees what it
             sees without ``start``.

@@ -47,7 +47,7 @@ def run(
 
     The references are read by the checkpoint unpatched. A checkpoint that comes extended may have been trained since,
     so that taking its extension off gives a model that nobody uses: then they are read by ``reference``, or, without
-    one, the truncation baseline by the extended model itself and the short-context column is left out.
+    one, the truncations by the extended model itself and the short-context column is left out.
 
     Args:
         checkpoint: what to measure.

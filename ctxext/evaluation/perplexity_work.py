@@ -187,8 +187,8 @@ class Work:
             with ticking(model, window_name(window), pass_cost(window, self.turning_point), self.progress):
 
                 def tail(ids: Tensor, window: int = window) -> Tensor:
-                    options = {"window": window, "trained_length": trained, "prefix": prefix, "cached": cached}
-                    return tail_losses(model, ids, **options)[0]
+                    sizes = {"window": window, "trained_length": trained, "prefix": prefix}
+                    return tail_losses(model, ids, cached=cached, **sizes)[0]
 
                 tails = self.spread(cut, tail)
             losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]

@@ -151,8 +151,9 @@ def tail_losses(
         InvalidParameterError: as ``truncated_loss``.
     """
     stride = stride_of(window, prefix)
-    options = {"prefix": prefix, "start": trained_length, "cached": cached}
-    return truncated_loss(model, input_ids, window=window, stride=stride, **options)
+    return truncated_loss(
+        model, input_ids, window=window, stride=stride, start=trained_length, prefix=prefix, cached=cached
+    )
 
 
 def all_tails(

@@ -348,6 +348,22 @@ def test_cells_are_found_again_only_for_what_they_were(
         planned(model, tokenizer, tmp_path, methods=["pi"]).result()
 
 
+def test_passkeys_that_were_judged_otherwise_are_asked_again(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version judged dynamic methods wrongly; what it kept of losses is still right."""
+
+    def keys(kind: str) -> dict[str, str]:
+        cells = planned(model, tokenizer, tmp_path, methods=["dynamic_ntk"], depths=(0.0,)).plan.cells
+        return {f"{cell.reading} {cell.length}": cell.key for cell in cells if cell.kind == kind and cell.index == 0}
+
+    losses, passkeys = keys("loss"), keys("passkey")
+    monkeypatch.setattr("ctxext.evaluation.comparison.plan.JUDGED", "in one pass")
+    assert keys("loss") == losses
+    assert keys("passkey").keys() == passkeys.keys()
+    assert not set(keys("passkey").values()) & set(passkeys.values())
+
+
 def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
     cells = [Cell(f"k{n}", "pi x2", "passkey", 8, "depth 0", n, 1.0) for n in range(3)]
     store = CellStore(tmp_path)

@@ -19,6 +19,8 @@ from ctxext.cli import app
 from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison import report
 
+TRUNCATIONS = [f"truncated {window}" for window in (128, 256, 384, 512)]
+
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -147,20 +149,27 @@ def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[
         f"{gap['mean']:+.3f} ± {gap['standard_error']:.3f}",
         f"sha256 {result['provenance']['checkpoint_sha256']}",
         f"sha256 {result['provenance']['corpus_sha256']}",
-        result["rows"][2]["reading"]["fingerprint"],
+        result["rows"][6]["reading"]["fingerprint"],
         f"torch {torch.__version__}",
         "fp32 (as asked for)",
         "Not measured: given frequencies",
         "blocks of 32 tokens",
     ):
         assert told in words
-    assert {"YaRN", "unpatched", "truncated"} <= set(re.findall(r"\w+", shown.output))
+    window = result["verdicts"][0]["window"]
+    assert {"YaRN", "unpatched"} <= set(re.findall(r"\w+", shown.output))
+    for told in ("best truncation", f"beats the best truncation (the last {window}): "):
+        assert told in shown.output
+    assert f"the best truncation, seeing only the last {window} tokens" in words
+    assert f"(last {window})" in words
+    assert "vs best truncation" in words
     with open(output / "report.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["reading"], int(row["length"])) for row in rows] == [
-        (name, n) for name in ("unpatched", "truncated", "yarn x2", "dynamic_ntk x2") for n in (512, 1024)
+        (name, n) for name in ("unpatched", *TRUNCATIONS, "truncated", "yarn x2", "dynamic_ntk x2") for n in (512, 1024)
     ]
-    assert float(rows[5]["loss_at_end"]) == result["rows"][2]["scores"][1]["end"]["loss"]
+    assert float(rows[13]["loss_at_end"]) == result["rows"][6]["scores"][1]["end"]["loss"]
+    assert [row["window"] for row in rows[1::2]] == ["", "128", "256", "384", "512", str(window), "", ""]
     names = {path.stem for path in (output / "figures").iterdir()}
     assert names == {"truncation-1024", "loss-x2", "difference-x2", "perplexity-at-length", "passkeys"}
     markdown = (output / "report.md").read_text(encoding="utf-8")

@@ -289,8 +289,8 @@ def test_command_to_files_and_back(folder: Path) -> None:
     assert len(rows) == len(result.rows()) == 7 * 14
     assert float(rows[-1]["loss"]) == result.readings[-1].scores[-1].loss
     assert files[2].read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(InvalidParameterError, match="not a perplexity result of format 1: found format 0"):
-        PerplexityResult.from_dict({**result.to_dict(), "format": 0})
+    with pytest.raises(InvalidParameterError, match=r"of format 2: found format 1.*not against the best truncation"):
+        PerplexityResult.from_dict({**result.to_dict(), "format": 1})
 
 
 @pytest.mark.parametrize(

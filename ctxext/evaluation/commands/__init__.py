@@ -21,7 +21,7 @@ eval_app = typer.Typer(
 
 @eval_app.callback()
 def main() -> None:
-    """Measure what a context is worth, with the truncation baseline beside it."""
+    """Measure what a context is worth, with truncation beside it."""
 
 
 for _found in pkgutil.iter_modules(__path__):

@@ -93,7 +93,7 @@ def perplexity(
     as_csv: Csv = False,
     trust: Trust = False,
 ) -> None:
-    """Measure perplexity by position, or by a published protocol, against feeding only the last tokens.
+    """Measure perplexity by position, or by a published protocol, against the best of several truncations.
 
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """

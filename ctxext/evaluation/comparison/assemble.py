@@ -146,13 +146,15 @@ def _score(plan: Plan, shelf: _Shelf, reading: Reading, length: int) -> Score:
     window, end = shelf.stretch(reading, length, start)
     window_of_whole, whole = shelf.stretch(reading, length, 0)
     bucket = Bucket(start, length, end.numel(), end.double().mean().item())
-    common = {"length": length, "end": bucket, "whole": bucketed(whole, [0, length])[0]}
+    (up_to_there,) = bucketed(whole, [0, length])
     if length <= plan.trained_length:
-        return Score(**common, versus_truncation=None, by_document=())
+        return Score(length=length, end=bucket, whole=up_to_there, versus_truncation=None, by_document=())
     best = shelf.best_end(length)
     block = block_for(len(plan.documents), length - start)
     return Score(
-        **common,
+        length=length,
+        end=bucket,
+        whole=up_to_there,
         versus_truncation=paired_difference(end, best, block=block, baselines=len(shelf.windows)),
         by_document=tuple((end.double() - best.double()).mean(dim=1).tolist()),
         window=window,

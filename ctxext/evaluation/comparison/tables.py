@@ -205,8 +205,9 @@ def _methods(result: ComparisonResult) -> Table:
 
 def _with_window(row: Row, perplexity: float, window: int | None) -> str:
     """A perplexity, and for the best truncation which it is."""
-    shown = row.reading.name == TRUNCATED and window is not None
-    return _perplexity(perplexity) + (f" (last {tokens_label(window)})" if shown else "")
+    if row.reading.name != TRUNCATED or window is None:
+        return _perplexity(perplexity)
+    return f"{_perplexity(perplexity)} (last {tokens_label(window)})"
 
 
 def _perplexity(value: float) -> str:

@@ -67,15 +67,13 @@ def judge(
     best = min(versus, key=lambda name: versus[name].mean)
     units = versus[best].units
     needed = standard_errors_needed(len(losses), units)
-    lost = standard_errors_needed(len(truncations), units)
-    mean, error = versus[best].mean, versus[best].standard_error
     others = {name: paired_difference(own, losses[best], block=block) for name, own in losses.items() if name != best}
     return Verdict(
         length=length,
         best=best,
         window=window,
         versus_truncation=versus[best],
-        beats=YES if mean < -needed * error else NO if mean > lost * error else UNDECIDED,
+        beats={"better": YES, "worse": NO}.get(versus[best].verdict_of_best(len(losses)), UNDECIDED),
         standard_errors=needed,
         candidates=len(losses),
         as_good=tuple(name for name, gap in others.items() if gap.mean <= needed * gap.standard_error),

@@ -68,7 +68,8 @@ def sentences(result: ComparisonResult) -> list[str]:
     lines = []
     if verdict.as_good:
         names = [result.row(name).reading.label for name in verdict.as_good]
-        lines.append(f"As good, as far as this text can show: {all_of(names)}.")
+        shown = "this text" if len(result.provenance["documents"]) == 1 else "these texts"
+        lines.append(f"As good, as far as {shown} can show: {all_of(names)}.")
     lines += _unneeded_sentence(result, verdict)
     lines.append(_short_context_sentence(result, best))
     if any(row.passkeys for row in result.rows):
