@@ -97,7 +97,7 @@ class AlibiAttend:
         window: int | None,
         dropout: float,
     ) -> Tensor:
-        backend = choose(self._chosen, self.backend, q, k, layout, biased=True, window=window, dropout=dropout)
+        backend = choose(self._chosen, self.backend, q, k, v, layout, biased=True, window=window, dropout=dropout)
         return backend(q, k, v, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
 
 
@@ -126,6 +126,7 @@ def choose(
     name: str,
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     layout: Layout,
     *,
     biased: bool,
@@ -133,7 +134,7 @@ def choose(
     dropout: float,
 ) -> AttentionBackend:
     """The backend for a call; asked once per kind of call."""
-    need = Need.of(q, k, layout, biased=biased, window=window, dropout=dropout)
+    need = Need.of(q, k, v, layout, biased=biased, window=window, dropout=dropout)
     if torch.compiler.is_compiling():
         return select(name, need)[0]
     if need not in chosen:

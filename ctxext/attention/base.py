@@ -81,6 +81,7 @@ class Need:
         cls,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         layout: Layout,
         *,
         biased: bool,
@@ -94,6 +95,7 @@ class Need:
             order = "external"
         elif layout.spans is not None:
             order = "consecutive" if layout.consecutive else "increasing"
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         return cls(
             device=q.device.type,
             capability=_capability(q.device) if q.device.type == "cuda" else None,
@@ -103,7 +105,7 @@ class Need:
             kv_heads=k.shape[1],
             query_length=q.shape[2],
             key_length=k.shape[2],
-            training=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad) if training is None else training,
+            training=learns if training is None else training,
             biased=biased,
             order=order,
             blocks=not layout.whole,
@@ -184,8 +186,7 @@ class AttentionBackend(ABC):
         _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
         if window is not None and layout.consecutive and window >= layout.key_length:
             window = None
-        training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        need = Need.of(q, k, layout, biased=slopes is not None, training=training, window=window, dropout=dropout)
+        need = Need.of(q, k, v, layout, biased=slopes is not None, window=window, dropout=dropout)
         reason = self.why_not(need)
         if reason is not None:
             raise BackendUnavailableError(f"Attention backend {self.name!r} cannot serve this call: {reason}")

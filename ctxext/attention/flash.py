@@ -67,6 +67,8 @@ class _FlashFamily(AttentionBackend):
             return (
                 "positions are not increasing in blocks, and it knows causality by index only. 'sdpa' and 'flex' can."
             )
+        if need.order == "increasing" and need.window is not None:
+            return "its window counts indices, but positions do not step by one. 'sdpa' and 'flex' count positions."
         if need.order == "external" and (need.window is not None or need.cached):
             return "a sharded layout is square and has no window."
         return self.lacks(need)
@@ -95,7 +97,8 @@ class _FlashFamily(AttentionBackend):
         module = importlib.import_module(self.module)
         options |= extra
         filled = cache_lengths(layout) if self.reads_cache and not dropout else None
-        if filled is not None and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if filled is not None and not learns:
             options.pop("dropout_p", None)
             out = _from_cache(module, q, k, v, filled, options)
         else:
@@ -120,7 +123,7 @@ class Flash(_FlashFamily):
     module: ClassVar[str] = "flash_attn.flash_attn_interface"
     install: ClassVar[str] = "pip install 'ctxext[flash]'"
     reads_cache: ClassVar[bool] = True
-    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # what setup.py of 2.8.3 compiles for: 80, 90, 100, 120
 
     def lacks(self, need: Need) -> str | None:
         if need.head_dim > 256 or need.head_dim % 8:
@@ -182,7 +185,7 @@ class Flash4(_Columned):
     name: ClassVar[str] = "flash4"
     summary: ClassVar[str] = "flash-attn 4 (CuTe), ALiBi as columns"
     module: ClassVar[str] = "flash_attn.cute.interface"
-    install: ClassVar[str] = "pip install flash-attn-4"
+    install: ClassVar[str] = "pip install --pre flash-attn-4"  # only pre-releases so far
     reads_cache: ClassVar[bool] = False
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 

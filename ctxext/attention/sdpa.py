@@ -73,7 +73,9 @@ class Sdpa(AttentionBackend):
         window: int | None,
         dropout: float,
     ) -> Float[Tensor, "batch heads query head_dim"]:
-        call = _Call(Need.of(q, k, layout, biased=slopes is not None, window=window, dropout=dropout), scale, dropout)
+        call = _Call(
+            Need.of(q, k, v, layout, biased=slopes is not None, window=window, dropout=dropout), scale, dropout
+        )
         if q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]:
             return _dense(call, q, k, v, layout, slopes, window)
         head_dim = q.shape[-1]

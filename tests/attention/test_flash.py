@@ -79,23 +79,41 @@ def _without_alibi(function, *, pair: bool):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
+@pytest.mark.parametrize("window", [None, 20], ids=["all", "window"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", [Flash(), Flash3(), Flash4()], ids=lambda b: b.name)
-def test_arguments_mean_what_the_call_asked(backend, layout: str, biased: bool, training: bool) -> None:
-    one = case(layout, torch.bfloat16, biased=biased)
-    need = Need.of(one.q, one.k, one.layout, biased=biased, training=training)
+def test_arguments_mean_what_the_call_asked(
+    backend, layout: str, window: int | None, biased: bool, training: bool
+) -> None:
+    """Nothing is served that is not right: a window counts positions, whatever the indices are."""
+    one = case(layout, torch.bfloat16, biased=biased, window=window)
+    need = Need.of(one.q, one.k, one.v, one.layout, biased=biased, training=training, window=window)
     reason = backend.why_not(Need(**(vars(need) | {"device": "cuda", "capability": (9, 0)})))
     if reason is not None:
         assert layout in ("permuted", "skipping positions", "packed by resets")
         return
     inputs = one.tensors()
     with torch.set_grad_enabled(training):
-        out = backend.attend(*inputs, one.layout, scale=one.scale, slopes=one.slopes, window=None, dropout=0.0)
+        out = backend.attend(*inputs, one.layout, scale=one.scale, slopes=one.slopes, window=window, dropout=0.0)
     found = [out.detach()]
     if training and CALLS:
         found += torch.autograd.grad(out, inputs, one.grad)
     for ours, exact, plain in zip(found, truth(one), naive(one), strict=False):
         assert error(ours, exact) <= 2 * error(plain, exact) if exact.norm() else ours.norm() == 0
+
+
+@pytest.mark.parametrize("backend", [Flash(), Flash3()], ids=lambda b: b.name)
+@pytest.mark.parametrize("learns", ["q", "k", "v"])
+def test_a_gradient_for_one_of_the_three_is_not_lost(backend, learns: str) -> None:
+    """The kernel that reads a cache has no backward: what learns, be it the values alone, goes another way."""
+    one = case("static cache", torch.bfloat16, biased=False)
+    inputs = {name: getattr(one, name).requires_grad_(name == learns) for name in "qkv"}
+    assert Need.of(*inputs.values(), one.layout, biased=False).training
+    out = backend.attend(*inputs.values(), one.layout, scale=one.scale, slopes=None, window=None, dropout=0.0)
+    assert "kvcache" not in CALLS
+    assert torch.autograd.grad(out, inputs[learns], one.grad)[0].norm() > 0
+    with torch.no_grad():
+        assert not Need.of(*inputs.values(), one.layout, biased=False).training
 
 
 def test_which_entry_point() -> None:
@@ -151,6 +169,10 @@ def test_cache_lengths() -> None:
         (Flash, {"capability": (7, 5)}, r"found \(7, 5\)"),
         (Flash, {"order": "free"}, "knows causality by index only"),
         (Flash, {"order": "increasing", "biased": True}, "positions do not step by one"),
+        (Flash, {"order": "increasing", "window": 8}, "window counts indices"),
+        (Flash3, {"order": "increasing", "window": 8}, "window counts indices"),
+        (Flash4, {"order": "increasing", "window": 8, "biased": True}, "window counts indices"),
+        (Flash, {"capability": (11, 0)}, r"found \(11, 0\)"),
         (Flash, {"order": "external", "biased": True}, "positions do not step by one"),
         (Flash3, {"capability": (8, 0)}, "compute capability"),
         (Flash3, {"head_dim": 256, "biased": True}, "8 of them carry ALiBi"),
@@ -166,7 +188,8 @@ def test_why_not(backend, change: dict, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "install"), [(Flash, r"ctxext\[flash\]"), (Flash3, "hopper"), (Flash4, "pip install flash-attn-4")]
+    ("backend", "install"),
+    [(Flash, r"ctxext\[flash\]"), (Flash3, "hopper"), (Flash4, "pip install --pre flash-attn-4")],
 )
 def test_what_is_not_installed_says_how_to(backend, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INSTALLED, backend.name, False)
