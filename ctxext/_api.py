@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext._adapters import keep_extension, unwrapped
+from ctxext._defaults import own_defaults
 from ctxext._edits import Edits
 from ctxext._saved import checked_trained_length, choices, saved_extension, saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
@@ -66,6 +67,7 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
     return chosen(**parameters)
 
 
+@own_defaults()
 def patch(
     model: ModelT,
     method: str | Method,
@@ -146,6 +148,7 @@ def patch(
     return model
 
 
+@own_defaults()
 def unpatch(model: ModelT) -> ModelT:
     """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
 

@@ -13,6 +13,7 @@ from ctxext._adapters import is_adapter
 from ctxext._api import base_model
 from ctxext._checkpoint_source import checked_path, read_config
 from ctxext._load import extended_config
+from ctxext._saved import choices, plain_config, saved_extension, saved_method
 from ctxext.architectures._sliding import is_windowed
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
@@ -53,7 +54,7 @@ def export(
         UnknownNameError: for another target.
         IncompatibleError: the target cannot run this extension; the message names the reason.
         PatchStateError: the checkpoint is not extended and no method is given.
-        CheckpointError: there is no such checkpoint, or it is an adapter.
+        CheckpointError: there is no such checkpoint, or it is an adapter, or its config contradicts itself.
 
     Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
         llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp).
@@ -62,7 +63,7 @@ def export(
     if isinstance(checkpoint, nn.Module):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
-        return export_config(base_model(checkpoint).config, to=to)
+        return export_config(base_model(checkpoint).config, to=to, trust_remote_code=True)  # its code has run
     place = checked_path(checkpoint, {})
     if is_adapter(place):
         raise CheckpointError(
@@ -71,15 +72,40 @@ def export(
         )
     config = read_config(place, trust_remote_code=trust_remote_code)
     if method is None:
-        return export_config(config, to=to)
+        return export_config(config, to=to, trust_remote_code=trust_remote_code)
     extended = extended_config(config, method, trust_remote_code=trust_remote_code, **arguments)
     return export_config(extended, to=to, served=config)
 
 
-def export_config(config: Any, *, to: str, served: Any = None) -> Export:
-    """Export the extension that ``config`` holds; ``served`` is the config in the files, where it is another one."""
+def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code: bool = False) -> Export:
+    """Export the extension that ``config`` holds; ``served`` is the config in the files, where it is another one.
+
+    Raises:
+        CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.
+    """
     _check_target(to)
-    return RUNTIMES[to](read_extended(config, served))
+    extended = read_extended(config, served)
+    if served is None:
+        _require_consistent(config, trust_remote_code)
+    return RUNTIMES[to](extended)
+
+
+def _require_consistent(config: Any, trust_remote_code: bool) -> None:
+    """Raise unless the fields that runtimes read are those that the saved extension writes."""
+    saved = saved_extension(config, f"this {config.model_type}")
+    if saved is None:
+        return
+    plain = plain_config(config, saved)
+    again = extended_config(plain, saved_method(saved), trust_remote_code=trust_remote_code, **choices(saved))
+    here, there = (part.get_text_config(decoder=True) for part in (config, again))
+    for name in saved["original"]:
+        found, expected = getattr(here, name, None), getattr(there, name, None)
+        if found != expected:
+            raise CheckpointError(
+                f"The config of this {config.model_type} contradicts itself: its ctxext entry stands for {name}="
+                f"{expected}, but it holds {found}. One of them was changed by hand; extend the original checkpoint "
+                f"anew (ctxext patch)."
+            )
 
 
 def _check_target(to: str) -> None:
@@ -111,28 +137,49 @@ def read_extended(config: Any, served: Any = None) -> Extended:
             f"a flag for it. Serve it with transformers."
         )
     layer_type = reaching[0] if kinds else None
-    trained_length, target_length = _lengths(config, whole if layer_type is None else whole[layer_type])
+    trained_length, target_length, unclear = _lengths(config, whole if layer_type is None else whole[layer_type])
     return Extended(
         config=config,
         layer_type=layer_type,
         trained_length=trained_length,
         target_length=target_length,
+        unclear=unclear,
         scale=_scale(text, layer_type),
         unsaid={} if served is None else _changed(config, served),
     )
 
 
-def _lengths(config: Any, rope: dict[str, Any]) -> tuple[int, int]:
-    """Trained and target length, in tokens."""
+def _lengths(config: Any, rope: dict[str, Any]) -> tuple[int, int, bool]:
+    """Trained and target length in tokens, and whether the config leaves open which of two it means.
+
+    Raises:
+        IncompatibleError: if the config names no length at all.
+    """
     saved = getattr(config, "ctxext", None)
     if saved:
-        return saved["trained_length"], saved["target_length"]
+        return saved["trained_length"], saved["target_length"], False
     text = config.get_text_config(decoder=True)
-    longest, factor = int(text.max_position_embeddings), float(rope.get("factor") or 1.0)
-    if rope["rope_type"] == "dynamic":  # stock code stretches beyond max_position_embeddings
-        return longest, int(longest * factor)
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None:
+        raise IncompatibleError(
+            f"The config of this {config.model_type} has no max_position_embeddings, so the length to serve is not "
+            f"known. Write it into config.json, or extend the original checkpoint with ctxext."
+        )
+    kind, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
     original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    return int(original or longest / factor), longest
+    if kind == "yarn" and rope.get("factor"):  # published instructions leave max_position_embeddings as it was
+        return int(original or longest), round((original or longest) * factor), False
+    if kind == "dynamic":  # stock code stretches beyond max_position_embeddings and looks at nothing else
+        return int(longest), round(longest * factor), False
+    if kind == "linear":
+        if original:
+            return int(original), round(original * factor), False
+        # Gemma 3 holds the extended length, as vLLM's own exception for it says; else it stays the trained one.
+        raised = text.model_type.startswith("gemma3")
+        lengths = (round(longest / factor), longest) if raised else (longest, round(longest * factor))
+        return (*lengths, not raised)
+    original = int(original or longest / factor)
+    return original, longest if longest > original else round(original * factor), False
 
 
 def _scale(text: Any, layer_type: str | None) -> float:

@@ -140,7 +140,7 @@ def inspect_checkpoint(
         extended=extended,
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
-        exports=_exports(config) if extended else None,
+        exports=_exports(config, trust_remote_code) if extended else None,
     )
 
 
@@ -272,11 +272,11 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
     )
 
 
-def _exports(config: Any) -> dict[str, Export | str]:
+def _exports(config: Any, trust_remote_code: bool) -> dict[str, Export | str]:
     found: dict[str, Export | str] = {}
     for target in TARGETS:
         try:
-            found[target] = export_config(config, to=target)
+            found[target] = export_config(config, to=target, trust_remote_code=trust_remote_code)
         except IncompatibleError as error:
             found[target] = str(error)
     return found

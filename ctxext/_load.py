@@ -24,6 +24,7 @@ from ctxext._adapters import (
 )
 from ctxext._api import architecture_of, base_model, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
+from ctxext._defaults import own_defaults
 from ctxext._edits import Edits
 from ctxext._saved import (
     checked_extension,
@@ -218,6 +219,7 @@ def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> 
     return {name: loading.pop(name) for name in list(loading) if name in names}
 
 
+@own_defaults()
 def attached(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
     """Patch a model that was built extended, so that it is proven, complete and reversible."""
     text = model.config.get_text_config(decoder=True)

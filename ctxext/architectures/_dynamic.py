@@ -74,7 +74,9 @@ class DynamicSite:
             inv_freq: Tensor = getattr(self.rotary, f"{self.prefix}original_inv_freq")
             return inv_freq, float(rotating(self.rope, self.method.frequencies(self.rope, length)).attention_scale)
         length = self.method.regime(self.rope.trained_length, length)
-        seq_len: int | Tensor = length if self.rope_type == ROPE_TYPE else torch.tensor(length)
+        # float32, as stock code has it by default: a whole number would take the default dtype of the moment
+        tensor = torch.tensor(length, dtype=torch.float32, device="cpu")
+        seq_len: int | Tensor = length if self.rope_type == ROPE_TYPE else tensor
         kwargs = {} if self.layer_type is None else {"layer_type": self.layer_type}
         with restoring():
             inv_freq, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.rotary.config, None, seq_len=seq_len, **kwargs)

@@ -264,15 +264,15 @@ def token_indices(
     keys: list[Tensor] = []
     for rows, query, key in layout.spans or ():
         for row in range(*rows):
-            queries.append(torch.arange(*query) + row * layout.query_length)
-            keys.append(torch.arange(*key) + row * layout.key_length)
+            queries.append(torch.arange(*query, device="cpu") + row * layout.query_length)
+            keys.append(torch.arange(*key, device="cpu") + row * layout.key_length)
     q_sizes, k_sizes = ([len(x) for x in parts] for parts in (queries, keys))
-    empty = [torch.empty(0, dtype=torch.long)]
+    empty = [torch.empty(0, dtype=torch.long, device="cpu")]
     return (
         torch.cat(queries or empty).to(device),
         torch.cat(keys or empty).to(device),
-        F.pad(torch.tensor(q_sizes).cumsum(0), (1, 0)).to(device, torch.int32),
-        F.pad(torch.tensor(k_sizes).cumsum(0), (1, 0)).to(device, torch.int32),
+        F.pad(torch.tensor(q_sizes, device="cpu").cumsum(0), (1, 0)).to(device, torch.int32),
+        F.pad(torch.tensor(k_sizes, device="cpu").cumsum(0), (1, 0)).to(device, torch.int32),
         max(q_sizes, default=0),
         max(k_sizes, default=0),
     )

@@ -135,9 +135,10 @@ class Layout:
         """
         if not lengths or min(lengths) < 1:
             raise InvalidParameterError(f"lengths must be at least one positive integer each, found {list(lengths)}.")
-        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-        documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(device)
-        ends = torch.tensor(lengths).cumsum(0).tolist()
+        positions = torch.cat([torch.arange(n, device="cpu") for n in lengths])[None].to(device)
+        counts = torch.tensor(lengths, device="cpu")
+        documents = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)[None].to(device)
+        ends = counts.cumsum(0).tolist()
         spans = tuple(Span((0, 1), (e - n, e), (e - n, e)) for n, e in zip(lengths, ends, strict=True))
         return cls(positions, positions, documents, documents, spans=spans, consecutive=True)
 

@@ -23,13 +23,13 @@ def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, "
     """
     if rope.inv_freq is None:
         return geometric_inv_freq(rope, base)
-    trained = torch.tensor(rope.inv_freq, dtype=torch.float64)
+    trained = torch.tensor(rope.inv_freq, dtype=torch.float64, device="cpu")
     return trained if base is None else trained * (geometric_inv_freq(rope, base) / geometric_inv_freq(rope))
 
 
 def geometric_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
     """``base^(-2i/d)`` in float64: what stock transformers divides by the factors that it finds in a config."""
-    exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64) / rope.rotary_dim
+    exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64, device="cpu") / rope.rotary_dim
     return (rope.base if base is None else base) ** -exponent
 
 

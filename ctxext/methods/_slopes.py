@@ -31,8 +31,8 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
     if num_heads < 1:
         raise InvalidParameterError(f"num_heads must be at least 1, found {num_heads}.")
     power = 1 << (num_heads.bit_length() - 1)
-    series = torch.arange(1, power + 1, dtype=torch.float64) / power
-    between = (torch.arange(num_heads - power, dtype=torch.float64) + 0.5) / power
+    series = torch.arange(1, power + 1, dtype=torch.float64, device="cpu") / power
+    between = (torch.arange(num_heads - power, dtype=torch.float64, device="cpu") + 0.5) / power
     return torch.exp2(-8.0 * torch.cat([series, between]))
 
 
@@ -40,4 +40,4 @@ def trained_slopes(alibi: AlibiSpec) -> Float[Tensor, " heads"]:
     """Return the slopes of the unextended checkpoint, float64."""
     if alibi.slopes is None:
         return alibi_slopes(alibi.num_heads)
-    return torch.tensor(alibi.slopes, dtype=torch.float64)
+    return torch.tensor(alibi.slopes, dtype=torch.float64, device="cpu")

@@ -64,7 +64,7 @@ class LongRoPE(RopeMethod):
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         name = "long_factor" if length > rope.trained_length else "short_factor"
-        divisors = torch.tensor(getattr(self, name), dtype=torch.float64)
+        divisors = torch.tensor(getattr(self, name), dtype=torch.float64, device="cpu")
         expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"
         require(len(divisors) == rope.rotary_dim // 2, f"the length of {name}", len(divisors), expected)
         return Frequencies(plain_inv_freq(rope) / divisors, self._attention_scale(rope))
@@ -84,7 +84,7 @@ class LongRoPE(RopeMethod):
 
     @classmethod
     def example(cls, rope: RopeSpec) -> LongRoPE:
-        ramp = torch.linspace(0, 1, rope.rotary_dim // 2, dtype=torch.float64)
+        ramp = torch.linspace(0, 1, rope.rotary_dim // 2, dtype=torch.float64, device="cpu")
         return cls(factor=4.0, short_factor=tuple((1.1**ramp).tolist()), long_factor=tuple((4.0**ramp).tolist()))
 
     def _attention_scale(self, rope: RopeSpec) -> float:

@@ -48,7 +48,7 @@ class Table(RopeMethod):
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"
         require(len(self.inv_freq) == rope.rotary_dim // 2, "the length of inv_freq", len(self.inv_freq), expected)
-        return Frequencies(torch.tensor(self.inv_freq, dtype=torch.float64), self.attention_scale)
+        return Frequencies(torch.tensor(self.inv_freq, dtype=torch.float64, device="cpu"), self.attention_scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)

@@ -136,5 +136,5 @@ class YaRN(RopeMethod):
         first, last = max(first, 0), min(last, rope.rotary_dim - 1)
         if first == last:
             last += 0.001
-        index = torch.arange(rope.rotary_dim // 2, dtype=torch.float64)
+        index = torch.arange(rope.rotary_dim // 2, dtype=torch.float64, device="cpu")
         return 1 - ((index - first) / (last - first)).clamp(0, 1)

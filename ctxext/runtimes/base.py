@@ -36,6 +36,7 @@ class Extended:
         layer_type: the layer type whose positions were extended; None where all layers share them.
         trained_length: tokens before the extension, where the config says so.
         target_length: tokens that the extended model is meant for.
+        unclear: whether the config may as well mean that its own length is the extended one.
         scale: what cos and sin are multiplied by.
         unsaid: config fields that the files to be served do not hold yet.
     """
@@ -46,6 +47,7 @@ class Extended:
     target_length: int
     scale: float
     unsaid: dict[str, Any]
+    unclear: bool = False
 
     @property
     def text(self) -> Any:
@@ -56,7 +58,10 @@ class Extended:
     def rope(self) -> dict[str, Any]:
         """The rope dict that was extended."""
         whole = self.text.rope_parameters
-        return dict(whole if self.layer_type is None else whole[self.layer_type])
+        rope = dict(whole if self.layer_type is None else whole[self.layer_type])
+        if "factor" in rope and rope["factor"] is None:  # stock code then takes the ratio of the lengths
+            rope["factor"] = self.target_length / self.trained_length
+        return rope
 
     @property
     def rope_type(self) -> str:
@@ -67,6 +72,17 @@ class Extended:
     def stock(self) -> bool:
         """Whether the rope type is one of stock transformers."""
         return self.rope_type in STOCK_TYPES
+
+    @property
+    def length_note(self) -> str | None:
+        """What to know about the length to serve; None where the config leaves no doubt."""
+        if not self.unclear:
+            return None
+        return (
+            f"This config does not say which length its weights were trained for: {self.target_length} tokens hold if "
+            f"it is max_position_embeddings={self.trained_length}, as transformers advised for rope_type 'linear'. If "
+            f"that was raised already, serve {self.trained_length}."
+        )
 
     @property
     def loses_factor(self) -> bool:

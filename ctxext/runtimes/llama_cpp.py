@@ -1,20 +1,29 @@
-"""What llama.cpp must be told, read off the llama.cpp that llama_cpp_python 0.3.36 vendors."""
+"""What llama.cpp must be told, and what it then computes, as found by running its converter and itself.
+
+``llama_cpp.json`` beside this file says for every model type which class of the converter writes its GGUF and how far
+a real llama.cpp was from the patched model, per rope type; ``scripts/llama_cpp_table.py`` makes it. The flags say the
+whole scaling every time, because converters leave out what they do not know and llama.cpp never reads some keys that
+they do write (``yarn_beta_fast``, ``yarn_beta_slow``); flags replace what a GGUF holds, so that repeating it is safe.
+
+Source: llama.cpp as vendored by llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp:160-214,
+    src/llama-model.cpp:1406-1432 and :2329-2350).
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, Extended
 
-__all__ = ["to_llama_cpp"]
+__all__ = ["TABLE", "attention_factor", "flags_of", "to_llama_cpp", "verdict"]
 
-# Model types whose converter (conversion/*.py) bakes these scalings into a tensor; the other converters drop them
-# without a word, and no flag brings them back.
-BAKES_LLAMA3 = frozenset(
-    {"llama", "mistral", "mixtral", "llama4_text", "arcee", "smollm3", "apertus", "granite", "exaone4"}
-)
-BAKES_LONGROPE = frozenset({"phi3", "minicpm3"})
+TABLE = Path(__file__).with_name("llama_cpp.json")
+CLOSE = 1e-3  # of what the extension changes: rounding in float32 reaches a twentieth of this
 
 
 def to_llama_cpp(extended: Extended) -> Export:
@@ -24,33 +33,110 @@ def to_llama_cpp(extended: Extended) -> Export:
         IncompatibleError: if llama.cpp would run the model without the extension, or with another one.
     """
     _refuse(extended)
-    scaling = _scaling_flags(extended)
-    length = ("-c", str(extended.target_length))
+    line = _line(extended)
+    proven, why = verdict(line, _form(extended), from_original=bool(extended.unsaid))
     notes, exact = _losses(extended)
+    if not proven:
+        notes.append(why)
+    if extended.length_note:
+        notes.append(extended.length_note)
     if extended.unsaid:
-        notes.insert(0, _UNCONVERTED.format(length=extended.target_length) if scaling else _CONVERT_FIRST)
-        if "sliding_window" in extended.unsaid:
+        by_flags = verdict(line, _form(extended), from_original=True)[0] is not False
+        notes.insert(0, _UNCONVERTED if by_flags else _CONVERT_FIRST)
+        if "sliding_window" in extended.unsaid or "layer_types" in extended.unsaid:
             notes.append("No flag lifts the sliding window: convert the extended checkpoint (ctxext patch).")
-        flags = (*scaling, *length)
+            exact = False
     else:
-        notes.insert(
-            0, "Convert this checkpoint; the GGUF then says it all and the flag only sets the length to serve."
-        )
-        if scaling:
-            notes.append(f"A GGUF made from the original checkpoint needs also: {' '.join(scaling)}")
-        flags = length
-    return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact)
+        notes.insert(0, "Convert this checkpoint and pass all flags: converters leave out a part of the scaling.")
+    overrides = _overrides(extended, line)
+    flags = (*flags_of(extended), *(("--override-kv", overrides) if overrides else ()))
+    flags = (*flags, "-c", str(extended.target_length))
+    return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact and proven is True)
 
 
 _UNCONVERTED = (
-    "These flags are for a GGUF of the original checkpoint, whose slots llama-server caps at the trained length. Raise "
-    "that with --override-kv ARCH.context_length=int:{length} (ARCH is general.architecture in the GGUF), or convert "
-    "an extended checkpoint (ctxext patch), which needs neither."
+    "These flags are for a GGUF of the original checkpoint. --override-kv raises the trained length in it, at which "
+    "llama-server caps its slots."
 )
 _CONVERT_FIRST = (
-    "No flag expresses these frequencies: convert_hf_to_gguf.py bakes them into the GGUF. Write the extended "
-    "checkpoint (ctxext patch) and convert that one."
+    "No flag expresses these frequencies on a GGUF of the original checkpoint. Write the extended checkpoint (ctxext "
+    "patch) and convert that one; the flags are for that GGUF."
 )
+_OTHERWISE = "Choose a static method that it knows: yarn, pi (linear), or ntk and abf (another base)."
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text())
+    return table
+
+
+def _version() -> str:
+    return str(_table()["versions"]["converter"])
+
+
+def _line(extended: Extended) -> dict[str, Any]:
+    """What was found out about this model type; empty where it was not looked at."""
+    types = _table()["types"]
+    found: dict[str, Any] = types.get(extended.config.model_type) or types.get(extended.text.model_type) or {}
+    return found
+
+
+def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bool | None, str]:
+    """Whether a real llama.cpp with all flags computed what the patched model does; None where that was not seen.
+
+    Args:
+        line: the model type's entry in the table.
+        form: the rope type, as the table names it.
+        from_original: from the GGUF of the original checkpoint instead of that of the extended one.
+
+    Returns:
+        The verdict, and the reason where it is not True.
+    """
+    found = line.get("forms", {}).get(form, {})
+    result = found.get("original" if from_original else "extended")
+    if form in ("llama3", "longrope") and found.get("tensors") == []:
+        return False, f"The converter of {_version()} writes no factors for this model type, and no flag says them."
+    if not isinstance(result, float) or math.isnan(result):
+        missing = "this model type was not tried" if not line else f"rope_type {form!r} was not tried"
+        reasons = (line.get("aborts"), line.get("fails"), line.get("not_run"), found.get("refused"), found.get("fails"))
+        why = next((reason for reason in (*reasons, result) if isinstance(reason, str)), missing)
+        return None, f"Not proven for {_version()}: {why}"
+    if result <= CLOSE * found["matters"]:
+        return True, ""
+    if not _runs_right(line) or result <= found["matters"] / 10:
+        return None, f"Not proven for {_version()}: tiny models of this type differ there without any extension."
+    return False, (
+        f"{_version()} computes other positions for this model type, whatever the flags: {result:g} nats from the "
+        f"patched model, when the unextended one is {found['matters']:g} away."
+    )
+
+
+def _runs_right(line: dict[str, Any]) -> bool:
+    """Whether llama.cpp computes this model type as transformers does, in any form."""
+    forms = [form for form in line["forms"].values() if isinstance(form.get("matters"), float)]
+    results = [(form.get(route), form["matters"]) for form in forms for route in ("extended", "original")]
+    results += [(line.get("noise"), form["matters"]) for form in forms]
+    return any(isinstance(error, float) and error <= CLOSE * matters for error, matters in results)
+
+
+def _form(extended: Extended) -> str:
+    """The name under which the table holds this scaling."""
+    kind = extended.rope_type
+    if kind != "yarn":
+        return "default" if kind == "proportional" else kind
+    usual = _scales_scores(extended) or abs(attention_factor(extended) - 1) < 1e-6
+    return "yarn" if usual else "yarn_attention"
+
+
+def _scales_scores(extended: Extended) -> bool:
+    """Whether the temperature multiplies whole scores of latent attention instead of cos and sin."""
+    return bool(extended.rope.get("mscale_all_dim")) and hasattr(extended.text, "kv_lora_rank")
+
+
+def attention_factor(extended: Extended) -> float:
+    """What YaRN's scale is, as a multiple of the one that llama.cpp computes from the factor."""
+    return extended.scale / (0.1 * math.log(extended.rope["factor"]) + 1)
 
 
 def _refuse(extended: Extended) -> None:
@@ -70,73 +156,83 @@ def _refuse(extended: Extended) -> None:
             f"llama.cpp would run this {model_type} unextended: its converter drops the factor of rope_type {kind!r}. "
             f"Choose another base: ntk or abf."
         )
-    if kind == "llama3" and model_type not in BAKES_LLAMA3:
+    line = _line(extended)
+    if "converter" in line and line["converter"] is None:
         raise IncompatibleError(
-            f"The converter of llama.cpp bakes rope_type 'llama3' into the GGUF for {_listed(BAKES_LLAMA3)} only; for "
-            f"{model_type} it drops it. {_OTHERWISE}"
+            f"llama.cpp cannot run this {extended.config.model_type}: the converter of {_version()} has no class for "
+            f"it. Serve it with vLLM or transformers."
         )
-    if kind == "longrope" and model_type not in BAKES_LONGROPE:
+    seen = [verdict(line, _form(extended), from_original=original)[0] for original in (False, True)]
+    if seen == [False, False]:
+        at = line["converter"]
         raise IncompatibleError(
-            f"The converter of llama.cpp bakes longrope factors into the GGUF for {_listed(BAKES_LONGROPE)} only; for "
-            f"{model_type} it drops them. {_OTHERWISE}"
+            f"llama.cpp would run this {model_type} with other positions: its converter ({at}) loses rope_type "
+            f"{kind!r}, and no flag brings it back. {_OTHERWISE}"
         )
 
 
-_OTHERWISE = "Choose a static method that it knows: yarn, pi (linear), or ntk and abf (another base)."
-
-
-def _listed(names: frozenset[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _scaling_flags(extended: Extended) -> tuple[str, ...]:
-    """Flags that set the scaling; they replace what a GGUF holds, so repeating it does no harm."""
+def flags_of(extended: Extended) -> tuple[str, ...]:
+    """The whole scaling as flags, those that a GGUF may hold already included."""
     rope, kind = extended.rope, extended.rope_type
+    base = ("--rope-freq-base", _number(rope["rope_theta"]))
     if kind in ("default", "proportional"):
-        return ("--rope-freq-base", _number(rope["rope_theta"]))
+        return ("--rope-scaling", "none", *base)
     if kind == "linear":
-        return ("--rope-scaling", "linear", "--rope-scale", _number(rope["factor"]))
-    if kind != "yarn":
-        return ()
-    flags = ["--rope-scaling", "yarn", "--rope-scale", _number(rope["factor"])]
-    flags += ["--yarn-orig-ctx", str(extended.trained_length)]
-    for key in ("beta_fast", "beta_slow"):
-        if rope.get(key) is not None:
-            flags += [f"--yarn-{key.replace('_', '-')}", _number(rope[key])]
-    return tuple(flags)
+        return ("--rope-scaling", "linear", "--rope-scale", _number(rope["factor"]), *base)
+    if kind != "yarn":  # a tensor in the GGUF holds what is left
+        return base
+    return (
+        *("--rope-scaling", "yarn", "--rope-scale", _number(rope["factor"])),
+        *("--yarn-orig-ctx", str(extended.trained_length)),
+        *("--yarn-beta-fast", _number(rope.get("beta_fast") or 32)),
+        *("--yarn-beta-slow", _number(rope.get("beta_slow") or 1)),
+        *base,
+    )
 
 
-def _number(value: float) -> str:
+def _number(value: float | int) -> str:
     return f"{value:.9g}"  # llama.cpp reads a float32, which nine digits determine
+
+
+def _overrides(extended: Extended, line: dict[str, Any]) -> str:
+    """Metadata of the GGUF that have no flag of their own."""
+    arch, found = line.get("architecture"), []
+    if arch and extended.unsaid:
+        found.append(f"{arch}.context_length=int:{extended.target_length}")
+    if arch and _form(extended) == "yarn_attention":
+        found.append(f"{arch}.rope.scaling.attn_factor=float:{_number(attention_factor(extended))}")
+    return ",".join(found)
 
 
 def _losses(extended: Extended) -> tuple[list[str], bool]:
     """What llama.cpp computes otherwise, and whether that leaves it exact."""
     rope, kind, losses = extended.rope, extended.rope_type, []
+    exact = True
     if kind == "yarn":
-        usual = 0.1 * math.log(rope["factor"]) + 1
         if rope.get("truncate") is False:
             losses.append(
                 "llama.cpp always rounds the ends of YaRN's ramp to whole dimensions (truncate=False is lost)."
             )
-        if rope.get("mscale_all_dim") and hasattr(extended.text, "kv_lora_rank"):
-            losses.append("mscale of latent attention has a converter of its own in llama.cpp, which is not verified.")
-        elif abs(extended.scale - usual) > 1e-6:
+            exact = False
+        if _scales_scores(extended) and rope.get("mscale") != rope["mscale_all_dim"]:
+            losses.append("mscale and mscale_all_dim differ; how llama.cpp combines them is not verified.")
+            exact = False
+        if _form(extended) == "yarn_attention":
             losses.append(
-                f"llama.cpp replaces the attention factor {extended.scale:.6g} by YaRN's default {usual:.6g}, whatever "
-                f"the GGUF and --yarn-attn-factor say. --override-kv ARCH.rope.scaling.attn_factor="
-                f"float:{extended.scale / usual:.9g} multiplies it back (ARCH is general.architecture in the GGUF)."
+                f"llama.cpp replaces the attention factor {extended.scale:.6g} by YaRN's default, whatever the GGUF "
+                f"and --yarn-attn-factor say; rope.scaling.attn_factor={attention_factor(extended):.9g} in the GGUF "
+                f"(--override-kv) multiplies it back."
             )
-        if extended.layer_type is not None:
-            losses.append(f"YaRN on the {extended.layer_type} positions alone is not verified for llama.cpp.")
     if kind == "longrope":
         stretch = extended.text.max_position_embeddings / extended.trained_length
         baked = math.sqrt(1 + math.log(max(stretch, 1.0)) / math.log(extended.trained_length))
         if abs(extended.scale - baked) > 1e-6:
             losses.append(f"The converter bakes the attention factor {baked:.6g}, not {extended.scale:.6g}.")
+            exact = False
         if rope["short_factor"] != rope["long_factor"]:
             losses.append(
                 f"llama.cpp chooses between short_factor and long_factor once, by -c: above {extended.trained_length} "
                 f"every text gets long_factor, short ones included."
             )
-    return losses, not losses
+            exact = False
+    return losses, exact

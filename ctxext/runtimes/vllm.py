@@ -1,15 +1,28 @@
-"""What vLLM must be told, read off vLLM 0.33.0."""
+"""What vLLM must be told, and which of its model classes compute something else whatever they are told.
+
+``vllm.json`` beside this file says for every model type which class vLLM runs, and what that class puts in the place
+of the config's rope parameters; ``scripts/vllm_table.py`` makes it by parsing vLLM's source. ``CLASSES`` holds what
+those classes then do.
+
+Source: vLLM 0.33.0 (vllm/config/model.py:2545-2684, vllm/model_executor/layers/rotary_embedding, and the places that
+    vllm.json names).
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, Extended
 
-__all__ = ["to_vllm"]
+__all__ = ["TABLE", "to_vllm"]
+
+TABLE = Path(__file__).with_name("vllm.json")
 
 # vLLM multiplies max_position_embeddings by `factor` for these, although the config already holds the new length.
 MULTIPLIED = ("linear", "dynamic")
@@ -19,7 +32,7 @@ def to_vllm(extended: Extended) -> Export:
     """Flags for ``vllm serve``.
 
     Raises:
-        IncompatibleError: if vLLM refuses the rope type.
+        IncompatibleError: if vLLM refuses the rope type, or its model class would compute another one.
     """
     if not extended.stock:
         raise IncompatibleError(
@@ -32,7 +45,11 @@ def to_vllm(extended: Extended) -> Export:
             f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
             f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
         )
+    doubt = _model_class(extended)
     overrides, notes, exact = _overrides(extended)
+    if doubt:
+        notes.append(doubt)
+        exact = False
     if not overrides:
         notes.insert(0, "config.json says it all; the flag only sets the length to serve.")
     notes += _notes(extended)
@@ -44,6 +61,12 @@ def to_vllm(extended: Extended) -> Export:
 def _overrides(extended: Extended) -> tuple[dict[str, Any], list[str], bool]:
     """Config fields that vLLM needs to see otherwise than the files say, what to know about it, and whether exact."""
     rope, overrides = extended.rope, dict(extended.unsaid)
+    if extended.rope_type not in MULTIPLIED and extended.target_length > _longest(extended):
+        overrides["max_position_embeddings"] = extended.target_length  # vLLM serves no more than this
+    if extended.text.model_type == "gpt_oss" and not {"beta_fast", "beta_slow"} <= rope.keys():
+        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+        overrides["rope_parameters"] = _whole(extended, usual | rope)
+        return overrides, ["vLLM's gpt_oss does not start without beta_fast and beta_slow in the config."], True
     if extended.rope_type == "dynamic":
         rope["max_trained_positions"] = extended.trained_length
         overrides["max_position_embeddings"] = extended.target_length
@@ -73,6 +96,102 @@ def _overrides(extended: Extended) -> tuple[dict[str, Any], list[str], bool]:
     return overrides, notes, exact
 
 
+def _longest(extended: Extended) -> int:
+    return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text())
+    return table
+
+
+def _model_class(extended: Extended) -> str | None:
+    """Why it is not known what vLLM's class for this model does with the extension; None where it is right.
+
+    Raises:
+        IncompatibleError: if the class computes other positions.
+    """
+    version, types = _table()["versions"]["vllm"], _table()["types"]
+    model_type = next((kind for kind in (extended.config.model_type, extended.text.model_type) if kind in types), None)
+    if model_type is None:
+        return f"Not proven: what vLLM {version} does for this model type was not looked at."
+    line = types[model_type]
+    if line["class"] is None:
+        return (
+            f"Not proven: vLLM {version} has no class of its own for {model_type}. It runs transformers' modelling "
+            f"code, which reads this config rightly, or refuses to start."
+        )
+    rule = CLASSES.get(model_type, _scores_unscaled)
+    if problem := rule(extended):
+        raise IncompatibleError(
+            f"vLLM {version} would run this {model_type} with other positions: its model class ({line['class']}) "
+            f"{problem}. {_OTHERWISE}"
+        )
+    if line["otherwise"] and model_type not in CLASSES:
+        return f"Not proven: vLLM's class for {model_type} changes the rope parameters ({line['class']})."
+    return None
+
+
+_OTHERWISE = "Extend it by a method that the class computes, or serve it with transformers."
+
+
+def _scores_unscaled(extended: Extended) -> str | None:
+    """Classes that pass the config on never put YaRN's temperature on whole scores of latent attention."""
+    if extended.rope.get("mscale_all_dim") and hasattr(extended.text, "kv_lora_rank"):
+        return "does not apply mscale_all_dim to the attention scores"
+    return None
+
+
+def _as_it_is(extended: Extended) -> str | None:
+    return None
+
+
+def _as_yarn(extended: Extended) -> str | None:
+    """DeepSeek's class and those built on it."""
+    rope, kind = extended.rope, extended.rope_type
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        return f"turns rope_type {kind!r} into DeepSeek's YaRN; yarn, ntk and abf are right"
+    if rope.get("attention_factor") is not None or rope.get("truncate") is False:
+        return "computes DeepSeek's YaRN, which reads neither attention_factor nor truncate"
+    if (rope.get("mscale") is None) != (rope.get("mscale_all_dim") is None):
+        return "needs mscale and mscale_all_dim together"
+    return None
+
+
+def _only_yarn(extended: Extended) -> str | None:
+    if extended.rope_type != "yarn":
+        return f"computes YaRN whatever the config says, here rope_type {extended.rope_type!r}; yarn is right"
+    if abs(extended.scale - (0.1 * math.log(extended.rope["factor"]) + 1)) > 1e-6:
+        return "does not read attention_factor"
+    return None
+
+
+def _own_base(extended: Extended) -> str | None:
+    return "drops every scaling and reads its base from a field of its own"
+
+
+def _base_by_layer(extended: Extended) -> str | None:
+    changed = extended.rope_type == "default" and getattr(extended.text, "layer_rope_theta", None) is not None
+    return "takes each layer's base from layer_rope_theta" if changed else None
+
+
+# What the classes do that put something in the place of the config's rope parameters, read at the places in vllm.json.
+CLASSES: dict[str, Callable[[Extended], str | None]] = {
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _as_yarn),
+    **dict.fromkeys(("glm_moe_dsa", "kimi_linear", "longcat_flash"), _as_yarn),
+    **dict.fromkeys(("dbrx", "mimo_v2_flash"), _own_base),
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _base_by_layer),
+    "gpt_oss": _only_yarn,
+    # These only add how much of a head rotates, or treat layers that are not extended apart.
+    **dict.fromkeys(("falcon_h1", "gptj", "minimax_m2", "olmo_hybrid", "laguna"), _as_it_is),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), _as_it_is),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _as_it_is),
+}
+
+
 def _longrope_scale(extended: Extended) -> float:
     """What vLLM computes where the config says nothing else: it looks at the lengths only."""
     original = extended.trained_length
@@ -94,14 +213,14 @@ def _nested(extended: Extended, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _notes(extended: Extended) -> list[str]:
-    notes = []
+    notes = [extended.length_note] if extended.length_note else []
     read_late = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if extended.rope.get(key) is not None]
     if extended.rope_type == "yarn" and read_late:
         notes.append(
             f"{' and '.join(read_late)}: read by vLLM from PR #56446 on (merged 2026-09-11); older versions drop it "
             f"and scale attention by the default."
         )
-    if extended.rope_type in MULTIPLIED:
+    if extended.rope_type in MULTIPLIED and extended.target_length <= _longest(extended):
         notes.append(
             f"--max-model-len is needed: vLLM multiplies max_position_embeddings by factor for rope_type "
             f"{extended.rope_type!r} and would otherwise promise a length {extended.rope['factor']:g} times too long."

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import ctxext
 from ctxext._checkpoint import patch_checkpoint
-from ctxext._export import export, export_config
+from ctxext._export import export, export_config, read_extended
+from ctxext._inspect import inspect_checkpoint
 from ctxext._load import extended_config
 from ctxext.errors import (
     CheckpointError,
@@ -30,6 +31,9 @@ from ctxext.errors import (
 )
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.runtimes.base import Export
+from ctxext.runtimes.llama_cpp import TABLE, flags_of, verdict
+from ctxext.runtimes.vllm import CLASSES
+from ctxext.runtimes.vllm import TABLE as VLLM_TABLE
 from ctxext.spec import RopeSpec
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
@@ -83,17 +87,18 @@ def vllm(config: dict[str, Any], made: Export) -> Spectrum:
 
 def llama_cpp(flags: dict[str, str], gguf: dict[str, Any]) -> Spectrum:
     """What llama.cpp computes for command line flags over GGUF metadata (keys without the architecture's prefix)."""
-    base = float(flags.get("--rope-freq-base", gguf["rope.freq_base"]))
+    overrides = dict(item.split("=", 1) for item in flags.get("--override-kv", "").split(",") if item)
+    gguf = gguf | {key.partition(".")[2]: float(value.partition(":")[2]) for key, value in overrides.items()}
+    base = float(flags.get("--rope-freq-base", gguf.get("rope.freq_base", 10000.0)))
     plain = base ** (-np.arange(0, 16, 2) / 16)
     factor = float(flags.get("--rope-scale", gguf.get("rope.scaling.factor", 1.0)))
-    if flags.get("--rope-scaling", gguf.get("rope.scaling.type", "linear")) == "linear":
-        return plain / factor, 1.0
+    kind = flags.get("--rope-scaling", gguf.get("rope.scaling.type", "linear"))
+    if kind in ("linear", "none"):
+        return plain / (factor if kind == "linear" else 1.0), 1.0
     stored = gguf.get("rope.scaling.original_context_length", gguf["context_length"])
     original = float(flags.get("--yarn-orig-ctx", stored))
-    fast, slow = (
-        float(flags.get(f"--yarn-beta-{name}", gguf.get(f"rope.scaling.yarn_beta_{name}", default)))
-        for name, default in (("fast", 32), ("slow", 1))
-    )
+    # src/llama-context.cpp:116: the flags or hparams, which src/llama-model.cpp never fills from the GGUF.
+    fast, slow = (float(flags.get(f"--yarn-beta-{name}", default)) for name, default in (("fast", 32), ("slow", 1)))
     divided = yarn_ramp(original, fast, slow, truncate=True)
     scale = (0.1 * math.log(factor) + 1) * gguf.get("rope.scaling.attn_factor", 1.0)
     return plain / factor * divided + plain * (1 - divided), scale
@@ -176,34 +181,92 @@ def test_llama_cpp_computes_what_the_method_says(llama: Path, method: Method) ->
             export_config(extended, to="llama.cpp")
         return
     after, before = (export_config(extended, to="llama.cpp", served=served) for served in (None, plain))
-    assert after.flags == ("-c", str(TARGET))
-    assert before.flags[-2:] == after.flags
-    assert after.exact == before.exact
+    assert pairs(after)["-c"] == pairs(before)["-c"] == str(TARGET)
+    assert f"llama.context_length=int:{TARGET}" in pairs(before)["--override-kv"]
     if kind == "llama3":  # baked into a tensor by the converter, which no flag replaces
-        assert before.flags == after.flags
+        assert after.exact
+        assert not before.exact
         assert "ctxext patch" in before.notes[0]
         return
-    gguf, original = converted(extended.to_dict()), converted(plain.to_dict())
-    assert same(llama_cpp(pairs(after), gguf), wanted(method, TARGET)) == after.exact
-    assert same(llama_cpp(pairs(before), original), wanted(method, TARGET)) == before.exact
-    assert same(llama_cpp(pairs(before), gguf), llama_cpp(pairs(after), gguf)), "the flags replace, never multiply"
+    gguf, original, silent = converted(extended.to_dict()), converted(plain.to_dict()), {"context_length": TARGET}
+    assert after.exact == before.exact
+    for made, file in ((after, gguf), (before, original), (before, gguf), (after, silent)):
+        assert same(llama_cpp(pairs(made), file), wanted(method, TARGET)) == made.exact, "flags say it all, never twice"
 
 
-def test_llama_cpp_attention_factor_can_be_multiplied_back(llama: Path) -> None:
+def test_llama_cpp_attention_factor_is_multiplied_back(llama: Path) -> None:
     method = METHODS["yarn"].from_dict({"factor": 4.0, "attention_factor": 1.3})
     extended = extended_config(LlamaConfig.from_pretrained(llama), method)
     made = export_config(extended, to="llama.cpp")
-    assert not made.exact
-    note = next(note for note in made.notes if "attn_factor=float:" in note)
-    override = float(note.partition("attn_factor=float:")[2].split()[0])
-    gguf = converted(extended.to_dict()) | {"rope.scaling.attn_factor": override}
-    assert same(llama_cpp({}, gguf), wanted(method, TARGET))
+    assert made.exact
+    assert "llama.rope.scaling.attn_factor=float:1.14172351" in pairs(made)["--override-kv"]
+    assert same(llama_cpp(pairs(made), converted(extended.to_dict())), wanted(method, TARGET))
 
 
-def test_llama3_is_refused_where_the_converter_drops_it(checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(IncompatibleError, match=r"gemma3_text it drops it.*yarn"):
+def test_what_llama_cpp_was_seen_to_do_decides(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(IncompatibleError, match=r"loses rope_type 'llama3'.*yarn"):
         export(checkpoints["gemma3"], to="llama.cpp", method="llama3", factor=4.0)
-    assert export(checkpoints["mistral"], to="llama.cpp", method="llama3", factor=4.0, sliding_window="keep").exact
+    arguments: dict[str, Any] = {"to": "llama.cpp", "method": "llama3", "factor": 4.0, "sliding_window": "keep"}
+    made = export(checkpoints["mistral"], **arguments)
+    assert not made.exact
+    assert "convert that one" in made.notes[0]
+
+
+# What the converter of llama_cpp_python 0.3.36 wrote for tiny checkpoints and a real llama.cpp computed from it.
+TYPES = json.loads(TABLE.read_text())["types"]
+CONVERTED = {name: line for name, line in TYPES.items() if line.get("forms")}
+SILENT = ("cohere", "cohere2_moe", "dbrx", "gemma", "gemma2", "phi", "stablelm")  # no scaling in their GGUF
+
+
+def test_the_table_of_llama_cpp_is_one() -> None:
+    assert len(CONVERTED) > 40
+    for name in ("llama", "qwen2", "qwen3", "mistral", "gemma", "stablelm", "cohere"):
+        for form in ("default", "linear", "yarn", "yarn_attention"):
+            assert verdict(TYPES[name], form, from_original=False) == (True, ""), (name, form)
+    for name in SILENT:
+        yarn = TYPES[name]["forms"]["yarn"]["gguf"]
+        assert yarn.get("rope.scaling.type") in (None, "none"), name
+    assert TYPES["nemotron"]["forms"]["yarn"]["gguf"]["rope.scaling.type"] == "linear"
+    assert verdict({}, "yarn", from_original=False)[0] is None
+    assert verdict(TYPES["llama"], "llama3", from_original=True)[0] is False
+    assert verdict(TYPES["deepseek_v2"], "linear", from_original=False)[0] is False, (
+        "it scales attention for linear too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "method"),
+    [
+        ("default", METHODS["ntk"].from_dict({"factor": 4.0})),
+        ("linear", METHODS["pi"].from_dict({"factor": 4.0})),
+        ("yarn", METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0})),
+    ],
+)
+def test_flags_say_what_the_gguf_does_not(form: str, method: Method) -> None:
+    """Where a real llama.cpp was right, our flags over the GGUF of its converter mean the method's frequencies."""
+    flags = flags_of(read_extended(extended_config(LlamaConfig(**SHAPE), method)))
+    told = dict(zip(flags[::2], flags[1::2], strict=True))
+    proven = [name for name, line in CONVERTED.items() if verdict(line, form, from_original=False)[0] is True]
+    assert len(proven) > 25
+    for name in proven:
+        gguf = CONVERTED[name]["forms"][form]["gguf"] | {"context_length": TARGET}
+        frequencies, scale = llama_cpp(told, gguf)
+        assert np.allclose(frequencies, wanted(method, TARGET)[0], rtol=2e-6, atol=0), name
+        assert abs(scale - wanted(method, TARGET)[1]) < 1e-6 or "rope.scaling.yarn_log_multiplier" in gguf, name
+    for name in set(CONVERTED) - set(proven):
+        found = CONVERTED[name]["forms"][form]
+        error = found.get("extended")
+        assert not isinstance(error, float) or not error < 1e-3 * found["matters"], (
+            f"{name} is right and not said to be"
+        )
+
+
+def test_types_that_llama_cpp_has_no_converter_for_are_refused() -> None:
+    from transformers import DiffLlamaConfig
+
+    extended = extended_config(DiffLlamaConfig(**SHAPE), "yarn", factor=4.0)
+    with pytest.raises(IncompatibleError, match="has no class for"):
+        export_config(extended, to="llama.cpp")
 
 
 def test_longrope_of_phi3_is_baked_by_the_converter() -> None:
@@ -212,7 +275,7 @@ def test_longrope_of_phi3_is_baked_by_the_converter() -> None:
     lengths = {"max_position_embeddings": TARGET, "original_max_position_embeddings": TRAINED}
     config = Phi3Config(**(SHAPE | lengths), rope_parameters=rope, pad_token_id=0)
     made = export_config(config, to="llama.cpp")
-    assert made.flags == ("-c", str(TARGET))
+    assert pairs(made)["-c"] == str(TARGET)
     assert not made.exact
     assert any("long_factor once" in note for note in made.notes)
     assert not any("bakes the attention factor" in note for note in made.notes)
@@ -252,6 +315,88 @@ def test_gemma4_factor_is_refused_and_another_base_is_not() -> None:
     assert float(flags["--rope-freq-base"]) == pytest.approx(base)
 
 
+MLA = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LONG = {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8}
+
+
+def other(name: str) -> Any:
+    """A tiny config of a type whose class in vLLM does not pass the rope parameters on as they are."""
+    import transformers as t
+
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    if name == "deepseek_v3":
+        return t.DeepseekV3Config(**(SHAPE | MLA | experts))
+    if name == "deepseek_v2":
+        return t.DeepseekV2Config(**(SHAPE | MLA | experts))
+    if name == "minicpm3":
+        return t.MiniCPM3Config(**(SHAPE | MLA))
+    if name == "gpt_oss":
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        return t.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=2, rope_parameters=plain)
+    assert name == "dbrx"
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": TRAINED, "vocab_size": 128}
+    return t.DbrxConfig(**sizes, attn_config={"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 10000.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "refused"),
+    [
+        ("deepseek_v3", "pi", "turns rope_type 'linear' into DeepSeek's YaRN"),
+        ("deepseek_v3", "llama3", "turns rope_type 'llama3' into DeepSeek's YaRN"),
+        ("deepseek_v2", "longrope", "turns rope_type 'longrope' into DeepSeek's YaRN"),
+        ("deepseek_v3", "yarn", None),
+        ("deepseek_v2", "ntk", None),
+        ("dbrx", "yarn", "reads its base from a field of its own"),
+        ("dbrx", "ntk", "reads its base from a field of its own"),
+        ("gpt_oss", "pi", "computes YaRN whatever the config says"),
+        ("gpt_oss", "ntk", "computes YaRN whatever the config says"),
+        ("gpt_oss", "yarn", None),
+        ("minicpm3", "yarn", "does not apply mscale_all_dim"),
+        ("minicpm3", "pi", None),
+    ],
+)
+def test_vllm_classes_that_compute_something_else_are_refused(name: str, method: str, refused: str | None) -> None:
+    plain = other(name)
+    parameters = LONG if method == "longrope" else {}
+    extended = extended_config(plain, method, factor=4.0, trained_length=TRAINED, **parameters)
+    if refused:
+        with pytest.raises(IncompatibleError, match=f"{name} with other positions.*{refused}"):
+            export_config(extended, to="vllm", served=plain)
+        return
+    assert export_config(extended, to="vllm", served=plain).exact
+
+
+def test_vllm_gpt_oss_gets_the_keys_that_it_insists_on() -> None:
+    plain = other("gpt_oss")
+    made = export_config(extended_config(plain, "yarn", factor=4.0), to="vllm")
+    rope = json.loads(pairs(made)["--hf-overrides"])["rope_parameters"]
+    assert {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}.items() <= rope.items()
+    assert rope["factor"] == 4.0
+
+
+def test_every_vllm_class_that_changes_the_config_is_known() -> None:
+    types = json.loads(VLLM_TABLE.read_text())["types"]
+    changing = {name for name, line in types.items() if line.get("otherwise")}
+    assert changing - set(CLASSES) == {"deepseek_v4", "dots3_note", "dots3_note_text"}, (
+        "these are not exact, and say so"
+    )
+    assert {"dbrx", "deepseek_v2", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "longcat_flash", "axk1"} <= changing
+    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "stablelm"):
+        assert types[name]["class"].startswith("model_executor/models/"), name
+        assert not types[name]["otherwise"], name
+
+
+def test_vllm_without_a_class_of_its_own_is_not_called_exact() -> None:
+    from transformers import DiffLlamaConfig
+
+    made = export_config(extended_config(DiffLlamaConfig(**SHAPE), "yarn", factor=4.0), to="vllm")
+    assert not made.exact
+    assert any("no class of its own for diffllama" in note for note in made.notes)
+
+
 def test_lifted_window_reaches_vllm_and_needs_conversion_for_llama_cpp(checkpoints: dict[str, Path]) -> None:
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4.0, "sliding_window": "lift"}
     overrides = json.loads(pairs(export(checkpoints["mistral"], to="vllm", **arguments))["--hf-overrides"])
@@ -265,7 +410,8 @@ def test_lifted_window_reaches_vllm_and_needs_conversion_for_llama_cpp(checkpoin
     [
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, TARGET, TARGET),
         ({"rope_type": "yarn", "factor": 4.0}, TARGET, TARGET),
-        ({"rope_type": "linear", "factor": 4.0}, TARGET, TARGET),
+        ({"rope_type": "yarn", "factor": 4.0}, TRAINED, TARGET),
+        ({"rope_type": "linear", "factor": 4.0}, TRAINED, TARGET),
         ({"rope_type": "dynamic", "factor": 4.0}, TRAINED, TARGET),
     ],
     ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
@@ -276,7 +422,64 @@ def test_checkpoints_that_others_extended(rope: dict[str, Any], longest: int, ta
     config = LlamaConfig(
         **(SHAPE | {"max_position_embeddings": longest}), rope_parameters=rope | {"rope_theta": 10000.0}
     )
-    assert pairs(export_config(config, to="vllm"))["--max-model-len"] == str(target)
+    made = export_config(config, to="vllm")
+    assert pairs(made)["--max-model-len"] == str(target)
+    vllm(config.to_dict(), made)  # which asserts that vLLM serves that length
+    assert any("does not say which length" in note for note in made.notes) == (rope["rope_type"] == "linear")
+
+
+# rope, max_position_embeddings and the window of published checkpoints; None of them was written by ctxext.
+LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "Qwen2.5, YaRN as its card says": ({"type": "yarn", "factor": 4.0, "original": 32768}, 32768, 131072),
+    "Qwen3, YaRN as its card says": ({"type": "yarn", "factor": 4.0, "original": 32768}, 40960, 131072),
+    "Yarn-Mistral-7b-128k": ({"type": "yarn", "factor": 16.0, "original": 8192}, 32768, 131072),
+    "Yarn-Llama-2-7b-64k": ({"type": "yarn", "factor": 16.0, "original": 4096}, 65536, 65536),
+    "DeepSeek-V3": ({"type": "yarn", "factor": 40.0, "original": 4096}, 163840, 163840),
+    "vicuna-7b-v1.5-16k": ({"type": "linear", "factor": 4.0}, 4096, 16384),
+    "Llama-3.1-8B": (LLAMA31 | {"factor": 8.0, "original": 8192}, 131072, 131072),
+    "Llama-3.2-1B": (LLAMA31 | {"factor": 32.0, "original": 8192}, 131072, 131072),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_are_served_at_their_whole_window(name: str) -> None:
+    rope, longest, window = PUBLISHED[name]
+    rope = {"rope_type": rope.get("type"), **{k: v for k, v in rope.items() if k not in ("type", "original")}} | (
+        {"original_max_position_embeddings": rope["original"]} if "original" in rope else {}
+    )
+    shape = SHAPE | {"max_position_embeddings": longest}
+    config = LlamaConfig(**shape, rope_parameters=rope | {"rope_theta": 10000.0})
+    made = export_config(config, to="vllm")
+    assert pairs(made)["--max-model-len"] == str(window)
+    vllm(config.to_dict(), made)
+    assert pairs(export_config(config, to="llama.cpp"))["-c"] == str(window)
+    assert not any("would otherwise promise" in note for note in made.notes)
+
+
+def test_gemma3_holds_its_extended_length() -> None:
+    from transformers import Gemma3TextConfig
+
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    shape = SHAPE | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3TextConfig(**(shape | {"max_position_embeddings": 131072}), rope_parameters=ropes)
+    assert pairs(export_config(config, to="vllm"))["--max-model-len"] == "131072"
+
+
+def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_path: Path) -> None:
+    """By export and inspect as by load: its entry says 4, its rope parameters 8."""
+    patch_checkpoint(llama, tmp_path / "long", "yarn", factor=4.0)
+    path = tmp_path / "long" / "config.json"
+    written = json.loads(path.read_text())
+    export(tmp_path / "long", to="vllm")
+    written["rope_parameters"]["factor"] = 8.0
+    path.write_text(json.dumps(written))
+    for target in ("vllm", "llama.cpp"):
+        with pytest.raises(CheckpointError, match=r"contradicts itself.*'factor': 4\.0.*'factor': 8\.0"):
+            export(tmp_path / "long", to=target)
+    with pytest.raises(CheckpointError, match="contradicts itself"):
+        inspect_checkpoint(tmp_path / "long")
 
 
 def test_model_in_memory_and_adapter_directory(llama: Path, tmp_path: Path) -> None:
