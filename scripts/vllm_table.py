@@ -107,7 +107,20 @@ def line(tree: Path, module: str, name: str) -> dict[str, Any]:
     expressions: dict[str, str] = {}
     for file in dict.fromkeys(callers):
         expressions |= {text: at for text, at in _expressions(file, tree).items() if text not in AS_THEY_ARE}
-    return {"class": f"{where.relative_to(tree / 'vllm')}:{number} {name}", "otherwise": expressions}
+    interleaved = any(_interleaves(file) for file in dict.fromkeys(callers))
+    place = f"{where.relative_to(tree / 'vllm')}:{number} {name}"
+    return {"class": place, "otherwise": expressions, "interleaved": interleaved}
+
+
+def _interleaves(path: Path) -> bool:
+    """Whether a file asks for GPT-J's layout of pairs, which vLLM's longrope refuses."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return any(
+        keyword.arg == "is_neox_style" and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        for call in calls
+        if ast.unparse(call.func) == "get_rope"
+        for keyword in call.keywords
+    )
 
 
 def main(tree: Annotated[Path, typer.Argument(help="vLLM's source distribution, unpacked.")]) -> None:

@@ -82,7 +82,7 @@ def _overrides(extended: Extended) -> tuple[dict[str, Any], list[str], bool]:
         )
     if extended.rope_type != "longrope":
         return overrides, [], True
-    notes = ["vLLM applies longrope to models with half-split rotation only (Llama's layout, not GLM's or Cohere's)."]
+    notes = []
     if abs(_longrope_scale(extended) - extended.scale) > 1e-6:
         rope |= {"short_mscale": extended.scale, "long_mscale": extended.scale}
         overrides["rope_parameters"] = _whole(extended, rope)
@@ -123,6 +123,11 @@ def _model_class(extended: Extended) -> str | None:
             f"code, which reads this config rightly, or refuses to start."
         )
     rule = CLASSES.get(model_type, _scores_unscaled)
+    if line["interleaved"] and extended.rope_type == "longrope":
+        raise IncompatibleError(
+            f"vLLM {version} does not start with longrope on this {model_type}: it computes that for half-split rotation "
+            f"only (Llama's layout). {_OTHERWISE}"
+        )
     if problem := rule(extended):
         raise IncompatibleError(
             f"vLLM {version} would run this {model_type} with other positions: its model class ({line['class']}) "
@@ -195,7 +200,7 @@ CLASSES: dict[str, Callable[[Extended], str | None]] = {
 def _longrope_scale(extended: Extended) -> float:
     """What vLLM computes where the config says nothing else: it looks at the lengths only."""
     original = extended.trained_length
-    stretch = extended.text.max_position_embeddings / original
+    stretch = max(_longest(extended), extended.target_length) / original
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
 
 

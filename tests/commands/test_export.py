@@ -336,6 +336,8 @@ def other(name: str) -> Any:
     if name == "gpt_oss":
         plain = {"rope_type": "default", "rope_theta": 10000.0}
         return t.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=2, rope_parameters=plain)
+    if name == "cohere":
+        return t.CohereConfig(**SHAPE)
     assert name == "dbrx"
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": TRAINED, "vocab_size": 128}
     return t.DbrxConfig(**sizes, attn_config={"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 10000.0})
@@ -367,6 +369,12 @@ def test_vllm_classes_that_compute_something_else_are_refused(name: str, method:
             export_config(extended, to="vllm", served=plain)
         return
     assert export_config(extended, to="vllm", served=plain).exact
+
+
+def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
+    extended = extended_config(other("cohere"), "longrope", factor=4.0, **LONG)
+    with pytest.raises(IncompatibleError, match="does not start with longrope on this cohere"):
+        export_config(extended, to="vllm")
 
 
 def test_vllm_gpt_oss_gets_the_keys_that_it_insists_on() -> None:
