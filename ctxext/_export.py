@@ -39,7 +39,8 @@ def export(
     """Say which flags make another runtime serve an extended checkpoint, and what it cannot express.
 
     Pick it before deploying: runtimes disagree on rope scaling, and none of them says so when it computes something
-    else. Nothing is loaded, written or started.
+    else. ``exact`` is said only of what was seen to be right in the versions named here; about other runtimes (SGLang,
+    MLX, ...) nothing is known. No weights are loaded, nothing is written or started.
 
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``save_pretrained``).

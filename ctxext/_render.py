@@ -183,7 +183,11 @@ def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...],
 def show_export(export: Export, checkpoint: str, console: Console) -> None:
     """Print a command to paste, then what to know about it."""
     console.print(Text(command_line(export, checkpoint)), soft_wrap=True)
-    exact = "[green]the same positions as in transformers[/]" if export.exact else "[yellow]not the same positions[/]"
+    exact = (
+        "[green]the same positions as in transformers[/]"
+        if export.exact
+        else "[yellow]not the same positions, or not proven[/]"
+    )
     console.print(f"  {exact}")
     for note in export.notes:
         console.print(Text(f"  - {note}"), soft_wrap=True)

@@ -107,15 +107,17 @@ def line(tree: Path, module: str, name: str) -> dict[str, Any]:
     expressions: dict[str, str] = {}
     for file in dict.fromkeys(callers):
         expressions |= {text: at for text, at in _expressions(file, tree).items() if text not in AS_THEY_ARE}
-    interleaved = any(_interleaves(file) for file in dict.fromkeys(callers))
+    interleaved = any(_interleaves(file) for file in dict.fromkeys([*files, *callers]))
     place = f"{where.relative_to(tree / 'vllm')}:{number} {name}"
     return {"class": place, "otherwise": expressions, "interleaved": interleaved}
 
 
 def _interleaves(path: Path) -> bool:
     """Whether a file asks for GPT-J's layout of pairs, which vLLM's longrope refuses."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    return any(
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    afterwards = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)]
+    return any(text.endswith("is_neox_style = False") for text in afterwards) or any(
         keyword.arg == "is_neox_style" and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
         for call in calls
         if ast.unparse(call.func) == "get_rope"

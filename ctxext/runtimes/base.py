@@ -18,7 +18,8 @@ class Export:
         target: "vllm" or "llama.cpp".
         flags: command-line arguments, one string each, to pass on as they are.
         notes: sentences that the person who deploys must know.
-        exact: whether the target then computes the same positions as the model patched in place, at every length.
+        exact: whether the target is known to compute the same positions as the model patched in place, at every
+            length; where it is not, a note says why.
     """
 
     target: str

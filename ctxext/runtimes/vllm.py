@@ -123,15 +123,15 @@ def _model_class(extended: Extended) -> str | None:
             f"code, which reads this config rightly, or refuses to start."
         )
     rule = CLASSES.get(model_type, _scores_unscaled)
-    if line["interleaved"] and extended.rope_type == "longrope":
-        raise IncompatibleError(
-            f"vLLM {version} does not start with longrope on this {model_type}: it computes that for half-split rotation "
-            f"only (Llama's layout). {_OTHERWISE}"
-        )
     if problem := rule(extended):
         raise IncompatibleError(
             f"vLLM {version} would run this {model_type} with other positions: its model class ({line['class']}) "
             f"{problem}. {_OTHERWISE}"
+        )
+    if line["interleaved"] and extended.rope_type == "longrope":
+        raise IncompatibleError(
+            f"vLLM {version} cannot run longrope on this {model_type}: it computes that for half-split rotation only "
+            f"(Llama's layout). {_OTHERWISE}"
         )
     if line["otherwise"] and model_type not in CLASSES:
         return f"Not proven: vLLM's class for {model_type} changes the rope parameters ({line['class']})."

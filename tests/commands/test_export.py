@@ -373,7 +373,7 @@ def test_vllm_classes_that_compute_something_else_are_refused(name: str, method:
 
 def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
     extended = extended_config(other("cohere"), "longrope", factor=4.0, **LONG)
-    with pytest.raises(IncompatibleError, match="does not start with longrope on this cohere"):
+    with pytest.raises(IncompatibleError, match="cannot run longrope on this cohere"):
         export_config(extended, to="vllm")
 
 

@@ -55,7 +55,8 @@ def _run(backend: AttentionBackend, case: Case, *, backward: bool) -> list[torch
 
 def _refuses(backend: AttentionBackend, case: Case, *, backward: bool) -> bool:
     """Whether ``why_not`` refuses; then the call must raise with that very reason."""
-    need = Need.of(case.q, case.k, case.v, case.layout, biased=case.slopes is not None, training=backward, window=case.window)
+    asked = {"biased": case.slopes is not None, "training": backward, "window": case.window}
+    need = Need.of(case.q, case.k, case.v, case.layout, **asked)
     reason = backend.why_not(need)
     if reason is None:
         return False
