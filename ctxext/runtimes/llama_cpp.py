@@ -190,7 +190,7 @@ def flags_of(extended: Extended) -> tuple[str, ...]:
     )
 
 
-def _number(value: int | float) -> str:
+def _number(value: float | int) -> str:
     return f"{value:.9g}"  # llama.cpp reads a float32, which nine digits determine
 
 
