@@ -83,7 +83,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
     for name, kind in KINDS.items():
-        if not isinstance(saved[name], kind) or isinstance(saved[name], bool):
+        if name in saved and (not isinstance(saved[name], kind) or isinstance(saved[name], bool)):
             raise CheckpointError(f"The extension in {place} is damaged: {name}={saved[name]!r} is no {kind.__name__}.")
     for name, part in (("method", "method"), ("versions", "ctxext")):
         if part not in saved[name]:
