@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -65,6 +66,11 @@ def check_config(config: Any, place: str) -> None:
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(f"The config of {place} has architectures={named!r}; it should be a list of class names.")
     text = config.get_text_config(decoder=True)
+    for dtype in (config.dtype, getattr(text, "dtype", None)):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise CheckpointError(
+                f"The config of {place} has dtype={dtype!r}; it should be one of torch's, by its name."
+            )
     length = getattr(text, "max_position_embeddings", None)
     if length is not None and (not is_number(length) or length < 1):
         raise CheckpointError(

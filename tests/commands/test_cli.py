@@ -294,7 +294,7 @@ def test_export_prints_a_command_to_paste(cli: Cli, llama: Path, tmp_path: Path)
     [
         (["--to", "vlm"], "Did you mean 'vllm'"),
         (["--to", "vllm"], "nothing to export"),
-        (["--to", "vllm", "-f", "4"], "factor: only with --method"),
+        (["--to", "vllm", "-f", "4"], "--factor: only with --method"),
         (["--to", "llama.cpp", "-m", "dynamic_ntk", "-f", "4"], "no dynamic scaling"),
         (["--to", "vllm", "-m", "dynamic_yarn", "-f", "4"], "cannot run 'dynamic_yarn'"),
     ],
@@ -366,4 +366,4 @@ def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
     assert cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4, "--sliding-window", "open").exit_code == 2
     result = cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4)
     assert result.exit_code == 1
-    assert "sliding_window='lift'" in result.stderr
+    assert "--sliding-window lift" in result.stderr
