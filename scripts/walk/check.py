@@ -12,18 +12,31 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ctxext
+from ctxext.architectures._probe import FAILURES, look
 from ctxext.architectures._sites import find_sites, plain_spec, rotaries
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
-from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods import METHODS, Method
 from ctxext.spec import RopeSpec
+from scripts.walk.stock import logits_of
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY
 
-__all__ = ["Finding", "State", "Stock", "check_method", "check_model", "inputs_for", "rope_methods"]
+__all__ = [
+    "Finding",
+    "State",
+    "Stock",
+    "check_method",
+    "check_model",
+    "inputs_for",
+    "rotating_layers",
+    "sees_future",
+    "walked_methods",
+]
 
+CHANGED = TRAINED_LENGTH + 20  # the token whose change must reach the tokens before it exactly when it did unpatched
 FIRST_TOKEN = 40  # below are special tokens (images, audio, ends of text) in some vocabularies
 
 
@@ -33,7 +46,7 @@ class Finding:
 
     Args:
         method: the method's name, with what was done about sliding windows.
-        outcome: "right", "refused" (by a named reason) or "wrong".
+        outcome: "right", "refused" (by a named reason), "wrong", or "unchecked" (accepted, and not to be run here).
         detail: how it is stored, or the reason, or what went wrong.
         stock: whether stock transformers loads it.
     """
@@ -78,10 +91,9 @@ class Stock:
         return reply["error"] if "error" in reply else load_file(directory / reply["logits"])["logits"].clone()
 
 
-def rope_methods(names: list[str] | None = None) -> list[type[RopeMethod]]:
-    """The discovered methods for rotary positions."""
-    chosen = [METHODS[name] for name in names or METHODS]
-    return [method for method in chosen if issubclass(method, RopeMethod)]
+def walked_methods(names: list[str] | None = None) -> list[type[Method]]:
+    """All discovered methods, or those named: those that change rotation and the retrofits that replace it."""
+    return [METHODS[name] for name in names or METHODS]
 
 
 def inputs_for(model: PreTrainedModel) -> Tensor:
@@ -91,26 +103,113 @@ def inputs_for(model: PreTrainedModel) -> Tensor:
     return torch.randint(FIRST_TOKEN, VOCABULARY, (1, length), generator=generator)
 
 
-def check_model(model: PreTrainedModel, methods: list[type[RopeMethod]], stock: Stock, folder: Path) -> list[Finding]:
+def check_model(model: PreTrainedModel, methods: list[type[Method]], stock: Stock, folder: Path) -> list[Finding]:
     """Every method on one model; where the windows of all layers must be decided on, both decisions."""
     inputs = inputs_for(model)
+    try:
+        logits_of(model, inputs)
+    except FAILURES as error:
+        return [_refused_at_least(model, method, error) for method in methods]
+    problem = _layers_problem(model, inputs)
+    if problem:
+        return [Finding("none", "wrong", problem)]
     save_file({"input_ids": inputs}, folder / "inputs.safetensors")
     problem = _plain_problem(model, inputs, stock, folder)
     if problem:
         return [Finding("none", "wrong", f"unpatched: {problem}")]
     findings = []
     before = State.of(model, inputs)
+    bidirectional = sees_future(model, inputs, before.logits)
     arguments = _necessary_arguments(model)
     for method_class in methods:
         method = method_class.example(_spec(model))
         for more in arguments:
-            findings.append(check_method(model, before, method, more, stock, folder))
+            findings.append(check_method(model, before, method, more, stock, folder, bidirectional))
     return findings
+
+
+def _refused_at_least(model: PreTrainedModel, method_class: type[Method], error: Exception) -> Finding:
+    """A model that does not read tokens alone cannot be checked, so nothing may be promised of it."""
+    try:
+        ctxext.patch(model, method_class.example(_spec(model)), trained_length=TRAINED_LENGTH)
+    except CtxextError as refusal:
+        return Finding(method_class.name, "refused", f"{type(refusal).__name__}: {refusal}")
+    ctxext.unpatch(model)
+    cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return Finding(method_class.name, "unchecked", f"does not read tokens alone ({cause})")
+
+
+def _layers_problem(model: PreTrainedModel, inputs: Tensor) -> str | None:
+    """Whether the layers that ctxext sees rotate are those that do, by arithmetic with what is not a number."""
+    paths = [path for path, module in rotaries(model) if _is_decoders(model, module)]
+    if not paths:
+        return None
+    seen = look(model, paths)
+    if seen.failure:
+        return f"its layers could not be seen: {seen.failure}"
+    found = rotating_layers(model, inputs, paths, seen.attending | seen.rotating)
+    if found != seen.rotating:
+        return f"layers that rotate: {sorted(found)} by arithmetic, {sorted(seen.rotating)} by ctxext"
+    return None
+
+
+def _is_decoders(model: PreTrainedModel, rotary: Any) -> bool:
+    return not model.config.is_encoder_decoder and rotary.config is model.config.get_text_config(decoder=True)
+
+
+def rotating_layers(model: PreTrainedModel, inputs: Tensor, paths: list[str], layers: frozenset[str]) -> set[str]:
+    """Layers whose output is not a number when cos and sin are not, and their own input is.
+
+    Args:
+        model: any model.
+        inputs: tokens that it reads.
+        paths: its rotary modules.
+        layers: some layers; all that stand beside them are watched.
+    """
+    found: set[str] = set()
+
+    def spoil(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return torch.full_like(output, torch.nan)
+        return tuple(torch.full_like(part, torch.nan) for part in output)
+
+    def clean(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (args[0].nan_to_num(), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": kwargs["hidden_states"].nan_to_num()}
+
+    def note(path: str) -> Any:
+        def look_at(module: nn.Module, args: Any, output: Any) -> None:
+            if (output if isinstance(output, Tensor) else output[0]).isnan().any():
+                found.add(path)
+
+        return look_at
+
+    handles = [model.get_submodule(path).register_forward_hook(spoil) for path in paths]
+    lists = {path.rpartition(".")[0] for path in layers}
+    for path in [f"{name}.{item}" for name in lists for item, _ in model.get_submodule(name).named_children()]:
+        layer = model.get_submodule(path)
+        handles.append(layer.register_forward_pre_hook(clean, with_kwargs=True))
+        handles.append(layer.register_forward_hook(note(path)))
+    try:
+        logits_of(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def sees_future(model: PreTrainedModel, inputs: Tensor, logits: Tensor) -> bool:
+    """Whether a change of one token reaches what the model says of the tokens before it; ``logits`` are unchanged's."""
+    other = inputs.clone()
+    other[0, CHANGED] = FIRST_TOKEN + (other[0, CHANGED] - FIRST_TOKEN + 1) % (VOCABULARY - FIRST_TOKEN)
+    moved = (logits_of(model, other) - logits)[:, :CHANGED].abs().max()
+    return bool(moved > 1e-4 * logits.abs().max())  # sums of other lengths (experts) round differently
 
 
 def _plain_problem(model: PreTrainedModel, inputs: Tensor, stock: Stock, folder: Path) -> str | None:
     """Why the model itself cannot be compared with its reload (saving also fills in fields of the config)."""
-    logits = _logits(model, inputs)
+    logits = logits_of(model, inputs)
     if not torch.isfinite(logits).all():
         return "the random model has no finite logits"
     model.save_pretrained(folder / "plain")
@@ -161,7 +260,7 @@ class State:
     @classmethod
     def of(cls, model: PreTrainedModel, inputs: Tensor) -> State:
         weights = {name: value.clone() for name, value in model.state_dict().items()}
-        return cls(inputs, _logits(model, inputs), model.config.to_dict(), weights)
+        return cls(inputs, logits_of(model, inputs), model.config.to_dict(), weights)
 
     def difference(self, model: PreTrainedModel) -> str | None:
         """What of it differs in ``model`` now."""
@@ -178,7 +277,13 @@ class State:
 
 
 def check_method(
-    model: PreTrainedModel, before: State, method: Method, arguments: dict[str, Any], stock: Stock, folder: Path
+    model: PreTrainedModel,
+    before: State,
+    method: Method,
+    arguments: dict[str, Any],
+    stock: Stock,
+    folder: Path,
+    bidirectional: bool,
 ) -> Finding:
     """Patch, save, reload with and without ctxext, unpatch; say what was found."""
     window = arguments.get("sliding_window")
@@ -194,7 +299,7 @@ def check_method(
     # A directory of its own: weights are memory-mapped, and a file must not change under a process that has it open.
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         where = Path(directory), folder / "inputs.safetensors"
-        problem = _patched_problem(model, before, arguments, stock, *where)
+        problem = _patched_problem(model, before, arguments, stock, *where, bidirectional)
     ctxext.unpatch(model)
     problem = problem or _prefixed("unpatch: ", before.difference(model))
     if problem:
@@ -203,12 +308,20 @@ def check_method(
 
 
 def _patched_problem(
-    model: PreTrainedModel, before: State, arguments: dict[str, Any], stock: Stock, directory: Path, inputs_file: Path
+    model: PreTrainedModel,
+    before: State,
+    arguments: dict[str, Any],
+    stock: Stock,
+    directory: Path,
+    inputs_file: Path,
+    bidirectional: bool,
 ) -> str | None:
     inputs, is_stock = before.inputs, ctxext.describe(model).stock
-    logits = _logits(model, inputs)
+    logits = logits_of(model, inputs)
     if not torch.isfinite(logits).all():
         return "the patched model has no finite logits"
+    if sees_future(model, inputs, logits) is not bidirectional:
+        return f"tokens {'no longer see' if bidirectional else 'now see'} those that come after them"
     if problem := _window_problem(model, before, arguments.get("sliding_window")):
         return problem
     beyond = (logits - before.logits)[:, TRAINED_LENGTH:].abs().max().item()
@@ -223,7 +336,7 @@ def _patched_problem(
     if isinstance(found, Tensor) and (problem := _unequal(found, logits)):
         return f"stock reload: {problem}"
     loaded = ctxext.load(directory).eval()
-    return _prefixed("ctxext.load: ", _unequal(_logits(loaded, inputs), logits))
+    return _prefixed("ctxext.load: ", _unequal(logits_of(loaded, inputs), logits))
 
 
 def _window_problem(model: PreTrainedModel, before: State, choice: str | None) -> str | None:
@@ -232,15 +345,9 @@ def _window_problem(model: PreTrainedModel, before: State, choice: str | None) -
         return None
     other = before.inputs.clone()
     other[0, 0] = FIRST_TOKEN + (other[0, 0] - FIRST_TOKEN + 1) % (VOCABULARY - FIRST_TOKEN)
-    if torch.equal(_logits(model, other)[:, -1], _logits(model, before.inputs)[:, -1]):
+    if torch.equal(logits_of(model, other)[:, -1], logits_of(model, before.inputs)[:, -1]):
         return "sliding_window='lift': the last token does not see the first one"
     return None
-
-
-def _logits(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(inputs, use_cache=False).logits
-    return logits
 
 
 def _unequal(found: Tensor, expected: Tensor) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
@@ -17,6 +18,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 STOCK_LOGITS = "stock_logits.safetensors"
+
+
+def logits_of(model: Any, inputs: Any) -> Any:
+    """What a model of any kind says of tokens; an encoder-decoder reads them on both sides."""
+    arguments = {"input_ids": inputs}
+    if model.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = inputs
+    if type(model.config) in AutoModelForCausalLM._model_mapping:
+        arguments["use_cache"] = False
+    with torch.no_grad():
+        return model(**arguments).logits
 
 
 def answer(request: dict[str, str]) -> dict[str, str]:
@@ -29,8 +41,7 @@ def answer(request: dict[str, str]) -> dict[str, str]:
         model = loader.from_pretrained(directory, use_safetensors=True).eval()
     except Exception as error:  # whatever stock code says is the finding
         return {"error": f"{type(error).__name__}: {error}"}
-    with torch.no_grad():
-        logits = model(load_file(request["inputs"])["input_ids"], use_cache=False).logits
+    logits = logits_of(model, load_file(request["inputs"])["input_ids"])
     save_file({"logits": logits.contiguous()}, os.path.join(directory, STOCK_LOGITS))
     return {"logits": STOCK_LOGITS}
 

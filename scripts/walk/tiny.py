@@ -1,4 +1,4 @@
-"""The smallest honest random config of any causal language model type: default structure, small numbers."""
+"""The smallest honest random config of any type of language model: default structure, small numbers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from scripts.walk.special import SPECIAL
 
-__all__ = ["TRAINED_LENGTH", "VOCABULARY", "model_types", "tiny_config", "tiny_model"]
+__all__ = ["KINDS", "TRAINED_LENGTH", "VOCABULARY", "kind_of", "model_types", "tiny_config", "tiny_model"]
 
 TRAINED_LENGTH = 64
 VOCABULARY = 128
@@ -47,9 +53,27 @@ _SMALL: dict[int, str] = {
 SMALL = {name: value for value, names in _SMALL.items() for name in names.split()}
 
 
-def model_types() -> list[str]:
-    """Every causal language model type of the installed transformers, by its own name."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# What a type is walked as: the first of these that knows it.
+KINDS: dict[str, Any] = {
+    "causal": AutoModelForCausalLM,
+    "masked": AutoModelForMaskedLM,
+    "seq2seq": AutoModelForSeq2SeqLM,
+    "speech": AutoModelForSpeechSeq2Seq,
+}
+
+
+def model_types(kind: str | None = None) -> list[str]:
+    """Every type of language model in the installed transformers, by its own name; those of one kind where asked."""
+    names: dict[str, str] = {}
+    for name, loader in KINDS.items():
+        for config_class in loader._model_mapping:
+            names.setdefault(config_class.model_type, name)
+    return sorted(model_type for model_type, name in names.items() if kind in (None, name))
+
+
+def kind_of(config_class: type) -> str:
+    """What models of a config are walked as."""
+    return next(name for name, loader in KINDS.items() if config_class in loader._model_mapping)
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
@@ -57,10 +81,16 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     return _shrunk(CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {}) | changes)
 
 
-def tiny_model(config: PreTrainedConfig, seed: int = 0, loader: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """A random model with weights wide enough that positions show in its logits; ``loader`` is an Auto class."""
+def tiny_model(config: PreTrainedConfig, seed: int = 0, loader: Any = None) -> PreTrainedModel:
+    """A random model with weights wide enough that positions show in its logits.
+
+    Args:
+        config: its config.
+        seed: of its weights.
+        loader: an Auto class; None takes the first of ``KINDS`` that knows the config.
+    """
     torch.manual_seed(seed)
-    model: PreTrainedModel = loader.from_config(config)
+    model: PreTrainedModel = (loader or KINDS[kind_of(type(config))]).from_config(config)
     tied = set()
     with torch.no_grad():
         for module in model.modules():

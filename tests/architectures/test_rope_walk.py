@@ -12,9 +12,11 @@ import transformers
 from _models import RECENT, tiny
 
 import ctxext
+from ctxext.architectures._probe import Layers
 from ctxext.errors import IncompatibleError
 from scripts import walk_architectures
-from scripts.walk.check import Stock, check_model, rope_methods
+from scripts.walk import check
+from scripts.walk.check import Stock, check_model, walked_methods
 from scripts.walk.tiny import model_types
 
 # One method that stays static, one stored as another base, one with a temperature, one that needs its own cache.
@@ -41,7 +43,7 @@ def stock() -> Iterator[Stock]:
 
 
 def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str, str]]:
-    findings = check_model(tiny(model_type), rope_methods(METHODS), stock, folder)
+    findings = check_model(tiny(model_type), walked_methods(METHODS), stock, folder)
     return {finding.method: (finding.outcome, finding.detail) for finding in findings}
 
 
@@ -113,7 +115,7 @@ def test_phimoe_takes_what_reaches_its_forward_pass_and_nothing_else() -> None:
 
 
 def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    types = model_types()
+    types = model_types("causal")
     assert len(types) > 150
     assert {"llama", "gemma3_text", "deepseek_v3"} <= set(types)
     line = walk_architectures.walk_safely("gpt2")
@@ -142,6 +144,35 @@ def test_a_silent_difference_is_found(stock: Stock, tmp_path: Path, monkeypatch:
         path.write_text(json.dumps(saved))
 
     monkeypatch.setattr(type(model), "save_pretrained", forgetful)
-    (finding,) = check_model(model, rope_methods(["pi"]), stock, tmp_path)
+    (finding,) = check_model(model, walked_methods(["pi"]), stock, tmp_path)
     assert finding.outcome == "wrong"
     assert "stock reload: logits differ" in finding.detail
+
+
+def test_retrofits_and_encoders_are_walked_as_well(stock: Stock, tmp_path: Path) -> None:
+    for model_type, alibi in (("eurobert", "not causal here"), ("mixtral", None)):
+        folder = tmp_path / model_type
+        folder.mkdir()
+        findings = check_model(tiny(model_type), walked_methods(["pi", "alibi"]), stock, folder)
+        found = {finding.method: (finding.outcome, finding.detail) for finding in findings}
+        assert found["pi"][0] == "right", found
+        assert found["alibi"][0] == ("refused" if alibi else "right")
+        assert (alibi or "only ctxext loads") in found["alibi"][1]
+    line = walk_architectures.walk_safely("t5gemma2", ["pi"])
+    assert (line["kind"], line["outcome"]) == ("seq2seq", "refused")
+    assert "is an encoder-decoder" in line["reason"]
+
+
+def test_the_walk_finds_layers_seen_wrongly_and_causality_lost(
+    stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks themselves fail where what they look at is wrong."""
+    monkeypatch.setattr(check, "look", lambda model, paths: Layers(rotating=frozenset({"model.layers.0"})))
+    (finding,) = check_model(tiny(), walked_methods(["pi"]), stock, tmp_path)
+    assert "layers that rotate" in finding.detail
+    monkeypatch.undo()
+    answers = iter([True, False])
+    monkeypatch.setattr(check, "sees_future", lambda *_: next(answers))
+    (finding,) = check_model(tiny(), walked_methods(["pi"]), stock, tmp_path)
+    assert finding.outcome == "wrong"
+    assert "tokens no longer see those that come after them" in finding.detail
