@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from ctxext._adapters import keep_extension, unwrapped
 from ctxext._edits import Edits
+from ctxext._limits import raise_generation_limit, tokenizer_note
 from ctxext._saved import checked_trained_length, choices, saved_extension, saved_form
 from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
 from ctxext.architectures._absent import why_absent
+from ctxext.architectures._old_form import write_old_form
 from ctxext.architectures._own_config import give_own_config
 from ctxext.architectures._scaling import checked_scaling, refuse_shrinking, scaling_of
 from ctxext.attention import Need, select
@@ -141,6 +143,8 @@ def patch(
         give_own_config(base, edits)
         extension = architecture.apply(base, chosen, request, edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
+        write_old_form(base.config, edits)
+        raise_generation_limit(base, extension.trained_length, extension.target_length, edits)
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
         keep_extension(model, edits)
     return model
@@ -174,7 +178,9 @@ def describe(model: nn.Module) -> Description:
     if patched is not None:
         edits = tuple(patched.edits.lines())
         line = attention_line(base, patched.extension.attention)
-        return replace(describe_saved(saved_form(patched.method, patched.extension), model_type, edits), attention=line)
+        found = describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
+        notes = tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
+        return replace(found, attention=line, notes=(*found.notes, *notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)

@@ -1,28 +1,33 @@
-"""Extend a checkpoint on disk: a new config beside the same weights, which are linked or copied and never loaded."""
+"""Extend a checkpoint on disk: a new config beside the same weights, which are copied and never loaded."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ctxext._api import describe_saved
-from ctxext._checkpoint_source import Contents, checked_contents, read_config, read_json, refuse_source
+from ctxext._checkpoint_source import Contents, checked_contents, read_any_config, refuse_source
+from ctxext._files import NAME_BYTES, ending_cleanly, hidden_beside
+from ctxext._limits import LENGTH_FIELDS, copy_raised
 from ctxext._load import extended_config
-from ctxext.errors import CheckpointError, VerificationError
+from ctxext.architectures._old_form import same_rope
+from ctxext.errors import CheckpointError, IncompatibleError, VerificationError
 from ctxext.methods import Method
 from ctxext.spec import Description
 
 __all__ = ["Written", "patch_checkpoint"]
 
-# What os.link answers where a hard link is impossible, rather than wrong.
-CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP})
+# linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.
+FICLONE = 0x40049409
+# What it answers where that is impossible, rather than wrong.
+CANNOT_CLONE = frozenset({errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EINVAL, errno.EPERM})
 CHUNK = 16 * 2**20
 
 Progress = Callable[[int, int], None]
@@ -35,9 +40,9 @@ class Written:
     Args:
         directory: the new checkpoint.
         description: its extension.
-        linked: weight files that share their bytes with the source.
+        linked: weight files that are hard links: they are the source's files under another name.
+        cloned: weight files that share their blocks with the source until either is written.
         copied: weight files that were copied.
-        why_copied: why links were not possible, where they were tried.
         changed: small files that were rewritten, and how.
         left_out: names in the source that do not belong to the extended checkpoint.
     """
@@ -45,8 +50,8 @@ class Written:
     directory: Path
     description: Description
     linked: int
+    cloned: int
     copied: int
-    why_copied: str | None = None
     changed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -56,7 +61,7 @@ def patch_checkpoint(
     destination: str | os.PathLike[str],
     method: str | Method,
     *,
-    link: bool | None = None,
+    link: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     **arguments: Any,
@@ -69,7 +74,9 @@ def patch_checkpoint(
         source: a directory with config.json and safetensors weights; stays as it is.
         destination: a path where nothing exists yet.
         method: as for ``ctxext.patch``.
-        link: hard-link the weights (True), copy them (False), or link where the file system can (None).
+        link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
+            writes into the source's: safetensors before 0.8 does so when a model is saved over it. By default the
+            weights are cloned where the file system can (btrfs, XFS), else copied.
         trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
         progress: called with (bytes copied, bytes to copy) while weights are copied.
         **arguments: ``factor``, ``target_length``, ``trained_length``, ``sliding_window`` and the method's own
@@ -83,36 +90,61 @@ def patch_checkpoint(
     refuse_source(source)
     _refuse_destination(source, destination)
     contents = checked_contents(source)
-    config = read_config(source, trust_remote_code=trust_remote_code)
-    extended = extended_config(config, method, trust_remote_code=trust_remote_code, **arguments)
+    config = read_any_config(source, trust_remote_code=trust_remote_code)
+    extended = _extended_whole(config, source, method, trust_remote_code, arguments)
     description = describe_saved(extended.ctxext, extended.model_type)
-    partial = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
+    partial = hidden_beside(destination, f"{secrets.token_hex(4)}.partial")
     try:
-        partial.mkdir()
-        changed = _write_small_files(source, partial, contents, extended, description)
-        _prove_readable(partial, extended, trust_remote_code)
-        linked, why_copied = _place_weights(source, partial, contents.weights, link, progress)
-        _refuse_destination(source, destination)  # a rename would replace an empty directory made in the meantime
-        partial.rename(destination)
+        with ending_cleanly():
+            try:
+                partial.mkdir()
+                changed = _write_small_files(source, partial, contents, extended, description)
+                _prove_readable(partial, extended, trust_remote_code)
+                linked, cloned = _place_weights(source, partial, contents.weights, link, progress)
+                _refuse_destination(source, destination)  # a rename would replace an empty directory made meanwhile
+                partial.rename(destination)
+            finally:
+                if partial.exists():
+                    shutil.rmtree(partial)
     except OSError as error:
         raise CheckpointError(
             f"Could not write {destination}: {error.strerror or error}. Nothing was left behind; {source} is unchanged."
         ) from error
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial)
     return Written(
         directory=destination,
         description=description,
         linked=linked,
-        copied=len(contents.weights) - linked,
-        why_copied=why_copied,
+        cloned=cloned,
+        copied=len(contents.weights) - linked - cloned,
         changed=tuple(changed),
         left_out=tuple(contents.left_out),
     )
 
 
+def _extended_whole(
+    config: Any, source: Path, method: str | Method, trust_remote_code: bool, arguments: dict[str, Any]
+) -> Any:
+    """The extended config of the whole checkpoint: of a vision-language model as well, not of its text part alone.
+
+    Raises:
+        IncompatibleError: the model class keeps another config than the checkpoint's.
+    """
+    extended = extended_config(config, method, trust_remote_code=trust_remote_code, **arguments)
+    if type(extended) is not type(config):
+        raise IncompatibleError(
+            f"{source} holds a {config.model_type}, whose model keeps a config of the type {extended.model_type}: "
+            f"ctxext would write the config of a part beside the weights of the whole. Load it and extend it in "
+            f"memory: ctxext.load({str(source)!r}, method=...)."
+        )
+    return extended
+
+
 def _refuse_destination(source: Path, destination: Path) -> None:
+    if len(os.fsencode(destination.name)) > NAME_BYTES:
+        raise CheckpointError(
+            f"The name {destination.name[:40]}... has {len(os.fsencode(destination.name))} bytes, and file systems "
+            f"allow {NAME_BYTES}. Give a shorter one."
+        )
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination} already exists and is never overwritten. Give a new name, or remove it.")
     if not destination.parent.is_dir():
@@ -129,43 +161,34 @@ def _write_small_files(
     for path in contents.others:
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
-        if path == source / "tokenizer_config.json":
-            changed += _copy_tokenizer_config(path, place, description.target_length)
+        if path.parent == source and path.name in LENGTH_FIELDS:
+            changed += copy_raised(path, place, description.trained_length, description.target_length)
         else:
             shutil.copyfile(path, place)
     return changed
 
 
-def _copy_tokenizer_config(path: Path, place: Path, target_length: int | None) -> list[str]:
-    """Tokenizers cut at ``model_max_length`` when asked to truncate, so a value below the new length is raised."""
-    settings = read_json(path)
-    limit = settings.get("model_max_length")
-    if not isinstance(limit, int | float) or target_length is None or limit >= target_length:
-        shutil.copyfile(path, place)
-        return []
-    settings["model_max_length"] = target_length
-    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [f"{path.name}: model_max_length {limit:g} -> {target_length}"]
-
-
 def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> None:
-    read = read_config(directory, trust_remote_code=trust_remote_code)
+    read = read_any_config(directory, trust_remote_code=trust_remote_code)
+    if (type(read), read.architectures) != (type(extended), extended.architectures):
+        raise VerificationError(f"config.json would read back as a {read.model_type} of {read.architectures}.")
     for name in ("rope_parameters", "max_position_embeddings"):
         found, meant = (getattr(part.get_text_config(decoder=True), name, None) for part in (read, extended))
-        if found != meant:
+        if not same_rope(found, meant):
             raise VerificationError(f"config.json would read back as {name}={found}, not as {meant}.")
     if read.ctxext != extended.ctxext:
         raise VerificationError("config.json would not read back the extension that was written into it.")
 
 
 def _place_weights(
-    source: Path, target: Path, weights: list[Path], link: bool | None, progress: Progress | None
-) -> tuple[int, str | None]:
-    """Link or copy the weights; return how many were linked, and why the others were not."""
-    why_copied = None if link is not False else "--copy"
-    to_copy = list(weights)
-    if link is not False:
-        to_copy, why_copied = _link(source, target, weights, required=bool(link))
+    source: Path, target: Path, weights: list[Path], link: bool, progress: Progress | None
+) -> tuple[int, int]:
+    """Link, clone or copy the weights; return how many were linked, and how many cloned."""
+    if link:
+        for path in weights:
+            os.link(path.resolve(), target / path.relative_to(source))  # a hub cache holds symbolic links
+        return len(weights), 0
+    to_copy = [path for path in weights if not _clone(path, target / path.relative_to(source))]
     total, done = sum(path.stat().st_size for path in to_copy), 0
     for path in to_copy:
         with path.open("rb") as reading, (target / path.relative_to(source)).open("wb") as writing:
@@ -174,16 +197,20 @@ def _place_weights(
                 done += len(chunk)
                 if progress is not None:
                     progress(done, total)
-    return len(weights) - len(to_copy), why_copied
+    return 0, len(weights) - len(to_copy)
 
 
-def _link(source: Path, target: Path, weights: list[Path], *, required: bool) -> tuple[list[Path], str | None]:
-    """Hard-link the weights; return those that must be copied instead, and why."""
-    for done, path in enumerate(weights):
+def _clone(path: Path, place: Path) -> bool:
+    """Make ``place`` share the blocks of ``path`` until either is written; False where the file system cannot."""
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    with path.open("rb") as reading, place.open("wb") as writing:
         try:
-            os.link(path.resolve(), target / path.relative_to(source))  # a hub cache holds symbolic links
+            fcntl.ioctl(writing.fileno(), FICLONE, reading.fileno())
         except OSError as error:
-            if required or error.errno not in CANNOT_LINK:
+            if error.errno not in CANNOT_CLONE:
                 raise
-            return weights[done:], error.strerror
-    return [], None
+            return False
+    return True

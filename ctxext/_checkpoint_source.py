@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator
@@ -9,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
 
 from ctxext._adapters import is_adapter
-from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
-from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext._saved import checked_extension, saved_extension
+from ctxext.architectures._alibi import GUARD
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError
 
 __all__ = [
     "Contents",
@@ -29,6 +33,8 @@ __all__ = [
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
+# What the old form of a rope dict holds beside it, in fields of their own.
+BESIDE = frozenset({"rope_theta", "partial_rotary_factor"})
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
 
@@ -63,28 +69,67 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     """Read the config of any model, also one that ctxext saved so that stock code refuses it.
 
     Raises:
-        CheckpointError: unreadable, unknown to transformers, or in need of remote code that was not allowed.
+        CheckpointError: unreadable, unknown to transformers, in need of remote code that was not allowed, or with an
+            extension that this version of ctxext does not read.
         IncompatibleError: a rope dict without its base.
+        VerificationError: somebody changed one of the two forms in which an extended config says its positions.
     """
     path = Path(place) / location.get("subfolder", "") / "config.json"
     raw = read_json(path) if path.is_file() else {}
-    if "auto_map" in raw and not trust_remote_code:
+    if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         raise CheckpointError(
             f"The config in {place} names Python code of its own (auto_map={raw['auto_map']}), which ctxext does not "
-            f"run unless you say so: --trust-remote-code (trust_remote_code=True), after reading it."
+            f"run unless you say so: --trust-remote-code (trust_remote_code=True), after reading it. transformers "
+            f"{transformers.__version__} has no code for its model_type, {raw.get('model_type')!r}."
         )
     try:
         if not raw and not location.get("gguf_file"):
             raw, _ = PreTrainedConfig.get_config_dict(place, **location)
-        if raw.get(GUARDED_FIELD) == GUARD:
-            raw = raw | {GUARDED_FIELD: raw["ctxext"]["original"][GUARDED_FIELD]}
+        guarded = [name for name, value in raw.items() if value == GUARD]
+        if guarded:
+            original = checked_extension(raw.get("ctxext"), os.fspath(place))["original"]
+            raw = raw | {name: original[name] for name in guarded}
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         else:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
+    except CtxextError:
+        raise
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"transformers cannot read the config of {place}: {error}") from error
+        raise CheckpointError(_unreadable(place, error)) from error
+    saved_extension(config, os.fspath(place))
+    if "ctxext" in raw:
+        _refuse_two_stories(raw, place)
     _refuse_without_base(config)
     return config
+
+
+def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
+    """Why a config could not be read; a name that is no directory may be a directory's name misspelt."""
+    if Path(place).exists():
+        return f"transformers cannot read the config of {place}: {error}"
+    return f"There is no directory {place}.{_nearest(Path(place))} The hub did not give it either: {error}"
+
+
+def _nearest(path: Path) -> str:
+    beside = sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.with_name(close[0])}?" if close else ""
+
+
+def _refuse_two_stories(raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
+    """Refuse an extended config whose old form says something else than its new one: transformers believes the old."""
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if isinstance(new, dict) and isinstance(old, dict):
+        main = new.get("full_attention") or new
+        said = {name: value for name, value in old.items() if name != "type"}
+        if any(main.get(name) != value for name, value in said.items()) or len(said) < len(main.keys() - BESIDE):
+            raise VerificationError(
+                f"The config of {place} contradicts itself: rope_scaling={old} is not what rope_parameters={new} says, "
+                f"and transformers follows the first. Load the original checkpoint and extend that."
+            )
+    for part in raw.values():
+        if isinstance(part, dict) and "rope_parameters" in part:
+            _refuse_two_stories(part, place)
 
 
 def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
@@ -98,7 +143,12 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
     if not local.exists():
         looks_local = place.startswith((".", "/", "~")) or place.count("/") > 1 or "\\" in place
         if looks_local:
-            raise CheckpointError(f"There is no checkpoint at {place}: no such directory.")
+            raise CheckpointError(f"There is no checkpoint at {place}: no such directory.{_nearest(local)}")
+        if place.count("/") == 1 and local.parent.is_dir():
+            raise CheckpointError(
+                f"There is no directory {place}, though there is one {local.parent}.{_nearest(local)} A checkpoint of "
+                f"this name on the hub is fetched first: hf download {place} --local-dir {place}."
+            )
         return place
     if not local.is_dir():
         raise CheckpointError(f"{place} is a file; give the directory that holds config.json and the weights.")
@@ -185,13 +235,14 @@ def checked_contents(source: Path) -> Contents:
 
 def _contents(source: Path) -> Contents:
     contents = Contents()
+    parts = _parts_of_sentence_transformers(source)
     for path in sorted(source.iterdir()):
         if path.name == "config.json":
             continue
         if path.is_dir():
             inside = [] if path.name.startswith(".") else list(_files(path))
             foreign = any(item.name == "config.json" or _is_other(item) or _is_weight(item) for item in inside)
-            if path.name.startswith(".") or foreign:
+            if path.name.startswith(".") or (foreign and path.name not in parts):
                 contents.left_out.append(path.name + "/")
             else:
                 contents.others += inside
@@ -202,6 +253,20 @@ def _contents(source: Path) -> Contents:
         else:
             contents.others.append(path)
     return contents
+
+
+def _parts_of_sentence_transformers(source: Path) -> set[str]:
+    """Directories that ``modules.json`` names: what follows the model in the pipeline that makes an embedding."""
+    path = source / "modules.json"
+    if not path.is_file():
+        return set()
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(modules, list):
+        raise CheckpointError(f"{path} should hold a list of modules; found {json.dumps(modules)[:40]}.")
+    return {str(module["path"]) for module in modules if isinstance(module, dict) and module.get("path")}
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -228,24 +293,37 @@ def _check_weights(source: Path, contents: Contents) -> None:
             f"Convert a checkpoint that you trust: AutoModelForCausalLM.from_pretrained(SRC, use_safetensors=False)"
             f".save_pretrained(NEW)."
         )
+    tensors = {path.name: _tensor_names(path) for path in contents.weights}
     for index in source.glob("*.safetensors.index.json"):
-        if _is_other(index):
-            continue
-        shards = set(read_json(index).get("weight_map", {}).values())
-        missing = sorted(shards - {path.name for path in contents.weights})
-        if missing:
-            raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
-    for path in contents.weights:
-        _check_header(path)
+        if not _is_other(index):
+            _check_index(source, index, tensors)
 
 
-def _check_header(path: Path) -> None:
-    """A safetensors file starts with the length of its JSON header; a broken download or a Git LFS pointer does not."""
-    with path.open("rb") as file:
-        start = file.read(9)
-    length = int.from_bytes(start[:8], "little")
-    if len(start) < 9 or start[8:] != b"{" or 8 + length > path.stat().st_size:
+def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> None:
+    weight_map = read_json(index).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
-            f"{path} is not a safetensors file: its header is missing or longer than the file. It may be an "
-            f"unfinished download or a Git LFS pointer (git lfs pull)."
+            f"{index} should map each tensor to its file under weight_map; found {json.dumps(weight_map)[:40]}. "
+            f"Download it again."
         )
+    missing = sorted(set(weight_map.values()) - tensors.keys())
+    if missing:
+        raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
+    absent = [name for name, file in weight_map.items() if name not in tensors[file]]
+    if absent:
+        raise CheckpointError(
+            f"{source} is incomplete: {index.name} says that {weight_map[absent[0]]} holds {absent[0]}, which it does "
+            f"not ({len(absent)} such tensors). Download both again."
+        )
+
+
+def _tensor_names(path: Path) -> set[str]:
+    """The tensors in a safetensors file; opening it compares its header with its size, and reads no weights."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file: {error}. It may be an unfinished download or a Git LFS pointer "
+            f"(git lfs pull)."
+        ) from error

@@ -25,7 +25,7 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[object, str, object]] = []
+        self._entries: list[tuple[object, str, object, bool]] = []
 
     def __enter__(self) -> Edits:
         return self
@@ -37,13 +37,18 @@ class Edits:
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``, or the entry ``name`` of a dict, and remember the old value (or that there was none)."""
-        self._entries.append((owner, name, self._current(owner, name)))
+        self._entries.append((owner, name, self._current(owner, name), False))
         _assign(owner, name, value)
 
     def set_unchecked(self, owner: object, name: str, value: object) -> None:
-        """Set ``owner.name`` past the owner's own validation, and remember the old value."""
-        self._entries.append((owner, name, self._current(owner, name)))
+        """Set ``owner.name`` past the owner's own validation and properties, and remember what it held itself."""
+        self._entries.append((owner, name, owner.__dict__.get(name, _Absent.ABSENT), True))
         owner.__dict__[name] = value
+
+    def delete_unchecked(self, owner: object, name: str) -> None:
+        """Delete what ``owner`` itself holds as ``name``, if it does, past its properties, and remember it."""
+        if name in owner.__dict__:
+            self._entries.append((owner, name, owner.__dict__.pop(name), True))
 
     def delete(self, owner: object, name: str) -> None:
         """Delete the plain attribute ``owner.name`` if it is there, and remember the old value."""
@@ -51,14 +56,19 @@ class Edits:
             raise TypeError(f"{type(owner).__name__}.{name} is registered with its module; set it instead.")
         old = self._current(owner, name)
         if old is not _Absent.ABSENT:
-            self._entries.append((owner, name, old))
+            self._entries.append((owner, name, old, False))
             delattr(owner, name)
 
     def undo(self) -> None:
         """Restore everything, newest first. A second call does nothing."""
         while self._entries:
-            owner, name, old = self._entries.pop()
-            if old is _Absent.ABSENT:
+            owner, name, old, unchecked = self._entries.pop()
+            if unchecked:
+                if old is _Absent.ABSENT:
+                    owner.__dict__.pop(name, None)
+                else:
+                    owner.__dict__[name] = old
+            elif old is _Absent.ABSENT:
                 if self._current(owner, name) is not _Absent.ABSENT:
                     _remove(owner, name)
             elif not (isinstance(owner, dict) and name not in owner):  # taken out by others since
@@ -66,7 +76,7 @@ class Edits:
 
     def lines(self) -> list[str]:
         """One line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
-        return list(dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name, _ in self._entries))
+        return list(dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name, *_ in self._entries))
 
     @staticmethod
     def _current(owner: object, name: str) -> object:

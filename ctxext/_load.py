@@ -25,6 +25,7 @@ from ctxext._adapters import (
 from ctxext._api import architecture_of, base_model, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
 from ctxext._edits import Edits
+from ctxext._limits import raised_tokenizer
 from ctxext._saved import (
     checked_extension,
     checked_trained_length,
@@ -36,10 +37,18 @@ from ctxext._saved import (
 )
 from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
 from ctxext.architectures._hf import restoring
-from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
+from ctxext.architectures._old_form import drop_old_form, same_rope
+from ctxext.errors import (
+    CheckpointError,
+    IncompatibleError,
+    InvalidParameterError,
+    PatchStateError,
+    UnknownNameError,
+    VerificationError,
+)
 from ctxext.methods import METHODS, Method
 
-__all__ = ["extended_config", "load", "save"]
+__all__ = ["extended_config", "load", "model_class", "save"]
 
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
@@ -57,7 +66,8 @@ def load(
     sliding_window: str | None = None,
     scaling: str | None = None,
     attention: str | None = None,
-    base: str | os.PathLike[str] | nn.Module | None = None,
+    base: Any = None,
+    auto_class: Any = None,
     **loading: Any,
 ) -> Any:
     """Load a checkpoint extended: by ``method``, or as it was saved. Adapter directories bring their extension along.
@@ -76,7 +86,11 @@ def load(
         scaling: as for ``ctxext.patch``.
         attention: as for ``ctxext.patch``.
         base: for an adapter: the base checkpoint, where it is not where the adapter says; or a model in memory that is
-            extended as the adapter's was, which then carries the adapter.
+            extended as the adapter's was, which then carries the adapter. With a method that has a parameter of this
+            name (``abf``), that parameter.
+        auto_class: the class to load with, or its name in transformers, such as ``"AutoModelForCausalLM"``; default
+            is the class that the checkpoint was saved from (``architectures`` in its config), so that a classifier
+            keeps its head and a vision-language model its vision.
         **loading: the method's own parameters; everything else goes to ``from_pretrained`` (``dtype``,
             ``device_map``, ``quantization_config``, ``gguf_file``, ...).
 
@@ -85,12 +99,17 @@ def load(
 
     Raises:
         CheckpointError: nothing at ``path``, no config in it, or no extension to restore.
+        IncompatibleError: transformers has no class for the checkpoint.
+        UnknownNameError: an argument that neither the method nor ``from_pretrained`` knows.
         VerificationError: the restored model does not have the frequencies that were saved.
     """
+    _refuse_arguments(path, loading)
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
     own = _method_parameters(method, loading)
-    asked = {
+    if base is not None and _has_parameter(method, "base"):
+        own["base"], base = base, None
+    asked: dict[str, Any] = {
         "factor": factor,
         "target_length": target_length,
         "trained_length": trained_length,
@@ -101,9 +120,9 @@ def load(
     if is_adapter(place):
         if method is not None:
             raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
-        return _load_adapter(Path(place), base, attention, loading)
+        return _load_adapter(Path(place), base, attention, loading, auto_class)
     if base is not None:
-        given = type(base).__name__ if isinstance(base, nn.Module) else repr(os.fspath(base))
+        given = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
         raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
     config = _read_config(place, loading)
     saved = saved_extension(config, place)
@@ -113,24 +132,39 @@ def load(
                 f"{place} carries no extension to restore. Say which one to apply, as in "
                 f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
             )
-        return attached(_read_model(place, config, loading), place, attention)
+        return attached(_read_model(place, config, loading, auto_class), place, attention)
     if saved is not None:
         checked_trained_length(saved, trained_length)
         config = plain_config(config, saved)
         scaling = scaling or choices(saved)["scaling"]
     trusted = bool(loading.get("trust_remote_code", False))
-    extended = extended_config(
-        config, method, trust_remote_code=trusted, attention=attention, scaling=scaling, **asked, **own
-    )
-    return attached(_read_model(place, _buildable(extended, config), loading), place)
+    chosen: dict[str, Any] = {"trust_remote_code": trusted, "auto_class": auto_class, "attention": attention}
+    extended = extended_config(config, method, scaling=scaling, **chosen, **asked, **own)
+    return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
 
 
 def _buildable(extended: Any, config: Any) -> Any:
     """Take out of an extended config what only a live model, or stock code that must refuse it, is to see."""
     extended._attn_implementation_internal = config._attn_implementation_internal
+    drop_old_form(extended.get_text_config(decoder=True))
     if getattr(extended, GUARDED_FIELD, None) == GUARD:
         setattr(extended, GUARDED_FIELD, extended.ctxext["original"][GUARDED_FIELD])
     return extended
+
+
+def _refuse_arguments(path: Any, loading: dict[str, Any]) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidParameterError(f"path must be a directory or a name on the hub, found {path!r}.")
+    if "config" in loading:
+        raise InvalidParameterError(
+            "config=...: load reads the config from the checkpoint, extends that and proves it. For a config of your "
+            "own, build the model with from_pretrained(path, config=...) and call ctxext.patch on it."
+        )
+    if loading.get("output_loading_info"):
+        raise InvalidParameterError(
+            "output_loading_info=True: load returns the model alone. For the keys that were missing, load with "
+            "from_pretrained(path, output_loading_info=True) and call ctxext.patch on the model."
+        )
 
 
 def _refuse_without_method(asked: dict[str, Any]) -> None:
@@ -146,46 +180,116 @@ def _read_config(place: str, loading: dict[str, Any]) -> Any:
     return read_any_config(place, trust_remote_code=bool(loading.get("trust_remote_code", False)), **location)
 
 
-def _read_model(place: str, config: PreTrainedConfig, loading: dict[str, Any]) -> PreTrainedModel:
+def _read_model(
+    place: str, config: PreTrainedConfig, loading: dict[str, Any], auto_class: Any = None
+) -> PreTrainedModel:
     """Load the weights into the model that ``config`` says.
 
     Raises:
         CheckpointError: no safetensors weights there, or unreadable ones.
+        UnknownNameError: an argument that from_pretrained does not know.
     """
+    chosen = model_class(config, auto_class)
+    config = config_of(config, chosen)
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
             checked_contents(Path(place) / loading.get("subfolder", ""))
     try:
         with restoring():
-            model: PreTrainedModel = _model_class(config).from_pretrained(place, config=config, **loading)
+            model: PreTrainedModel = chosen.from_pretrained(place, config=config, **loading)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error
+    except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
+        unknown = [name for name in loading if f"unexpected keyword argument {name!r}" in str(error)]
+        if not unknown:
+            raise
+        names = {field.name for method in METHODS.values() for field in fields(method)}
+        raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
     return model
 
 
-def _model_class(config: PreTrainedConfig) -> Any:
-    """What loads a config: the automatic class, or the saved one where that knows no causal model of this type."""
-    mapping = AutoModelForCausalLM._model_mapping
+def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
+    """The class that loads a checkpoint: the one asked for, the one it was saved from, or else the causal model.
+
+    Args:
+        config: as the checkpoint has it.
+        auto_class: a class of transformers or its name; None follows ``architectures``.
+
+    Raises:
+        UnknownNameError: transformers has no class of this name.
+        IncompatibleError: transformers knows no model that this checkpoint could be.
+    """
+    if auto_class is not None:
+        return _named_class(auto_class)
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    saved = getattr(transformers, (config.architectures or [""])[0], None)
-    if type(config) in mapping or remote or not (isinstance(saved, type) and issubclass(saved, PreTrainedModel)):
+    if remote and not type(config).__module__.startswith("transformers."):
         return AutoModelForCausalLM
-    return saved
+    names = config.architectures if isinstance(config.architectures, list | tuple) else ()
+    for name in names:
+        saved: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        is_model = isinstance(saved, type) and issubclass(saved, PreTrainedModel)
+        if is_model and isinstance(config, saved.config_class):
+            return saved
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        named = f" and no class {', '.join(map(str, names))}" if names else ""
+        raise IncompatibleError(
+            f"This is a {config.model_type}, which transformers {transformers.__version__} has no causal language "
+            f"model for{named}. Write the class it was saved from into config.json: architectures."
+        )
+    if config_of(config, AutoModelForCausalLM) is not config:
+        raise IncompatibleError(
+            f"This {config.model_type} does not say which class it was saved from (architectures={names!r} in "
+            f"config.json), and the causal language model of its type is only a part of it. Write the class into "
+            f"config.json, or choose that part: auto_class='AutoModelForCausalLM'."
+        )
+    return AutoModelForCausalLM
 
 
-def extended_config(config: Any, method: str | Method, *, trust_remote_code: bool = False, **arguments: Any) -> Any:
+def _named_class(auto_class: Any) -> Any:
+    found = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    if not hasattr(found, "from_pretrained"):
+        known = [name for name in dir(transformers) if name.startswith("AutoModel")]
+        raise UnknownNameError.of("class of transformers", auto_class, known)
+    return found
+
+
+def config_of(config: Any, chosen: Any) -> Any:
+    """``config``, or its text part where ``chosen`` is a class that makes a model of that part alone."""
+    mapping = getattr(chosen, "_model_mapping", None)
+    if mapping is None:
+        expected = getattr(chosen, "config_class", None)
+    elif type(config) in mapping:
+        expected = mapping[type(config)].config_class
+    else:
+        return config  # from_pretrained says what it takes
+    text = config.get_text_config(decoder=True)
+    if text is config or expected is None or isinstance(config, expected) or not isinstance(text, expected):
+        return config
+    part = copy.deepcopy(text)
+    for name in ("ctxext", "quantization_config"):
+        if getattr(config, name, None) is not None:
+            setattr(part, name, copy.deepcopy(getattr(config, name)))
+    return part
+
+
+def extended_config(
+    config: Any, method: str | Method, *, trust_remote_code: bool = False, auto_class: Any = None, **arguments: Any
+) -> Any:
     """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
     with torch.device("meta"), restoring():
-        chosen = _model_class(config)
-        if chosen is AutoModelForCausalLM:
-            model = chosen.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        chosen = model_class(config, auto_class)
+        copied = copy.deepcopy(config_of(config, chosen))
+        if not hasattr(chosen, "from_config"):
+            model = chosen(copied)
+        elif chosen is AutoModelForCausalLM:
+            model = chosen.from_config(copied, trust_remote_code=trust_remote_code)
         else:
-            model = chosen(copy.deepcopy(config))
+            model = chosen.from_config(copied)
     return patch(model, method, **arguments).config
 
 
-def save(model: Any, directory: str | os.PathLike[str]) -> None:
+def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None, **saving: Any) -> None:
     """Save a model so that its extension cannot be lost.
 
     A whole model is what ``save_pretrained`` writes, whose config carries the extension. For a PEFT adapter, whose
@@ -196,18 +300,32 @@ def save(model: Any, directory: str | os.PathLike[str]) -> None:
     Args:
         model: a patched model, or a PEFT wrapper around one.
         directory: where to write; created if it does not exist.
+        tokenizer: saved beside the model, and allowed as many tokens as the model now is: a tokenizer cuts texts at
+            its own ``model_max_length`` where it is asked to truncate. The object itself stays as it is.
+        **saving: arguments of ``save_pretrained``, such as ``max_shard_size`` or ``push_to_hub``.
 
     Raises:
         PatchStateError: if the model is not extended.
+        CheckpointError: if ``directory`` is a file.
     """
     inner = base_model(model)
     if not getattr(inner.config, "ctxext", None):
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
+    place = Path(directory)
+    if place.exists() and not place.is_dir():
+        raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     if adapted is None:
-        inner.save_pretrained(directory)
+        inner.save_pretrained(directory, **saving)
     else:
-        save_adapters(adapted, Path(directory))
+        save_adapters(adapted, place, **saving)
+    if tokenizer is not None:
+        raised_tokenizer(tokenizer, inner.config.ctxext["target_length"]).save_pretrained(directory)
+
+
+def _has_parameter(chosen: Any, name: str) -> bool:
+    known = METHODS.get(chosen) if isinstance(chosen, str) else None
+    return known is not None and name in {field.name for field in fields(known)}
 
 
 def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> dict[str, Any]:
@@ -221,6 +339,7 @@ def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> 
 def attached(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
     """Patch a model that was built extended, so that it is proven, complete and reversible."""
     text = model.config.get_text_config(decoder=True)
+    drop_old_form(text)  # a config that was not read from a file still has it
     saved, rope = checked_extension(model.config.ctxext, place), getattr(text, "rope_parameters", None)
     chosen = saved_method(saved)
     architecture_of(model).revert(model, saved["original"], Edits())
@@ -233,7 +352,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             f"config.json was changed by hand, or ctxext {saved['versions']['ctxext']} that saved it computed "
             f"otherwise."
         )
-    if getattr(text, "rope_parameters", None) != rope:
+    if not same_rope(getattr(text, "rope_parameters", None), rope):
         raise VerificationError(
             f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
             f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
@@ -242,14 +361,19 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
 
 
 def _load_adapter(
-    directory: Path, base: str | os.PathLike[str] | nn.Module | None, attention: str | None, loading: dict[str, Any]
+    directory: Path,
+    base: str | os.PathLike[str] | nn.Module | None,
+    attention: str | None,
+    loading: dict[str, Any],
+    auto_class: Any = None,
 ) -> Any:
     from peft import PeftModel
 
     saved, adapter = read_extension(directory)
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
     if isinstance(base, nn.Module):
-        extra = [*loading, *(["attention"] if attention is not None else [])]
+        given = {"attention": attention, "auto_class": auto_class}
+        extra = [*loading, *(name for name, value in given.items() if value is not None)]
         if extra:
             raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
         require_trained_on(saved, directory, base)
@@ -260,6 +384,8 @@ def _load_adapter(
             raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
         if base is None and adapter.revision is not None:
             loading.setdefault("revision", adapter.revision)
+        if auto_class is not None:
+            loading["auto_class"] = auto_class
         model = _load_base(directory, place, saved, attention, loading, named=base is None)
     wrapped = PeftModel.from_pretrained(model, directory, config=adapter, **for_adapter)
     patched = patched_state(base_model(model))

@@ -139,10 +139,11 @@ def written_lines(written: Written) -> list[str]:
     """What ``ctxext patch`` did, in sentences."""
     weights = []
     if written.linked:
-        weights.append(f"{written.linked} linked (they share their bytes with the source)")
+        weights.append(f"{written.linked} linked (they are the source's: what writes into one writes into both)")
+    if written.cloned:
+        weights.append(f"{written.cloned} cloned (they take no space until they are written)")
     if written.copied:
-        why = f" ({written.why_copied})" if written.why_copied and written.why_copied != "--copy" else ""
-        weights.append(f"{written.copied} copied{why}")
+        weights.append(f"{written.copied} copied")
     lines = [f"weight files: {', '.join(weights)}"]
     lines += [f"changed {change}" for change in written.changed]
     if written.left_out:

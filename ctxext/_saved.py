@@ -12,6 +12,7 @@ import transformers
 
 import ctxext
 from ctxext.architectures import Extension
+from ctxext.architectures._old_form import drop_old_form
 from ctxext.architectures._scaling import SCALED
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.methods import METHODS, Method
@@ -33,6 +34,17 @@ FORMAT = 1
 # exact kernels computes it, and what follows from the rest. Whatever else a saved form holds, now or later, counts.
 NOT_IDENTITY = ("format", "versions", "stored_as", "stock", "notes", "original", "attention", "target_length")
 OPTIONAL = {field.name: field.default for field in fields(Extension) if field.default is not MISSING}
+# What later code relies on; a file may have been damaged, or changed by hand.
+KINDS = {
+    "method": dict,
+    "versions": dict,
+    "original": dict,
+    "notes": list,
+    "fingerprint": str,
+    "stored_as": str,
+    "trained_length": int,
+    "target_length": int,
+}
 
 
 def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
@@ -70,6 +82,12 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     missing = sorted(needed - saved.keys())
     if missing:
         raise CheckpointError(f"The extension in {place} is incomplete, without {', '.join(missing)}.")
+    for name, kind in KINDS.items():
+        if not isinstance(saved[name], kind) or isinstance(saved[name], bool):
+            raise CheckpointError(f"The extension in {place} is damaged: {name}={saved[name]!r} is no {kind.__name__}.")
+    for name, part in (("method", "method"), ("versions", "ctxext")):
+        if part not in saved[name]:
+            raise CheckpointError(f"The extension in {place} is incomplete: {name} is without {part}.")
     return _complete(saved)
 
 
@@ -164,6 +182,7 @@ def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
     text = plain.get_text_config(decoder=True)
+    drop_old_form(text)
     for name, value in saved["original"].items():
         if value is None and name in vars(text):
             delattr(text, name)

@@ -116,11 +116,16 @@ def patch(
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
     param: Param = None,
-    link: Annotated[bool | None, typer.Option("--link/--copy", help="Hard-link or copy the weights.")] = None,
+    link: Annotated[
+        bool,
+        typer.Option(
+            "--link/--copy", help="Hard-link the weights: no space, but what writes into DST then writes into SRC."
+        ),
+    ] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Write an extended copy of a checkpoint: a new config, and the same weights, linked where possible.
+    """Write an extended copy of a checkpoint: a new config, and the same weights.
 
     The weights are never loaded. DST appears whole at the end, or not at all.
 

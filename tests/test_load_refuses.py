@@ -59,7 +59,7 @@ def test_a_file_and_a_directory_without_config(plain: Path, tmp_path: Path) -> N
         ("[]", "should hold a JSON object; found []"),
         ("{}", "transformers cannot read the config of"),
         ('{"model_type": "no_such_thing"}', "transformers cannot read the config of"),
-        ('{"model_type": "llama", "auto_map": {"AutoConfig": "own.Code"}}', "names Python code of its own"),
+        ('{"model_type": "own", "auto_map": {"AutoConfig": "own.Code"}}', "names Python code of its own"),
     ],
 )
 def test_unreadable_configs(text: str, said: str, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_unreadable_configs(text: str, said: str, tmp_path: Path) -> None:
 
 def test_a_config_without_its_base(edited: Callable[..., Path]) -> None:
     def change(config: dict[str, Any]) -> None:
-        del config["ctxext"]
+        del config["ctxext"], config["rope_scaling"], config["rope_theta"]
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
 
     with pytest.raises(IncompatibleError, match="has no rope_theta in rope_parameters"):
@@ -118,13 +118,10 @@ def test_pickled_weights_are_refused(plain: Path, tmp_path: Path) -> None:
 def test_broken_weights(plain: Path, tmp_path: Path) -> None:
     shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     whole = (tmp_path / "model.safetensors").read_bytes()
-    for broken in (b"", whole[:1000], b"version https://git-lfs.github.com/spec/v1"):
+    for broken in (b"", whole[:1000], b"version https://git-lfs.github.com/spec/v1", whole[:-1]):
         (tmp_path / "model.safetensors").write_bytes(broken)
-        with pytest.raises(CheckpointError, match="is not a safetensors file"):
+        with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
             ctxext.load(tmp_path, "yarn", factor=4)
-    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(CheckpointError, match=r"The weights in .* cannot be read"):
-        ctxext.load(tmp_path, "yarn", factor=4)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from ctxext.spec import AlibiSpec
 __all__ = ["GUARD", "GUARDED_FIELD", "AlibiArchitecture", "bias_fingerprint", "slopes_differ"]
 
 # These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
-# one. It does check types: a sentence in the place of this number, which only matters for weights yet to be drawn,
-# stops every stock class and is quoted in the error.
-GUARDED_FIELD = "initializer_range"
+# one. transformers 5 checks types: a sentence in the place of this number stops every stock class and is quoted in the
+# error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.
+GUARDED_FIELD = "layer_norm_epsilon"
 GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ctxext.architectures._old_form import drop_old_form
+
 __all__ = ["changed_scalars", "meta_twin", "rotary_twin", "round_trip", "twin_config"]
 
 Scalar = int | float | str | bool | None
@@ -26,6 +28,7 @@ def round_trip(config: Any, fields: dict[str, Any]) -> Any:
     """Return a new config as it would be read back from disk after ``fields`` were set on its text part."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config(decoder=True)
+    drop_old_form(text)
     for name, value in fields.items():
         setattr(text, name, copy.deepcopy(value))
     with tempfile.TemporaryDirectory() as directory:

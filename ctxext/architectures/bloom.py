@@ -21,7 +21,7 @@ from ctxext.spec import AlibiSpec
 
 __all__ = ["Bloom"]
 
-# Every published BLOOM was trained on 2048 tokens (arXiv:2211.05100, table 3); its config does not say so.
+# What the published BLOOMs were trained on (arXiv:2211.05100, table 3), where the config does not say.
 TRAINED_LENGTH = 2048
 
 
@@ -52,7 +52,10 @@ class Bloom(AlibiArchitecture):
         return {"seq_length": target_length}
 
     def trained_length(self, config: Any) -> int | None:
-        return TRAINED_LENGTH
+        saved = getattr(config, "ctxext", None)
+        if saved:  # seq_length is then what it was extended to
+            return int(saved["trained_length"])
+        return int(getattr(config, "seq_length", None) or TRAINED_LENGTH)
 
     def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
         if model.config.slow_but_exact and model.config.pretraining_tp > 1:

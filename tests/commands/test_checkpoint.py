@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from _programs import ran
 from conftest import TRAINED, contents
 from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext import _checkpoint
 from ctxext._checkpoint import patch_checkpoint
+from ctxext._files import write_whole
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
@@ -88,16 +92,44 @@ def test_config_is_what_a_patched_model_saves(llama: Path, tmp_path: Path) -> No
     assert disk == memory
 
 
-def test_weights_are_linked_config_is_not_and_source_stays(llama: Path, tmp_path: Path) -> None:
+def test_weights_are_copied_and_source_stays(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "ioctl", failing(OSError(errno.EOPNOTSUPP, "Operation not supported")))
     before = contents(llama)
     written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
-    assert (written.linked, written.copied, written.why_copied) == (1, 0, None)
+    assert (written.linked, written.cloned, written.copied) == (0, 0, 1)
+    for path in (tmp_path / "long").iterdir():
+        assert not path.samefile(llama / path.name)
+    overwritten = tmp_path / "long/model.safetensors"
+    with overwritten.open("r+b") as file:  # as safetensors before 0.8 saves over a file
+        file.write(b"\0" * 16)
+    assert contents(llama) == before
+    assert (tmp_path / "long/generation_config.json").read_bytes() == before["generation_config.json"]
+    assert os.listdir(tmp_path) == ["long"]
+
+
+def test_weights_are_cloned_where_the_file_system_can(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def clone(writing: int, request: int, reading: int) -> int:
+        asked.append(request)
+        os.write(writing, os.pread(reading, os.fstat(reading).st_size, 0))
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
+    assert (written.linked, written.cloned, written.copied) == (0, 1, 0)
+    assert asked == [0x40049409]  # FICLONE of linux/fs.h: _IOW(0x94, 9, int)
+    assert contents(tmp_path / "long")["model.safetensors"] == contents(llama)["model.safetensors"]
+
+
+def test_weights_are_linked_only_when_asked(llama: Path, tmp_path: Path) -> None:
+    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, link=True)
+    assert (written.linked, written.cloned, written.copied) == (1, 0, 0)
     assert (tmp_path / "long/model.safetensors").samefile(llama / "model.safetensors")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         assert not (tmp_path / "long" / name).samefile(llama / name)
-    assert (tmp_path / "long/generation_config.json").read_bytes() == before["generation_config.json"]
-    assert contents(llama) == before
-    assert os.listdir(tmp_path) == ["long"]
 
 
 def test_tokenizer_limit_follows_the_new_length(llama: Path, tmp_path: Path) -> None:
@@ -108,27 +140,22 @@ def test_tokenizer_limit_follows_the_new_length(llama: Path, tmp_path: Path) -> 
     assert written.changed == (f"tokenizer_config.json: model_max_length {TRAINED} -> {4 * TRAINED}",)
 
 
-def test_copy_reports_progress_and_shares_nothing(llama: Path, tmp_path: Path) -> None:
+def test_copy_reports_progress_and_shares_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "ioctl", failing(OSError(errno.ENOTTY, "Inappropriate ioctl for device")))
     seen: list[tuple[int, int]] = []
-    written = patch_checkpoint(
-        llama, tmp_path / "long", "pi", factor=2.0, link=False, progress=lambda *step: seen.append(step)
-    )
+    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, progress=lambda *step: seen.append(step))
     size = (llama / "model.safetensors").stat().st_size
     assert seen[-1] == (size, size)
-    assert (written.linked, written.copied) == (0, 1)
+    assert written.linked == 0
     assert not (tmp_path / "long/model.safetensors").samefile(llama / "model.safetensors")
     assert (tmp_path / "long/model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
 
 
-def test_copies_where_links_are_impossible_and_says_so(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_that_are_impossible_are_said(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", failing(OSError(errno.EXDEV, "Invalid cross-device link")))
-    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
-    assert (written.linked, written.copied, written.why_copied) == (0, 1, "Invalid cross-device link")
     with pytest.raises(CheckpointError, match="cross-device"):
         patch_checkpoint(llama, tmp_path / "other", "pi", factor=2.0, link=True)
-    assert os.listdir(tmp_path) == ["long"]
+    assert os.listdir(tmp_path) == []
 
 
 def test_symbolic_links_of_the_hub_cache_are_followed(llama: Path, tmp_path: Path) -> None:
@@ -136,7 +163,7 @@ def test_symbolic_links_of_the_hub_cache_are_followed(llama: Path, tmp_path: Pat
     snapshot.mkdir()
     for path in llama.iterdir():
         (snapshot / path.name).symlink_to(path)
-    patch_checkpoint(snapshot, tmp_path / "long", "pi", factor=2.0)
+    patch_checkpoint(snapshot, tmp_path / "long", "pi", factor=2.0, link=True)
     assert not (tmp_path / "long/model.safetensors").is_symlink()
     assert (tmp_path / "long/model.safetensors").samefile(llama / "model.safetensors")
 
@@ -191,22 +218,27 @@ def failing(error: BaseException) -> Any:
     return fail
 
 
-@pytest.mark.parametrize("step", ["link", "small file", "weights", "interrupt", "rename"])
+@pytest.mark.parametrize("step", ["link", "clone", "small file", "weights", "interrupt", "rename"])
 def test_failure_in_the_middle_leaves_nothing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     before, full = contents(llama), OSError(errno.ENOSPC, "No space left on device")
-    link: bool | None = None
+    link = False
     progress = None
+    if step in ("weights", "interrupt"):
+        monkeypatch.setattr(fcntl, "ioctl", failing(OSError(errno.EOPNOTSUPP, "Operation not supported")))
     expected: type[BaseException] = CheckpointError
     if step == "link":
+        link = True
         monkeypatch.setattr(os, "link", failing(full))
+    elif step == "clone":
+        monkeypatch.setattr(fcntl, "ioctl", failing(full))
     elif step == "small file":
         monkeypatch.setattr(shutil, "copyfile", failing(full))
     elif step == "weights":
-        link, progress = False, failing(full)
+        progress = failing(full)
     elif step == "interrupt":
-        link, progress, expected = False, failing(KeyboardInterrupt()), KeyboardInterrupt
+        progress, expected = failing(KeyboardInterrupt()), KeyboardInterrupt
     else:
         monkeypatch.setattr(Path, "rename", failing(full))
     with pytest.raises(expected) as caught:
@@ -275,7 +307,8 @@ def broken(source: Path, what: str) -> None:
         case "not a decoder":
             config.write_text(json.dumps({"model_type": "clip"}))
         case "remote code":
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": {"AutoConfig": "x.Y"}}))
+            own = {"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}
+            config.write_text(json.dumps(json.loads(config.read_text()) | own))
         case "adapter":
             config.rename(source / "adapter_config.json")
         case "no weights":
@@ -284,6 +317,20 @@ def broken(source: Path, what: str) -> None:
             weights.rename(source / "pytorch_model.bin")
         case "missing shard":
             (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "index of lists":
+            (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["a", "b"]}))
+        case "absent tensor":
+            index["weight_map"] = {"nowhere.weight": "model.safetensors"}
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "last byte":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "header only":
+            whole = weights.read_bytes()
+            weights.write_bytes(whole[: 8 + int.from_bytes(whole[:8], "little")])
+        case "garbage":
+            whole = bytearray(weights.read_bytes())
+            whole[9:200] = b"x" * 191
+            weights.write_bytes(whole)
         case "broken index":
             (source / "model.safetensors.index.json").write_text("{")
         case "LFS pointer":
@@ -311,6 +358,11 @@ def broken(source: Path, what: str) -> None:
         ("broken index", "not valid JSON"),
         ("LFS pointer", "Git LFS pointer"),
         ("truncated", "unfinished download"),
+        ("index of lists", "should map each tensor to its file under weight_map; found"),
+        ("absent tensor", r"says that model.safetensors holds nowhere.weight, which it does not"),
+        ("last byte", "unfinished download"),
+        ("header only", "unfinished download"),
+        ("garbage", "not a whole safetensors file"),
         ("tokenizer", "tokenizer_config.json is not valid JSON"),
     ],
 )
@@ -338,4 +390,38 @@ def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path
 def test_bad_method_leaves_nothing(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="contradict"):
         patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, target_length=8 * TRAINED)
+    assert os.listdir(tmp_path) == []
+
+
+TERMINATED = """
+import os, signal, sys
+from ctxext._checkpoint import patch_checkpoint
+from ctxext._files import write_whole
+import fcntl
+def refuse(*_):
+    raise OSError(95, "Operation not supported")
+fcntl.ioctl = refuse
+def step(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+patch_checkpoint(sys.argv[1], sys.argv[2], "pi", factor=2.0, progress=step)
+"""
+
+
+def test_a_terminated_copy_leaves_nothing(llama: Path, tmp_path: Path) -> None:
+    done = ran(["-c", TERMINATED, str(llama), str(tmp_path / "long")], tmp_path)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("length", [236, 255])
+def test_long_names_are_written(llama: Path, tmp_path: Path, length: int) -> None:
+    patch_checkpoint(llama, tmp_path / ("x" * length), "pi", factor=2.0)
+    assert os.listdir(tmp_path) == ["x" * length]
+    write_whole(tmp_path / ("é" * (length // 2)), "y")
+    assert (tmp_path / ("é" * (length // 2))).read_text() == "y"
+
+
+def test_a_name_that_is_too_long_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has 256 bytes, and file systems allow 255"):
+        patch_checkpoint(llama, tmp_path / ("x" * 256), "pi", factor=2.0)
     assert os.listdir(tmp_path) == []

@@ -1,0 +1,75 @@
+"""Limits beside a model's config that hold its window: the tokenizer's, ``generate``'s, sentence-transformers'."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ctxext._checkpoint_source import read_json
+from ctxext._edits import Edits
+
+__all__ = ["LENGTH_FIELDS", "copy_raised", "raise_generation_limit", "raised_tokenizer", "tokenizer_note"]
+
+LENGTH_FIELDS = {
+    "tokenizer_config.json": "model_max_length",
+    "generation_config.json": "max_length",
+    "sentence_bert_config.json": "max_seq_length",
+}
+
+
+def copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:
+    """Copy one of the files named in ``LENGTH_FIELDS``; a limit that was the old window becomes the new one.
+
+    A tokenizer's limit is raised wherever it is below the new window. The others may also hold a choice that has
+    nothing to do with the window, and then stay as they are.
+
+    Args:
+        path: the file.
+        place: where its copy goes.
+        trained: the old window, in tokens.
+        target: the new window, in tokens.
+
+    Returns:
+        What was changed, a line each.
+    """
+    settings, field = read_json(path), LENGTH_FIELDS[path.name]
+    limit = settings.get(field)
+    if (
+        target is None
+        or not isinstance(limit, int | float)
+        or isinstance(limit, bool)
+        or limit >= target
+        or (field != "model_max_length" and limit != trained)
+    ):
+        shutil.copyfile(path, place)
+        return []
+    settings[field] = target
+    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [f"{path.name}: {field} {limit:g} -> {target}"]
+
+
+def raise_generation_limit(model: Any, trained: int, target: int, edits: Edits) -> None:
+    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
+    settings = getattr(model, "generation_config", None)
+    if settings is not None and settings.max_length == trained < target:
+        edits.set(settings, "max_length", target)
+
+
+def raised_tokenizer(tokenizer: Any, target: int) -> Any:
+    """A copy of a tokenizer that lets ``target`` tokens pass."""
+    longer = copy.deepcopy(tokenizer)
+    longer.model_max_length = max(longer.model_max_length, target)
+    return longer
+
+
+def tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
+    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
+    if target <= trained:
+        return ()
+    return (
+        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
+        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
+    )
