@@ -128,7 +128,8 @@ def patch(
     if trained_length is not None:
         _require_tokens("trained_length", trained_length)
     with own_defaults(), Edits() as edits:
-        scaling = _take_off(base, architecture, trained_length, edits) or scaling
+        taken_off = _take_off(base, architecture, trained_length, edits)
+        scaling = scaling or taken_off
         carried = scaling_of(base.config)
         scaling, trained_length = checked_scaling(base.config.model_type, carried, scaling, trained_length)
         known_length = trained_length or architecture.trained_length(base.config)

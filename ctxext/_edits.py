@@ -49,6 +49,11 @@ class Edits:
         self._entries.append((owner, name, owner.__dict__.get(name, _Absent.ABSENT), True))
         owner.__dict__[name] = value
 
+    def delete_unchecked(self, owner: object, name: str) -> None:
+        """Delete what ``owner`` itself holds as ``name``, if it does, past its properties, and remember it."""
+        if name in owner.__dict__:
+            self._entries.append((owner, name, owner.__dict__.pop(name), True))
+
     def delete(self, owner: object, name: str) -> None:
         """Delete the plain attribute ``owner.name`` if it is there, and remember the old value."""
         if isinstance(owner, nn.Module) and name in (*owner._buffers, *owner._modules):

@@ -379,10 +379,9 @@ def _load_adapter(
 
     saved, adapter = read_extension(directory)
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
-    if auto_class is not None:
-        loading["auto_class"] = auto_class
     if isinstance(base, nn.Module):
-        extra = [*loading, *(["attention"] if attention is not None else [])]
+        given = {"attention": attention, "auto_class": auto_class}
+        extra = [*loading, *(name for name, value in given.items() if value is not None)]
         if extra:
             raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
         require_trained_on(saved, directory, base)
@@ -393,6 +392,8 @@ def _load_adapter(
             raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
         if base is None and adapter.revision is not None:
             loading.setdefault("revision", adapter.revision)
+        if auto_class is not None:
+            loading["auto_class"] = auto_class
         model = _load_base(directory, place, saved, attention, loading, named=base is None)
     wrapped = PeftModel.from_pretrained(model, directory, config=adapter, **for_adapter)
     patched = patched_state(base_model(model))

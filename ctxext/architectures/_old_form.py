@@ -36,6 +36,8 @@ PASS_OVER_SCALING = frozenset({"nemotron"})
 def write_old_form(config: Any, edits: Edits) -> None:
     """Put the old form beside the new one in the text part of a config that was just extended."""
     text = config.get_text_config(decoder=True)
+    for name in _consumed(text):  # of an earlier extension, where the config is another model's
+        edits.delete_unchecked(text, name)
     for name, value in old_form(text).items():
         # transformers 5 has a property of the name rope_scaling, which is an alias of rope_parameters; what it writes
         # to config.json is what the object itself holds.
@@ -44,12 +46,15 @@ def write_old_form(config: Any, edits: Edits) -> None:
 
 def drop_old_form(text: Any) -> None:
     """Take away what reading the config from a file would: the old form, if ``write_old_form`` put it there."""
-    there = [name for name in OLD_FIELDS if name in vars(text)]
-    if there:
-        kept = vars(_read(text, {}))
-        for name in there:
-            if name not in kept:
-                del vars(text)[name]
+    for name in _consumed(text):
+        del vars(text)[name]
+
+
+def _consumed(text: Any) -> list[str]:
+    """The old fields that ``text`` holds, and would not hold had it been read from a file."""
+    there = {name: vars(text)[name] for name in OLD_FIELDS if name in vars(text)}
+    kept = vars(_read(text, there)) if there else {}
+    return [name for name in there if name not in kept]
 
 
 def same_rope(one: Any, other: Any) -> bool:
