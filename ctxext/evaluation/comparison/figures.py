@@ -74,7 +74,7 @@ def _forest(result: ComparisonResult, length: int) -> Drawing:
     dots = " Small dots: each document." if _documents(result) > 1 else ""
     return Drawing(
         name=f"truncation-{length}",
-        title=f"Against truncation, at {end} tokens",
+        title=f"Against the best truncation, at {end} tokens",
         caption=f"Loss minus that of the best truncation, seeing only the last {window} tokens, on the same tokens, "
         f"with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last "
         f"{windows_in_words(result.trained_length)} tokens, the best of which is the line.{dots}",
@@ -153,7 +153,7 @@ def _against_truncation(result: ComparisonResult, panel: Panel) -> Drawing:
     )
     return Drawing(
         name=f"difference{_suffix(panel)}",
-        title=f"Difference to the best truncation by position{_of_factor(panel)}",
+        title=f"Against the best truncation{_of_factor(panel)}",
         caption=f"The same tokens, minus their loss under the best truncation (in these stretches the last {chosen} "
         f"tokens), with 95 percent intervals.",
         alternative=f"Loss minus the best truncation's (the last {chosen}) in consecutive stretches beyond the window, "
