@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/installed
 
 .PHONY: demo test slow gpu-test floor check format clean
 
-demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (10 to 16 minutes on 2 plain cores)
+demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (15 to 25 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
 
 test: $(INSTALLED) ## the test suite: CPU, offline
