@@ -335,7 +335,7 @@ def other(name: str) -> Any:
         return t.MiniCPM3Config(**(SHAPE | MLA))
     if name == "gpt_oss":
         plain = {"rope_type": "default", "rope_theta": 10000.0}
-        return t.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=2, rope_parameters=plain)
+        return t.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, rope_parameters=plain)
     if name == "cohere":
         return t.CohereConfig(**SHAPE)
     assert name == "dbrx"
@@ -481,7 +481,8 @@ def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_pat
     path = tmp_path / "long" / "config.json"
     written = json.loads(path.read_text())
     export(tmp_path / "long", to="vllm")
-    written["rope_parameters"]["factor"] = 8.0
+    for name in ("rope_parameters", "rope_scaling"):  # the second is for older readers
+        written[name]["factor"] = 8.0
     path.write_text(json.dumps(written))
     for target in ("vllm", "llama.cpp"):
         with pytest.raises(CheckpointError, match=r"contradicts itself.*'factor': 4\.0.*'factor': 8\.0"):
