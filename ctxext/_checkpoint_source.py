@@ -94,7 +94,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
     except CtxextError:
         raise
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise CheckpointError(_unreadable(place, error)) from error
     saved_extension(config, os.fspath(place))
     if "ctxext" in raw:
