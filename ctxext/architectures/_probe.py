@@ -101,8 +101,10 @@ def reader_of(model: nn.Module, path: str) -> nn.Module | None:
     while path:
         path = path.rpartition(".")[0]
         module: nn.Module = model.get_submodule(path)
-        if "input_ids" in inspect.signature(type(module).forward).parameters:
-            return module
+        arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        needed = [one.name for one in arguments if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+        if any(one.name == "input_ids" for one in arguments) and needed in ([], ["input_ids"]):
+            return module  # a layer that routes by tokens takes input_ids too, but needs hidden states
     return None
 
 

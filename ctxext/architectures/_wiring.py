@@ -62,12 +62,12 @@ def why_not_ours(model: PreTrainedModel, text: Any, sites: list[Site], seen: Lay
 
 @dataclass
 class _Witness:
-    """Stands in for attention in a proof: gives the shape of its result and counts how often it is asked."""
+    """Stands in for the attention of one layer in a proof: gives the shape of its result, and knows if it was asked."""
 
-    asked: int = 0
+    asked: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-        self.asked += 1
+        self.asked = True
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -78,16 +78,19 @@ def why_wiring_fails(model: PreTrainedModel, config: Any, site: Site) -> str | N
     layout takes the place of, or may want attention that a layout cannot say.
     """
     twin = meta_twin(model, config).eval()
-    decoder, witness = decoder_of(twin, site), _Witness()
-    wire(twin, twin.config.get_text_config(decoder=True), site, witness, Edits())
+    decoder, edits = decoder_of(twin, site), Edits()
+    wire(twin, twin.config.get_text_config(decoder=True), site, None, edits)
+    witnesses = [_Witness() for _ in attention_layers(decoder)]
+    for layer, witness in zip(attention_layers(decoder), witnesses, strict=True):
+        edits.set(layer, "_ctxext_attend", witness)
     try:
         forward_without_data(decoder)
     except IncompatibleError as error:
         return str(error).removesuffix(" Unpatch the model for such inputs.").rstrip(".")
     except FAILURES as error:
         return f"its own code fails on what takes the place of a mask ({type(error).__name__}: {error})"
-    expected = len(attention_layers(decoder))
-    return None if witness.asked == expected else f"{witness.asked} of its {expected} layers ask ctxext's attention"
+    asked = sum(witness.asked for witness in witnesses)
+    return None if asked == len(witnesses) else f"{asked} of its {len(witnesses)} layers ask ctxext's attention"
 
 
 def wire(model: PreTrainedModel, text: Any, site: Site, attend: Any, edits: Edits) -> None:

@@ -36,7 +36,6 @@ __all__ = [
     "walked_methods",
 ]
 
-CHANGED = TRAINED_LENGTH + 20  # the token whose change must reach the tokens before it exactly when it did unpatched
 FIRST_TOKEN = 40  # below are special tokens (images, audio, ends of text) in some vocabularies
 
 
@@ -201,9 +200,9 @@ def rotating_layers(model: PreTrainedModel, inputs: Tensor, paths: list[str], la
 
 def sees_future(model: PreTrainedModel, inputs: Tensor, logits: Tensor) -> bool:
     """Whether a change of one token reaches what the model says of the tokens before it; ``logits`` are unchanged's."""
-    other = inputs.clone()
-    other[0, CHANGED] = FIRST_TOKEN + (other[0, CHANGED] - FIRST_TOKEN + 1) % (VOCABULARY - FIRST_TOKEN)
-    moved = (logits_of(model, other) - logits)[:, :CHANGED].abs().max()
+    other, at = inputs.clone(), 2 * inputs.shape[1] // 3
+    other[0, at] = FIRST_TOKEN + (other[0, at] - FIRST_TOKEN + 1) % (VOCABULARY - FIRST_TOKEN)
+    moved = (logits_of(model, other) - logits)[:, :at].abs().max()
     return bool(moved > 1e-4 * logits.abs().max())  # sums of other lengths (experts) round differently
 
 
@@ -224,7 +223,7 @@ def _necessary_arguments(model: PreTrainedModel) -> list[dict[str, Any]]:
         try:
             ctxext.unpatch(ctxext.patch(model, "pi", factor=4.0, **given))
         except PatchStateError:
-            given["trained_length"] = TRAINED_LENGTH
+            given["scaling"] = "extend"  # random weights are taken to know what their config says
         except IncompatibleError as error:
             if "Pass trained_length" in str(error):
                 given["trained_length"] = TRAINED_LENGTH

@@ -124,11 +124,13 @@ def _shrunk(config_class: Any, special: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _trained_length(default: Any) -> dict[str, Any]:
-    """The rope dict of a type that is extended by default, with the small trained length."""
+    """The rope dict of a type that is scaled by default, so that its scaling reaches the small trained length."""
     rope = copy.deepcopy(vars(default).get("rope_parameters"))
     if not isinstance(rope, dict) or "original_max_position_embeddings" not in rope:
         return {}
-    return {"rope_parameters": rope | {"original_max_position_embeddings": TRAINED_LENGTH}}
+    if "factor" not in rope:
+        return {"rope_parameters": rope | {"original_max_position_embeddings": TRAINED_LENGTH}}
+    return {"rope_parameters": rope | {"original_max_position_embeddings": TRAINED_LENGTH // 4, "factor": 4.0}}
 
 
 def _ratios(default: Any, names: set[str]) -> dict[str, Any]:
