@@ -17,7 +17,7 @@ from ctxext._checkpoint_source import Contents, checked_contents, read_any_confi
 from ctxext._files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext._limits import LENGTH_FIELDS, copy_raised
 from ctxext._load import extended_config
-from ctxext.architectures._old_form import same_rope
+from ctxext.architectures._old_form import same_rope, with_old_form
 from ctxext.errors import CheckpointError, IncompatibleError, VerificationError
 from ctxext.methods import Method
 from ctxext.spec import Description
@@ -156,7 +156,7 @@ def _refuse_destination(source: Path, destination: Path) -> None:
 def _write_small_files(
     source: Path, target: Path, contents: Contents, extended: Any, description: Description
 ) -> list[str]:
-    (target / "config.json").write_text(extended.to_json_string(use_diff=True), encoding="utf-8")
+    (target / "config.json").write_text(with_old_form(extended).to_json_string(use_diff=True), encoding="utf-8")
     changed = []
     for path in contents.others:
         place = target / path.relative_to(source)

@@ -17,11 +17,11 @@ import pytest
 import torch
 from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedConfig
 
 import ctxext
 from ctxext._checkpoint import patch_checkpoint
-from ctxext.architectures._old_form import OLD_GUARD
+from ctxext.architectures._old_form import OLD_GUARD, with_old_form
 from ctxext.architectures._sites import find_sites, plain_spec
 from ctxext.methods import METHODS, RopeMethod
 
@@ -79,8 +79,16 @@ def _old_yarn(
 
 
 def saved_config(model: Any, directory: Path) -> dict[str, Any]:
+    """What ``ctxext patch`` writes for this model; what ``save_pretrained`` writes is that, or stops older readers.
+
+    The Trainer reads the latter, in each of its checkpoints, as the config of no type.
+    """
     model.save_pretrained(directory)
+    PreTrainedConfig.from_json_file(directory / "config.json")
+    live = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(with_old_form(model.config).to_json_string(use_diff=True))
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    assert live == config or OLD_GUARD in live.values()
     return config
 
 

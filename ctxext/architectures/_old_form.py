@@ -14,10 +14,11 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 
 from ctxext._edits import Edits
 
-__all__ = ["OLD_GUARD", "drop_old_form", "old_form", "same_rope", "write_old_form"]
+__all__ = ["OLD_GUARD", "drop_old_form", "old_form", "same_rope", "with_old_form", "write_old_form"]
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 
@@ -34,14 +35,27 @@ PASS_OVER_SCALING = frozenset({"nemotron"})
 
 
 def write_old_form(config: Any, edits: Edits) -> None:
-    """Put the old form beside the new one in the text part of a config that was just extended."""
+    """Put the old form beside the new one in the text part of a config that was just extended.
+
+    Where the Trainer, which reads the config.json of its checkpoints as one of no type, could not read both, a guard
+    stands there: an older reader then refuses what ``save_pretrained`` writes. ``with_old_form`` has no such reader.
+    """
     text = config.get_text_config(decoder=True)
     for name in _consumed(text):  # of an earlier extension, where the config is another model's
         edits.delete_unchecked(text, name)
-    for name, value in old_form(text).items():
+    for name, value in old_form(text, of_any_type=True).items():
         # transformers 5 has a property of the name rope_scaling, which is an alias of rope_parameters; what it writes
         # to config.json is what the object itself holds.
         edits.set_unchecked(text, name, value)
+
+
+def with_old_form(config: Any) -> Any:
+    """A copy of an extended config for a config.json of its own, with the old form wherever its own class reads it."""
+    copied = copy.deepcopy(config)
+    text = copied.get_text_config(decoder=True)
+    drop_old_form(text)
+    vars(text).update(old_form(text))
+    return copied
 
 
 def drop_old_form(text: Any) -> None:
@@ -62,11 +76,15 @@ def same_rope(one: Any, other: Any) -> bool:
     return bool(_without_type(one) == _without_type(other))
 
 
-def old_form(text: Any) -> dict[str, Any]:
+def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     """The fields of the old form for ``text.rope_parameters``, or a guard, or nothing.
 
     Nothing where this type's config reads none of them: such a type came with transformers 5, and older readers do
     not know it at all. What is returned was read back by transformers both ways, alone and beside ``rope_parameters``.
+
+    Args:
+        text: the text part of an extended config.
+        of_any_type: only what transformers also reads without knowing the config's type.
     """
     rope = getattr(text, "rope_parameters", None)
     if not rope or not is_dataclass(text):
@@ -75,6 +93,8 @@ def old_form(text: Any) -> dict[str, Any]:
     if _old_readers_compute(text, rope):
         for form in _candidates(rope):
             if not declared & form.keys() and _means(text, form, rope):
+                if of_any_type and not _reads_without_type(text, form):
+                    break
                 return form
     for name in BASES:
         guard = {name: OLD_GUARD}
@@ -129,6 +149,15 @@ def _means(text: Any, form: dict[str, Any], rope: dict[str, Any]) -> bool:
     except (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError):
         return False
     return same_rope(getattr(alone, "rope_parameters", None), rope) and _is_ignored(text, form, rope)
+
+
+def _reads_without_type(text: Any, form: dict[str, Any]) -> bool:
+    """Whether the class of all configs reads both forms; it takes a length for granted that it does not have yet."""
+    try:
+        PreTrainedConfig.from_dict(copy.deepcopy(text.to_dict() | form))
+    except (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError):
+        return False
+    return True
 
 
 def _is_ignored(text: Any, form: dict[str, Any], rope: dict[str, Any]) -> bool:
