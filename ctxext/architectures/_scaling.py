@@ -64,7 +64,8 @@ def scaling_of(config: Any) -> Scaling | None:
     text = config.get_text_config(decoder=True)
     for layer_type, rope in rope_dicts(text):
         kind = rope.get("rope_type", "default")
-        if kind in SCALED and not (layer_type and is_windowed(layer_type)):
+        is_plain = kind == "linear" and rope.get("factor") == 1
+        if kind in SCALED and not is_plain and not (layer_type and is_windowed(layer_type)):
             return _read(text, rope, kind)
     return None
 
