@@ -59,6 +59,7 @@ def test_a_file_and_a_directory_without_config(plain: Path, tmp_path: Path) -> N
         ("[]", "should hold a JSON object; found []"),
         ("{}", "transformers cannot read the config of"),
         ('{"model_type": "no_such_thing"}', "transformers cannot read the config of"),
+        ('{"model_type": "llama", "dtype": "float8"}', "transformers cannot read the config of"),
         ('{"model_type": "own", "auto_map": {"AutoConfig": "own.Code"}}', "names Python code of its own"),
     ],
 )
