@@ -111,7 +111,7 @@ def load(
     own = _method_parameters(method, loading)
     if base is not None and _has_parameter(method, "base"):
         own["base"], base = base, None
-    asked = {
+    asked: dict[str, Any] = {
         "factor": factor,
         "target_length": target_length,
         "trained_length": trained_length,

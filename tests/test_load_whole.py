@@ -68,7 +68,7 @@ def test_the_class_can_be_chosen(plain: Path) -> None:
         ctxext.load(plain, "yarn", factor=4, auto_class="AutoModelForCausaLM")
 
 
-@pytest.mark.parametrize("model_type", ["llama4", "qwen3_5", "mllama", "gemma3", "llava"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "mllama", "gemma3", "llava"])
 def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Path) -> None:
     model = vision_language(model_type)
     model.save_pretrained(tmp_path / "plain")
@@ -95,6 +95,20 @@ def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Pat
         assert torch.equal(logits(loaded, tokens()), expected)
     again = ctxext.load(tmp_path / "memory", "pi", factor=2, trained_length=TRAINED_LENGTH)
     assert ctxext.describe(again).target_length == 2 * TRAINED_LENGTH
+
+
+def test_a_llama_4_is_refused_by_name(tmp_path: Path) -> None:
+    """It rotates in windowed layers only; extending it in memory, on disk and while loading say so alike."""
+    model = vision_language("llama4")
+    model.save_pretrained(tmp_path / "plain")
+    for verb in (
+        lambda: ctxext.patch(model, "yarn", factor=4),
+        lambda: patch_checkpoint(tmp_path / "plain", tmp_path / "disk", "yarn", factor=4.0),
+        lambda: ctxext.load(tmp_path / "plain", "yarn", factor=4),
+    ):
+        with pytest.raises(IncompatibleError, match="llama4_text"):
+            verb()
+    assert not (tmp_path / "disk").exists()
 
 
 def test_the_language_part_can_be_chosen_and_saved(tmp_path: Path) -> None:
