@@ -280,8 +280,8 @@ def test_a_checkpoint_saved_extended_says_relative_to_what(tmp_path: Path) -> No
 
 def test_a_model_without_positions() -> None:
     message = (
-        "GPT2LMHeadModel (gpt2) has no positions that ctxext can extend: no rotary embedding of the form that "
-        "transformers' own rope types use, and no ALiBi. Known families: bloom, falcon, mpt, rope."
+        "GPT2LMHeadModel (gpt2) has no positions that ctxext can extend: it has learned positions, one vector each for "
+        "64 tokens (transformer.wpe), and no method here makes more of those. Known families: bloom, falcon, mpt, rope."
     )
     refused(tiny("gpt2"), IncompatibleError, message, "yarn", factor=4)
 

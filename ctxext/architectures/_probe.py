@@ -110,7 +110,7 @@ def reader_of(model: nn.Module, path: str) -> nn.Module | None:
 
 def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> None:
     """Run a decoder that has no memory on a few tokens. What its code asks of data is answered as for a plain text."""
-    with torch.no_grad(), torch.device("meta"), _Lists(), marks or _Marks():
+    with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), _Lists(), marks or _Marks():
         decoder(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
 
 

@@ -55,7 +55,7 @@ def twin_config(model: PreTrainedModel, path: str, config: Any) -> Any:
 
 def meta_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     """Build the model's class from ``config`` without allocating its weights."""
-    with torch.device("meta"):
+    with torch.inference_mode(False), torch.device("meta"):
         return type(model)(copy.deepcopy(config))
 
 

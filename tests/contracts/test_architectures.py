@@ -70,6 +70,10 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(model_type: str, stock:
         assert {finding.method for finding in problems} == {"longrope", "table"}
         assert all(finding.outcome == "refused" and "itself fails on it" in finding.detail for finding in problems)
         return
+    if model_type == "deepseek_v3":  # its whole scores are scaled by a constant
+        refused = problems.pop()
+        assert (refused.method, refused.outcome) == ("dynamic_yarn", "refused")
+        assert "follows the length of the text" in refused.detail
     assert problems == []
     loaded_by_stock = {finding.method for finding in findings if finding.stock}
     assert loaded_by_stock >= {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "table"}

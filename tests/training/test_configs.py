@@ -33,7 +33,7 @@ CHECKPOINTS: dict[str | None, tuple[int, str, dict[str, Any]]] = {
     None: (8192, "llama", {"tie_word_embeddings": True}),
     "HuggingFaceTB/SmolLM2-135M-Instruct": (8192, "llama", {"tie_word_embeddings": True}),
     "meta-llama/Meta-Llama-3-8B": (8192, "llama", {}),
-    "meta-llama/Llama-3.1-8B": (8192, "llama", LLAMA_3_1),
+    "meta-llama/Llama-3.1-8B": (131072, "llama", LLAMA_3_1),
     "mistralai/Mistral-7B-v0.1": (8192, "mistral", {"sliding_window": 16}),
     "bigscience/bloom-560m": (2048, "bloom", {}),
     "bigscience/bloom-7b1": (2048, "bloom", {}),
@@ -111,7 +111,7 @@ def test_it_trains_two_steps(path: Path, models: dict[str | None, Path], corpus:
         "stages": "[]",
     }
     if real.extension.trained_length is not None:
-        small["extension.trained_length"] = TRAINED_LENGTH
+        small["extension.trained_length"] = LLAMA_3_1["max_position_embeddings"]
     if real.memory.mlp_tile is not None:
         small["memory.mlp_tile"] = 8
     settings = read_settings(path, words_of(small))
