@@ -14,6 +14,7 @@ from ctxext._api import base_model
 from ctxext._checkpoint_source import checked_path, read_config
 from ctxext._load import extended_config
 from ctxext._saved import choices, plain_config, saved_extension, saved_method
+from ctxext.architectures._old_form import same_rope
 from ctxext.architectures._sliding import is_windowed
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
@@ -101,7 +102,7 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
     here, there = (part.get_text_config(decoder=True) for part in (config, again))
     for name in saved["original"]:
         found, expected = getattr(here, name, None), getattr(there, name, None)
-        if found != expected:
+        if not same_rope(found, expected):
             raise CheckpointError(
                 f"The config of this {config.model_type} contradicts itself: its ctxext entry stands for {name}="
                 f"{expected}, but it holds {found}. One of them was changed by hand; extend the original checkpoint "
