@@ -123,12 +123,10 @@ MethodName = Annotated[
     typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
 ]
 Factor = Annotated[float | None, typer.Option("--factor", "-f", help="Target length / trained length, at least 1.")]
-Target = Annotated[int | None, typer.Option("--target-length", min=1, help="Tokens to extend to, instead of a factor.")]
+Target = Annotated[int | None, typer.Option("--target-length", help="Tokens to extend to, instead of a factor.")]
 Trained = Annotated[
     int | None,
-    typer.Option(
-        "--trained-length", min=1, help="Tokens the weights were trained for, where the config does not say so."
-    ),
+    typer.Option("--trained-length", help="Tokens the weights were trained for, where the config does not say so."),
 ]
 ScalingOption = Annotated[
     Scaling | None,

@@ -102,8 +102,7 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
     here, there = (part.get_text_config(decoder=True) for part in (config, again))
     for name in saved["original"]:
         found, expected = getattr(here, name, None), getattr(there, name, None)
-        same = same_rope(found, expected) if name == "rope_parameters" else found == expected
-        if not same:
+        if not same_rope(found, expected):
             raise CheckpointError(
                 f"The config of this {config.model_type} contradicts itself: its ctxext entry stands for {name}="
                 f"{expected}, but it holds {found}. One of them was changed by hand; extend the original checkpoint "

@@ -28,6 +28,7 @@ from ctxext.architectures._sliding import window_fields, window_note
 from ctxext.architectures.rope import already_extended
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method
+from ctxext.methods.base import require
 from ctxext.runtimes.base import Export
 from ctxext.spec import Description, RopeSpec
 
@@ -122,6 +123,7 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: nothing readable there.
     """
+    _require_tokens(trained_length)
     checked_path(place, location)
     config = read_config(place, trust_remote_code=trust_remote_code, **location)
     model = _without_weights(config, trust_remote_code)
@@ -156,6 +158,7 @@ def rope_of_checkpoint(
         CheckpointError: nothing readable there.
         IncompatibleError: no rotary positions, or no trained length.
     """
+    _require_tokens(trained_length)
     checked_path(place, {})
     config = read_config(place, trust_remote_code=trust_remote_code)
     saved = saved_extension(config, os.fspath(place))
@@ -184,6 +187,12 @@ def inspect_adapter(directory: Path) -> Description:
         )
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
     return describe_saved(read_json(path)["extension"], f"adapter for {base}")
+
+
+def _require_tokens(trained_length: int | None) -> None:
+    """Refuse a length of nothing, which would otherwise read as none that is given."""
+    is_length = trained_length is None or trained_length >= 1
+    require(is_length, "trained_length", trained_length, "a positive whole number of tokens")
 
 
 def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:

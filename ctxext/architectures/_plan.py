@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ def _implied_head_dim(text: Any) -> dict[str, Any]:
 
     Stock code then takes this quotient for plain positions, but multiplies by the empty field for yarn and longrope.
     """
-    own = vars(text)
-    if "head_dim" not in own or own["head_dim"] is not None:
+    declared = {field.name for field in dataclasses.fields(text)} if dataclasses.is_dataclass(text) else set()
+    if "head_dim" not in declared | vars(text).keys() or vars(text).get("head_dim") is not None:
         return {}
     return {"head_dim": text.hidden_size // text.num_attention_heads}
 

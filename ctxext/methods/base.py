@@ -33,8 +33,10 @@ def require(condition: bool, parameter: str, value: object, expected: str) -> No
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite real number, NumPy's included (a bool or a numeric string is not)."""
-    number: Any = value
-    return isinstance(number, numbers.Real) and not isinstance(number, bool) and bool(abs(number) <= sys.float_info.max)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    size: Any = abs(value)  # whole numbers beyond floats are compared too
+    return bool(size <= sys.float_info.max)
 
 
 def positive_numbers(parameter: str, values: object) -> tuple[float, ...]:

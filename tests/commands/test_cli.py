@@ -249,7 +249,8 @@ def test_config_without_rope_theta(cli: Cli, llama: Path, tmp_path: Path) -> Non
     cli("patch", llama, tmp_path / "copy", "-m", "pi", "-f", 1, "--copy")
     path = tmp_path / "copy/config.json"
     config = json.loads(path.read_text())
-    del config["ctxext"]
+    for field in ("ctxext", "rope_scaling", "rope_theta"):
+        config.pop(field, None)
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
     path.write_text(json.dumps(config))
     result = cli("patch", tmp_path / "copy", tmp_path / "long", "-m", "pi", "-f", 2)

@@ -82,10 +82,12 @@ def test_in_flags_leaves_the_fields_of_a_config_alone() -> None:
 
 
 def test_a_length_of_nothing(cli: Cli, llama: Path) -> None:
-    for option in ("--trained-length", "--target-length"):
-        arguments = ("inspect", llama) if option == "--trained-length" else ("export", llama, "--to", "vllm")
-        result = cli(*arguments, option, 0)
-        assert (result.exit_code, option in result.stderr) == (2, True)
+    yarn = ("--to", "vllm", "--method", "yarn")
+    for command in (("inspect", llama), ("export", llama, *yarn, "--factor", 4), ("plot", "frequencies", llama)):
+        assert "--trained-length must be a positive whole number" in refused(cli(*command, "--trained-length", 0))
+    assert "--target-length must be a positive whole number" in refused(
+        cli("export", llama, *yarn, "--target-length", 0)
+    )
 
 
 @pytest.mark.parametrize("name", ["YaRN", "YARN", "Yarn"])
