@@ -1,12 +1,12 @@
 """The config.json of famous checkpoints as they are published, at sizes that a model of them builds in no time.
 
-Provenance: written down from the published files of the hub repositories that the names say (``NAME with its documented
-YaRN`` and ``NAME of April 2024`` are the forms that their model cards and earlier revisions give). Cut are the sizes
-alone: layers (as few as show every kind of layer), heads (the size of a head stays), hidden and intermediate sizes,
-vocabulary and token ids, experts, low ranks, vision towers. Everything that says where positions are and how far they
-reach is as published, missing fields included: rope dicts, bases, lengths, head dimensions, windows, layer kinds,
-``auto_map``, ``architectures``, dtypes, ``transformers_version``. The LongRoPE tables of Phi-3, Phi-4-mini and MiniCPM3
-were compared with their copies in torchtune, KerasHub and MindSpeed.
+Provenance: written down from memory of the published files of the hub repositories that the names say (``NAME with its
+documented YaRN`` and ``NAME of April 2024`` are the forms that their model cards and earlier revisions give), as they
+were to be had nowhere here. The LongRoPE tables of Phi-3, Phi-4-mini and MiniCPM3 were compared with their copies in
+torchtune, KerasHub and MindSpeed. Cut are the sizes alone: layers (as few as show every kind of layer), heads (the size
+of a head stays), hidden and intermediate sizes, vocabulary and token ids, experts, low ranks, vision towers. Everything
+that says where positions are and how far they reach is kept, missing fields included: rope dicts, bases, lengths, head
+dimensions, windows, layer kinds, ``auto_map``, ``architectures``, dtypes, ``transformers_version``.
 """
 
 from __future__ import annotations
