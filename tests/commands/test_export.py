@@ -335,7 +335,7 @@ def other(name: str) -> Any:
         return t.MiniCPM3Config(**(SHAPE | MLA))
     if name == "gpt_oss":
         plain = {"rope_type": "default", "rope_theta": 10000.0}
-        return t.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, rope_parameters=plain)
+        return t.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, rope_parameters=plain)
     if name == "cohere":
         return t.CohereConfig(**SHAPE)
     assert name == "dbrx"
