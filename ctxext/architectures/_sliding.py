@@ -72,6 +72,9 @@ def mixes_windows(config: Any) -> bool:
 
 
 def _window(config: Any) -> int | None:
+    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
+        layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+        return max((int(layer.sliding_window) for layer in layers if layer.sliding_window), default=None)
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None

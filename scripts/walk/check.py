@@ -130,7 +130,7 @@ def check_model(model: PreTrainedModel, methods: list[type[Method]], stock: Stoc
 def _refused_at_least(model: PreTrainedModel, method_class: type[Method], error: Exception) -> Finding:
     """A model that does not read tokens alone cannot be checked, so nothing may be promised of it."""
     try:
-        ctxext.patch(model, method_class.example(_spec(model)), trained_length=TRAINED_LENGTH)
+        ctxext.patch(model, method_class.example(_spec(model)), **_necessary_arguments(model)[0])
     except CtxextError as refusal:
         return Finding(method_class.name, "refused", f"{type(refusal).__name__}: {refusal}")
     ctxext.unpatch(model)

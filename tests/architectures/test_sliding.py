@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from _models import State, logits, tiny, tokens
+from _models import RECENT, State, logits, tiny, tokens
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -71,3 +71,10 @@ def test_a_window_that_its_config_cannot_give_up_is_a_named_refusal() -> None:
     with pytest.raises(IncompatibleError, match="'sliding_window' expected int"):
         ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
     assert before.difference(model) is None
+
+
+@pytest.mark.skipif(not RECENT, reason="transformers 5.17 has no such model")
+def test_windows_that_the_config_holds_per_layer_are_read_per_layer() -> None:
+    model = tiny("neomme")
+    ctxext.patch(model, "pi", factor=4.0)
+    assert "sliding windows of 16 tokens by design" in " ".join(ctxext.describe(model).notes)
