@@ -72,7 +72,7 @@ def test_unreadable_configs(text: str, said: str, tmp_path: Path) -> None:
 
 def test_a_config_without_its_base(edited: Callable[..., Path]) -> None:
     def change(config: dict[str, Any]) -> None:
-        del config["ctxext"], config["rope_scaling"], config["rope_theta"]
+        del config["ctxext"], config["rope_theta"]
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
 
     with pytest.raises(IncompatibleError, match="has no rope_theta in rope_parameters"):

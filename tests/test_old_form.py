@@ -209,7 +209,11 @@ def test_a_live_config_is_extended_anew_from_what_it_says_now() -> None:
     again = LlamaForCausalLM(first.config).eval()
     again.load_state_dict(first.state_dict())
     ctxext.patch(again, "pi", factor=2, trained_length=TRAINED_LENGTH)
-    assert again.config.to_dict()["rope_scaling"] == {"rope_type": "linear", "type": "linear", "factor": 2.0}
+    assert with_old_form(again.config).to_dict()["rope_scaling"] == {
+        "rope_type": "linear",
+        "type": "linear",
+        "factor": 2.0,
+    }
     ctxext.unpatch(again)
     ctxext.patch(again, "ntk", factor=2, trained_length=TRAINED_LENGTH)  # needs no scaling: none may be left
     assert "rope_scaling" not in again.config.to_dict()
