@@ -66,7 +66,7 @@ def run(case: dict[str, Any]) -> None:
     def with_accelerators(settings: Any, device: str) -> Any:
         made = arguments(settings, device)
         assert made.world_size == int(os.environ["WORLD_SIZE"])
-        made.adam_epsilon = 1e-3  # with 1e-8, a gradient that is rounding (other on each processor) moves a weight as any
+        made.adam_epsilon = 1e-3  # with 1e-8 a gradient that is rounding moves its weight as far as any other does
         if environment:
             admit_processes()
         return made
