@@ -9,20 +9,20 @@ from ctxext import errors
 
 if typing.TYPE_CHECKING:
     from ctxext import training
-    from ctxext._api import describe, method, patch, unpatch
     from ctxext._export import export
     from ctxext._load import load, save
     from ctxext.methods import package as methods
+    from ctxext.patching import describe, method, patch, unpatch
 
 __version__ = "0.1.0"
 
 __all__ = ["describe", "errors", "export", "load", "method", "methods", "patch", "save", "training", "unpatch"]
 
 _VERBS = {
-    "describe": "_api",
-    "method": "_api",
-    "patch": "_api",
-    "unpatch": "_api",
+    "describe": "patching",
+    "method": "patching",
+    "patch": "patching",
+    "unpatch": "patching",
     "export": "_export",
     "load": "_load",
     "save": "_load",

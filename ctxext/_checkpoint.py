@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext._api import describe_saved
 from ctxext._checkpoint_source import Contents, checked_contents, read_any_config, refuse_source
-from ctxext._files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext._limits import LENGTH_FIELDS, copy_raised
 from ctxext._load import extended_config
-from ctxext.architectures._old_form import same_rope, with_old_form
 from ctxext.errors import CheckpointError, IncompatibleError, VerificationError
+from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext.methods import Method
+from ctxext.patching import describe_saved
 from ctxext.spec import Description
+from ctxext.surgery.old_form import same_rope, with_old_form
 
 __all__ = ["Written", "patch_checkpoint"]
 

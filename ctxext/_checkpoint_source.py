@@ -21,11 +21,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ctxext._adapters import is_adapter
 from ctxext._config_check import UNFIT, check_config
-from ctxext._saved import checked_extension
-from ctxext.architectures._alibi import GUARD
+from ctxext.adapters import is_adapter
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError
+from ctxext.saved import checked_extension
+from ctxext.surgery.rope_types import GUARD
 
 __all__ = [
     "Contents",

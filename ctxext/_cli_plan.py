@@ -75,8 +75,8 @@ def plan(
     if memory is None and length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
 
-    from ctxext._adapters import is_adapter
     from ctxext._checkpoint_source import checked_path, read_config, read_json
+    from ctxext.adapters import is_adapter
     from ctxext.evaluation._memory import parse_bytes
     from ctxext.training.memory import Memory
     from ctxext.training.plan import plan_serving, plan_training, reach_of

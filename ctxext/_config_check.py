@@ -10,9 +10,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext._saved import saved_extension, saved_method
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.base import is_number
+from ctxext.saved import saved_extension, saved_method
 
 __all__ = ["UNFIT", "building", "check_config"]
 

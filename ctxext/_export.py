@@ -9,21 +9,20 @@ from typing import Any
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext._adapters import is_adapter
-from ctxext._api import base_model
 from ctxext._checkpoint_source import checked_path, read_config
 from ctxext._load import extended_config
-from ctxext._saved import choices, plain_config, saved_extension, saved_method
-from ctxext.architectures._old_form import same_rope
-from ctxext.architectures._sliding import is_windowed
-from ctxext.architectures.rope import already_extended
+from ctxext.adapters import is_adapter
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import Method
 from ctxext.runtimes.base import STOCK_TYPES, Export, Extended
 from ctxext.runtimes.llama_cpp import to_llama_cpp
 from ctxext.runtimes.vllm import to_vllm
+from ctxext.saved import already_extended, choices, plain_config, saved_extension, saved_method
+from ctxext.surgery.old_form import same_rope
+from ctxext.surgery.windows import is_windowed
+from ctxext.surgery.wrappers import base_model
 
-__all__ = ["TARGETS", "export", "export_config"]
+__all__ = ["TARGETS", "export", "export_config", "read_extended"]
 
 RUNTIMES = {"vllm": to_vllm, "llama.cpp": to_llama_cpp}
 TARGETS = tuple(RUNTIMES)

@@ -12,35 +12,26 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctxext._adapters import EXTENSION_FILE, is_adapter
-from ctxext._api import architecture_of, describe, describe_saved, patch, unpatch
 from ctxext._checkpoint_source import checked_path, read_config, read_json
 from ctxext._config_check import building
 from ctxext._export import TARGETS, export_config
 from ctxext._load import model_class
-from ctxext._saved import plain_config, saved_extension
-from ctxext.architectures import Request
-from ctxext.architectures._alibi import AlibiArchitecture
-from ctxext.architectures._hf import restoring
-from ctxext.architectures._scaling import scaling_of
-from ctxext.architectures._sites import find_sites, parameters_of, plain_spec, trained_spec
-from ctxext.architectures._sliding import window_fields, window_note
-from ctxext.architectures.rope import already_extended
+from ctxext.adapters import EXTENSION_FILE, is_adapter
+from ctxext.architectures import architecture_of
+from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method
 from ctxext.methods.base import require
+from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
 from ctxext.runtimes.base import Export
-from ctxext.spec import Description, RopeSpec
+from ctxext.saved import already_extended, plain_config, saved_extension
+from ctxext.spec import Description, Request, RopeSpec
+from ctxext.surgery.rope_types import restoring
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.stored_form import parameters_of, plain_spec, trained_spec
+from ctxext.surgery.windows import window_fields, window_note
 
-__all__ = [
-    "Inspection",
-    "Positions",
-    "Verdict",
-    "inspect_adapter",
-    "inspect_checkpoint",
-    "rope_of_checkpoint",
-    "trained_length_of",
-]
+__all__ = ["Inspection", "Positions", "Verdict", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
 
 Progress = Callable[[int, int], None]
 # What examples are made for where the model has no rotary positions to make them for.
@@ -203,26 +194,6 @@ def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
         else:
             model = kind(copy.deepcopy(config))
     return model
-
-
-def trained_length_of(model: PreTrainedModel, extended: str | None) -> int | None:
-    """What the config says the weights were trained for; None where it does not say."""
-    config = model.config
-    saved = getattr(config, "ctxext", None)
-    if saved:
-        return int(saved["trained_length"])
-    scaling = scaling_of(config)
-    if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
-        return scaling.window
-    return architecture_of(model).trained_length(config) if _has_architecture(model) else None
-
-
-def _has_architecture(model: PreTrainedModel) -> bool:
-    try:
-        architecture_of(model)
-    except IncompatibleError:
-        return False
-    return True
 
 
 def _window(text: Any, trained_length: int) -> tuple[str | None, bool]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ctxext._checkpoint_source import read_json
-from ctxext._edits import Edits
 
-__all__ = ["LENGTH_FIELDS", "copy_raised", "raise_generation_limit", "raised_tokenizer", "tokenizer_note"]
+__all__ = ["LENGTH_FIELDS", "copy_raised", "raised_tokenizer", "tokenizer_note"]
 
 LENGTH_FIELDS = {
     "tokenizer_config.json": "model_max_length",
@@ -50,13 +49,6 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
     settings[field] = target
     place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return [f"{path.name}: {field} {limit:g} -> {target}"]
-
-
-def raise_generation_limit(model: Any, trained: int, target: int, edits: Edits) -> None:
-    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
-    settings = getattr(model, "generation_config", None)
-    if settings is not None and settings.max_length == trained < target:
-        edits.set(settings, "max_length", target)
 
 
 def raised_tokenizer(tokenizer: Any, target: int) -> Any:

@@ -14,32 +14,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ctxext._adapters import (
-    is_adapter,
-    keep_extension,
-    read_extension,
-    require_trained_on,
-    save_adapters,
-    unwrapped,
-)
-from ctxext._api import architecture_of, base_model, patch, patched_state
 from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
 from ctxext._config_check import building
 from ctxext._defaults import own_defaults
-from ctxext._edits import Edits
 from ctxext._limits import raised_tokenizer
-from ctxext._saved import (
-    checked_extension,
-    checked_trained_length,
-    choices,
-    differences,
-    plain_config,
-    saved_extension,
-    saved_method,
-)
-from ctxext.architectures._alibi import GUARD, GUARDED_FIELD
-from ctxext.architectures._hf import restoring
-from ctxext.architectures._old_form import drop_old_form, same_rope
+from ctxext.adapters import is_adapter, keep_extension, read_extension, require_trained_on, save_adapters
+from ctxext.architectures import architecture_of
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
@@ -49,8 +29,22 @@ from ctxext.errors import (
     VerificationError,
 )
 from ctxext.methods import METHODS, Method
+from ctxext.patching import patch, patched_state
+from ctxext.saved import (
+    checked_extension,
+    checked_trained_length,
+    choices,
+    differences,
+    plain_config,
+    saved_extension,
+    saved_method,
+)
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.old_form import drop_old_form, same_rope
+from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD, restoring
+from ctxext.surgery.wrappers import base_model, unwrapped
 
-__all__ = ["extended_config", "load", "model_class", "save"]
+__all__ = ["attached", "extended_config", "load", "model_class", "save"]
 
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")

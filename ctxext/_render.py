@@ -22,6 +22,7 @@ from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
 __all__ = [
+    "LLAMA",
     "command_line",
     "facts",
     "method_rows",

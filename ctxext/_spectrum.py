@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method, RopeMethod
-from ctxext.methods._math import index_that_turns, plain_inv_freq
+from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.spec import RopeSpec
 
 __all__ = ["bands", "plot_spectrum", "shown_by_default", "speed"]

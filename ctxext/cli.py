@@ -31,10 +31,10 @@ from ctxext._cli_options import (
     rope_of,
 )
 from ctxext._cli_plan import plan
-from ctxext._files import whole_file
-from ctxext._progress import Later
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.evaluation.commands import eval_app
+from ctxext.files import whole_file
+from ctxext.progress import Later
 
 if TYPE_CHECKING:
     from ctxext.methods import Method
@@ -84,9 +84,9 @@ def inspect(
     [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B
     """
     from ctxext import _render
-    from ctxext._adapters import is_adapter
     from ctxext._gguf import scaling_in_gguf
     from ctxext._inspect import inspect_adapter, inspect_checkpoint
+    from ctxext.adapters import is_adapter
 
     place = Path(checkpoint)
     if is_adapter(place):
@@ -260,8 +260,8 @@ def frequencies(
 
     if importlib.util.find_spec("matplotlib") is None:
         raise CheckpointError("Plots need matplotlib: pip install 'ctxext\\[eval]'.")
-    from ctxext._api import method as build
     from ctxext._spectrum import plot_spectrum, shown_by_default
+    from ctxext.patching import method as build
 
     rope = rope_of(checkpoint, rotary_dim, base, trained_length, trust)
     chosen: list[Method] = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)

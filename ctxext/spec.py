@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Float
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["AlibiSpec", "Description", "Frequencies", "RopeSpec"]
+__all__ = ["AlibiSpec", "Description", "Extension", "Frequencies", "Request", "RopeSpec"]
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,51 @@ class Description:
 
 def _short(value: object) -> str:
     return f"<{len(value)} values>" if isinstance(value, list) and len(value) > 4 else repr(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, apart from the method itself.
+
+    Args:
+        trained_length: tokens the checkpoint was trained for; None reads ``max_position_embeddings``, and is given
+            for a checkpoint that is not extended only.
+        sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
+        scaling: "extend", "replace" or None, for a checkpoint whose config scales its positions already; see
+            ``ctxext.patch``.
+        attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
+    """
+
+    trained_length: int | None = None
+    sliding_window: str | None = None
+    scaling: str | None = None
+    attention: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What an architecture did to a model; the journal holds how to undo it.
+
+    Args:
+        trained_length: tokens that the unextended checkpoint was trained for.
+        target_length: tokens that the extended model is meant for.
+        stored_as: one line: how the config expresses the method.
+        stock: whether a process without ctxext loads the same model.
+        fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.
+        notes: sentences that a user must know before relying on the model.
+        sliding_window: what the user chose to do about it, see ``ctxext.patch``.
+        scaling: whether a scaling that the checkpoint had was extended or replaced; None where it had none.
+        attention: the attention backend asked for, where the method needs one of ctxext's; else None.
+        original: the config fields that were changed, as they were.
+    """
+
+    trained_length: int
+    target_length: int
+    stored_as: str
+    stock: bool
+    fingerprint: str
+    notes: tuple[str, ...] = field(default=())
+    sliding_window: str | None = None
+    scaling: str | None = None
+    attention: str | None = None
+    original: dict[str, Any] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ctxext.attention import BACKENDS, AttentionBackend, Layout, Need
 from ctxext.attention.flex import Flex
-from ctxext.methods._slopes import alibi_slopes
+from ctxext.methods.formulas import alibi_slopes
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[QKV], Tensor]

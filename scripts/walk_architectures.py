@@ -51,8 +51,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ctxext.architectures._probe import look
-from ctxext.architectures._sites import rotaries
+from ctxext.surgery.probe import look
+from ctxext.surgery.rebuild import rotaries
 from scripts.walk.check import Stock, check_model, walked_methods
 from scripts.walk.special import NOT_ALONE
 from scripts.walk.tiny import KINDS, kind_of, model_types, tiny_config, tiny_model

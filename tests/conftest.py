@@ -8,7 +8,7 @@ import pytest
 import torch
 from _models import tiny
 
-from ctxext import _api, _load
+from ctxext import _load, patching
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 
@@ -16,7 +16,15 @@ from ctxext.spec import RopeSpec
 # refuse both before that code runs, so it leaves the constructors and the verbs alone; all else stays checked.
 for _cls in (*METHODS.values(), RopeSpec):
     _cls.__init__.__no_type_check__ = True
-for _verb in (_api.patch, _api.unpatch, _api.method, _api.resolve, _api._factor_for, _api.base_model, _load.load):
+for _verb in (
+    patching.patch,
+    patching.unpatch,
+    patching.method,
+    patching.resolve,
+    patching._factor_for,
+    patching.base_model,
+    _load.load,
+):
     _verb.__no_type_check__ = True  # type: ignore[attr-defined]
 
 # Tiny models: more threads only wait for each other, and stock reloads in other processes sum in the same order.

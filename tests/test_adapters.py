@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
-from ctxext import _adapters
-from ctxext._adapters import EXTENSION_FILE, SENTENCE
+from ctxext import adapters
+from ctxext.adapters import EXTENSION_FILE, SENTENCE
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.training.lora import attach_lora, reattach_lora
 
@@ -323,7 +323,7 @@ def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monke
     """Whatever was on the disk before, a half-written adapter is refused, and saving again repairs it."""
     ctxext.save(trained(ctxext.patch(base_of(plain), "pi", factor=2)), tmp_path)
     model = trained(extended(base_of(plain)))
-    writes, write = [], _adapters.write_whole
+    writes, write = [], adapters.write_whole
 
     def crashing(path: Path, text: str) -> None:
         writes.append(path.name)
@@ -332,7 +332,7 @@ def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monke
         write(path, text)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_adapters, "write_whole", crashing)
+        patched.setattr(adapters, "write_whole", crashing)
         with pytest.raises(OSError, match="disk full"):
             ctxext.save(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"(without its extension|saving was interrupted).*ctxext\.save"):

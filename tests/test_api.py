@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext._discover import discover
 from ctxext.errors import (
     CtxextError,
     IncompatibleError,
@@ -25,6 +24,7 @@ from ctxext.errors import (
     UnknownNameError,
 )
 from ctxext.methods import METHODS, Method, YaRN
+from ctxext.registry import discover
 
 
 def refused(model: Any, error: type[CtxextError], message: str, *arguments: Any, **parameters: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ctxext._edits import Edits
+from ctxext.surgery.edits import Edits
 
 
 class Box(nn.Module):

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM, PreTrainedModel
 
 import ctxext
-from ctxext.architectures._sites import find_sites, plain_spec
 from ctxext.errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -25,6 +24,8 @@ from ctxext.errors import (
 )
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.check import Stock
 
 every_method = pytest.mark.parametrize("name", METHODS)

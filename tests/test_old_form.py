@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausa
 
 import ctxext
 from ctxext._checkpoint import patch_checkpoint
-from ctxext.architectures._old_form import OLD_GUARD, with_old_form
-from ctxext.architectures._sites import find_sites, plain_spec
 from ctxext.methods import METHODS, RopeMethod
+from ctxext.surgery.old_form import OLD_GUARD, with_old_form
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.stored_form import plain_spec
 
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}
 

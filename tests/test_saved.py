@@ -13,10 +13,10 @@ import torch
 from _models import logits, tiny, tokens
 
 import ctxext
-from ctxext._saved import NOT_IDENTITY, checked_extension, choices, differences, identity
-from ctxext.architectures import Extension
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS
+from ctxext.saved import NOT_IDENTITY, checked_extension, choices, differences, identity
+from ctxext.spec import Extension
 
 
 def saved(method: str = "yarn", model_type: str = "llama", base: float = 1e4, **arguments: Any) -> dict[str, Any]:

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import sys
 
-from ctxext._discover import discover
-from ctxext.architectures.base import Architecture, Extension, Request
+from transformers import PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "Architecture", "Extension", "Request"]
+from ctxext.architectures.base import Architecture, why_absent
+from ctxext.errors import IncompatibleError
+from ctxext.registry import discover
+
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
 
 ARCHITECTURES: dict[str, type[Architecture]] = discover(sys.modules[__name__], Architecture)  # type: ignore[type-abstract]
+
+
+def architecture_of(base: PreTrainedModel) -> Architecture:
+    """The first architecture whose structure is found in the model.
+
+    Raises:
+        IncompatibleError: if positions live nowhere that ctxext knows.
+    """
+    for architecture in ARCHITECTURES.values():
+        if (found := architecture()).matches(base):
+            return found
+    raise IncompatibleError(
+        f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: "
+        f"{why_absent(base)}. Known families: {', '.join(ARCHITECTURES)}."
+    )

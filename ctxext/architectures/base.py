@@ -2,64 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext._edits import Edits
 from ctxext.methods import Method
+from ctxext.spec import Extension, Request
+from ctxext.surgery.edits import Edits
 
-__all__ = ["Architecture", "Extension", "Request"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for, apart from the method itself.
-
-    Args:
-        trained_length: tokens the checkpoint was trained for; None reads ``max_position_embeddings``, and is given
-            for a checkpoint that is not extended only.
-        sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
-        scaling: "extend", "replace" or None, for a checkpoint whose config scales its positions already; see
-            ``ctxext.patch``.
-        attention: name of an attention backend, "auto" or None; see ``ctxext.patch``.
-    """
-
-    trained_length: int | None = None
-    sliding_window: str | None = None
-    scaling: str | None = None
-    attention: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extension:
-    """What an architecture did to a model; the journal holds how to undo it.
-
-    Args:
-        trained_length: tokens that the unextended checkpoint was trained for.
-        target_length: tokens that the extended model is meant for.
-        stored_as: one line: how the config expresses the method.
-        stock: whether a process without ctxext loads the same model.
-        fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.
-        notes: sentences that a user must know before relying on the model.
-        sliding_window: what the user chose to do about it, see ``ctxext.patch``.
-        scaling: whether a scaling that the checkpoint had was extended or replaced; None where it had none.
-        attention: the attention backend asked for, where the method needs one of ctxext's; else None.
-        original: the config fields that were changed, as they were.
-    """
-
-    trained_length: int
-    target_length: int
-    stored_as: str
-    stock: bool
-    fingerprint: str
-    notes: tuple[str, ...] = field(default=())
-    sliding_window: str | None = None
-    scaling: str | None = None
-    attention: str | None = None
-    original: dict[str, Any] = field(default_factory=dict)
+__all__ = ["Architecture", "learned_positions", "why_absent"]
 
 
 class Architecture(ABC):
@@ -88,3 +45,78 @@ class Architecture(ABC):
         """Tokens that ``config`` says the checkpoint was trained for, None where it does not say."""
         length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(length) if length else None
+
+
+TABLE = re.compile(r"pos|wpe")
+BUCKETS = re.compile(r"relative_attention_bias|rel_pos_bias")
+SOME_POSITION = re.compile(
+    r"rotary|alibi|sinus|wpe|relative|rel_|position_?(bias|emb|enc)|embed_pos|pos_?(emb|enc)", re.I
+)
+
+
+def why_absent(model: nn.Module) -> str:
+    """The likeliest reason, read off the model's modules and the code of their classes."""
+    code = vars(sys.modules[type(model).__module__])
+    buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
+    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
+    if any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs):
+        return (
+            "it rotates by a sinusoid table that its own code computes once, and no field of its config (no "
+            "rope_parameters) could make a reload compute another one"
+        )
+    owners = [name for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
+    if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
+        return "its code knows rotary positions, but this checkpoint's config leaves them off"
+    return (
+        _table(model)
+        or _none_at_all(model)
+        or ("no rotary embedding of the form that transformers' own rope types use, and no ALiBi")
+    )
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """How many positions a model has learned, one vector each; None where it has no such table."""
+    return next((rows for path, module, rows in _tables(model) if _is_learned(path, module)), None)
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Embedding, int]]:
+    """Each embedding with its path and how many tokens it has rows for; the decoder's before the encoder's."""
+    said = getattr(model.config, "max_position_embeddings", None)
+    for path, module in reversed(list(model.named_modules())):
+        if isinstance(module, nn.Embedding):
+            rows = module.num_embeddings - int(getattr(module, "offset", 0))
+            # Some tables begin with rows that stand for no position.
+            yield path, module, said if isinstance(said, int) and 0 < said <= rows else rows
+
+
+def _is_learned(path: str, module: nn.Embedding) -> bool:
+    name = path.rpartition(".")[2]
+    return bool(TABLE.search(name)) and not BUCKETS.search(name) and "Sinusoid" not in type(module).__name__
+
+
+def _table(model: nn.Module) -> str | None:
+    """What is said of a table with a row for each position, or for each kind of distance."""
+    for path, module, rows in _tables(model):
+        name = path.rpartition(".")[2]
+        if BUCKETS.search(name):
+            return (
+                f"it has {module.num_embeddings} buckets of relative distances ({path}); all distances beyond the last "
+                f"bucket's share that one, whatever the length"
+            )
+        if _is_learned(path, module):
+            return (
+                f"it has learned positions, one vector each for {rows:,} tokens ({path}), and no method here makes "
+                f"more of those"
+            )
+        if TABLE.search(name):
+            return f"it adds sinusoids to its input, from a table of {rows:,} tokens ({path})"
+    return None
+
+
+def _none_at_all(model: nn.Module) -> str | None:
+    """What is said of a model whose order of tokens comes from recurrence and the causal mask alone."""
+    classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+    lines = [line for kind in classes for line in inspect.getsource(kind).splitlines()]
+    if any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@")):  # decorators only offer
+        return None
+    return "it has no positions at all, so nothing needs extending: it reads as far as memory and its training carry"

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor
 
-from ctxext.architectures._alibi import AlibiArchitecture
-from ctxext.architectures._attend import AlibiAttend
-from ctxext.architectures._positions import LayoutMask, layout_of
+from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.spec import AlibiSpec
+from ctxext.surgery.alibi import AlibiAttend
+from ctxext.surgery.positions import LayoutMask, layout_of
 
 __all__ = ["Bloom"]
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
-from ctxext.architectures._alibi import AlibiArchitecture
-from ctxext.architectures._attend import AlibiAttend
-from ctxext.architectures._positions import layout_of
+from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import IncompatibleError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.spec import AlibiSpec
+from ctxext.surgery.alibi import AlibiAttend
+from ctxext.surgery.positions import layout_of
 
 __all__ = ["Mpt"]
 

@@ -9,33 +9,31 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from ctxext._edits import Edits
-from ctxext._stand_in import follow_replicas
-from ctxext.architectures._carry import carry_over
-from ctxext.architectures._follow import follow_length
-from ctxext.architectures._hf import ROPE_TYPE, restoring
-from ctxext.architectures._latent import for_scores
-from ctxext.architectures._pin import PinnedApply
-from ctxext.architectures._plan import Plan, checked_lengths, make_plan, mathematics
-from ctxext.architectures._retrofit import retrofit
-from ctxext.architectures._scaling import Scaling, scaling_of
-from ctxext.architectures._sites import (
-    UNSEEN,
-    LatentSpec,
-    ProportionalSpec,
-    Site,
-    plain_spec,
-    rotaries,
-    survey,
-    trained_spec,
-)
-from ctxext.architectures._sliding import window_fields, window_note
-from ctxext.architectures._twins import round_trip
-from ctxext.architectures._verify import disagreement, module_output
-from ctxext.architectures.base import Architecture, Extension, Request
+from ctxext.architectures.base import Architecture
+from ctxext.architectures.rope_alibi import retrofit
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
-from ctxext.spec import RopeSpec
+from ctxext.saved import Scaling, scaling_of
+from ctxext.spec import Extension, Request, RopeSpec
+from ctxext.surgery.dynamic import follow_length
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.override import follow_replicas
+from ctxext.surgery.rebuild import carry_over, rotaries, round_trip
+from ctxext.surgery.rope_types import ROPE_TYPE, restoring
+from ctxext.surgery.rotary import UNSEEN, PinnedApply, Site, survey
+from ctxext.surgery.stored_form import (
+    LatentSpec,
+    Plan,
+    ProportionalSpec,
+    checked_lengths,
+    for_scores,
+    make_plan,
+    mathematics,
+    plain_spec,
+    trained_spec,
+)
+from ctxext.surgery.verify import disagreement, module_output
+from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["Rope"]
 
@@ -100,15 +98,6 @@ class Rope(Architecture):
                 f"The config of this {text.model_type} has no max_position_embeddings. Pass trained_length=..."
             )
         return length
-
-
-def already_extended(config: Any) -> str | None:
-    """How a config is already extended, in a few words; None where it is plain."""
-    saved = getattr(config, "ctxext", None)
-    if saved:
-        return f"ctxext {saved['method']['method']}, trained_length={saved['trained_length']}"
-    scaling = scaling_of(config)
-    return None if scaling is None else str(scaling)
 
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:

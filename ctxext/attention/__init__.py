@@ -6,10 +6,10 @@ import re
 import sys
 from dataclasses import fields, is_dataclass
 
-from ctxext._discover import discover
 from ctxext.attention.base import AttentionBackend, Need
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, UnknownNameError
+from ctxext.registry import discover
 
 __all__ = [
     "BACKENDS",

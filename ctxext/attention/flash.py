@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.attention._columns import COLUMNS, layout_columns
 from ctxext.attention.base import AttentionBackend, Need, expand_heads
+from ctxext.attention.columns import COLUMNS, layout_columns
 from ctxext.attention.layout import Layout
 
-__all__ = ["Flash", "Flash3", "Flash4", "cache_lengths", "token_indices"]
+__all__ = ["INSTALLED", "Flash", "Flash3", "Flash4", "cache_lengths", "token_indices"]
 
 
 def _has_distribution(name: str) -> bool:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ctxext.attention._runs import find_spans, require_counted, require_distinct
+from ctxext.attention.spans import find_spans, require_counted, require_distinct
 from ctxext.errors import InvalidParameterError
 
 __all__ = ["Layout", "Span"]

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ctxext.attention._columns import COLUMNS, layout_columns
 from ctxext.attention.base import AttentionBackend, Need, expand_heads
+from ctxext.attention.columns import COLUMNS, layout_columns
 from ctxext.attention.layout import Layout, Span
 
 __all__ = ["Sdpa", "kernel_order"]

@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.padding import Padding
 
-from ctxext._progress import Stages
 from ctxext.demo._report import check_output, loss_table, passkey_table, sentences, write
 from ctxext.demo._run import DemoResult, Plan, make_plan, run_demo
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._plots import label_of, tokens_label
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.evaluation.corpus import SKIPPED_TOKENS, TokenisedDocument, installed_texts, read_documents, tokenise
+from ctxext.progress import Stages
 
 __all__ = ["DemoResult", "Plan", "demo", "make_plan", "run_demo"]
 

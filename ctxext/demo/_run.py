@@ -31,7 +31,7 @@ from ctxext.evaluation.truncation import (
 )
 from ctxext.methods import Method
 
-__all__ = ["DemoResult", "PasskeyRow", "Plan", "run_demo"]
+__all__ = ["DemoResult", "PasskeyRow", "Plan", "make_plan", "run_demo"]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ctxext._api import patched_state
 from ctxext.errors import IncompatibleError
+from ctxext.patching import patched_state
 
 __all__ = ["CachedPieces", "length_dependent", "regime_of"]
 

@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext._api import base_model
-from ctxext._head import require_pieces, shell_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation._cached import CachedPieces
+from ctxext.surgery.head import require_pieces, shell_of
+from ctxext.surgery.wrappers import base_model
 
-__all__ = ["logits_in_chunks"]
+__all__ = ["check_token_ids", "logits_in_chunks"]
 
 
 def logits_in_chunks(

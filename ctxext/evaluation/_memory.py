@@ -6,8 +6,8 @@ import re
 
 from torch import nn
 
-from ctxext._api import base_model
 from ctxext.errors import InvalidParameterError
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["cached_tokens_for", "head_chunk", "parse_bytes", "pass_bytes"]
 

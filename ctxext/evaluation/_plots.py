@@ -15,6 +15,10 @@ from ctxext.evaluation.truncation import is_reference, window_of
 
 __all__ = [
     "COLOURS",
+    "FAINT",
+    "INK",
+    "NOTE",
+    "STYLE",
     "Look",
     "draw_differences",
     "draw_perplexity",

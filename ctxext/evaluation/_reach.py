@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from ctxext._api import base_model, describe, patched_state
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._cached import length_dependent
+from ctxext.patching import describe, patched_state
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["check_reach"]
 

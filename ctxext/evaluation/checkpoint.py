@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import ctxext
-from ctxext._adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
-from ctxext._api import base_model, is_zero3
 from ctxext._checkpoint_source import checked_path, gguf_inside, read_any_config, read_json
-from ctxext._saved import saved_extension
+from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation._reading import package_folders
+from ctxext.saved import saved_extension
+from ctxext.surgery.wrappers import base_model, is_zero3
 
 __all__ = ["DTYPES", "Checkpoint", "load_checkpoint", "safe_dtype", "weights_digest"]
 

@@ -23,7 +23,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext._api import base_model
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation._cached import regime_of
 from ctxext.evaluation._logits import logits_in_chunks
@@ -31,6 +30,7 @@ from ctxext.evaluation._passkey_result import PasskeyCell, PasskeyReport, Passke
 from ctxext.evaluation._reach import check_reach
 from ctxext.evaluation.corpus import special_prefix
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
+from ctxext.surgery.wrappers import base_model
 
 __all__ = [
     "DEPTHS",

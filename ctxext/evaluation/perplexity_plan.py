@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 import ctxext
-from ctxext._api import architecture_of, base_model, patched_state
-from ctxext._inspect import trained_length_of
-from ctxext.architectures.rope import already_extended
+from ctxext.architectures import architecture_of
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation._cached import length_dependent
 from ctxext.evaluation._memory import cached_tokens_for
 from ctxext.evaluation.protocols import STRIDE
+from ctxext.patching import patched_state, trained_length_of
+from ctxext.saved import already_extended
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["MODES", "Plan", "groups_by_positions", "make_plan"]
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import ctxext
-from ctxext._api import base_model
-from ctxext.architectures.rope import already_extended
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
@@ -24,6 +22,8 @@ from ctxext.evaluation.progress import Progress, turning_point
 from ctxext.evaluation.protocols import Spread, alone
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, window_name, window_of
+from ctxext.saved import already_extended
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["run", "total_cost", "window_losses"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from ctxext._api import base_model
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["SMALL_MODEL", "Progress", "pass_cost", "ticking", "turning_point"]
 

@@ -18,10 +18,10 @@ import transformers
 from torch import nn
 
 import ctxext
-from ctxext._api import base_model
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["Extended", "Provenance", "command", "extended", "git_state", "machine", "provenance_of", "versions"]
 

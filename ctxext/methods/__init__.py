@@ -9,8 +9,8 @@ import sys
 from types import ModuleType
 from typing import Any, cast
 
-from ctxext._discover import discover
 from ctxext.methods.base import BiasMethod, Method, RopeMethod
+from ctxext.registry import discover
 
 METHODS: dict[str, type[Method]] = discover(sys.modules[__name__], Method)
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}

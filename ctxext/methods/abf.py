@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ctxext.methods._math import index_that_turns, plain_inv_freq
 from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["ABF"]

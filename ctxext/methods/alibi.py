@@ -8,8 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods._slopes import trained_slopes
 from ctxext.methods.base import BiasMethod, require
+from ctxext.methods.formulas import trained_slopes
 from ctxext.spec import AlibiSpec
 
 __all__ = ["ALiBi"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
-__all__ = ["BiasMethod", "Method", "RopeMethod", "require"]
+__all__ = ["BiasMethod", "GrowingMethod", "Method", "RopeMethod", "is_number", "positive_numbers", "require"]
 
 # Beyond it, lengths leave the whole numbers that a float holds, and every text that there is.
 MOST = 10**6
@@ -151,3 +151,33 @@ class BiasMethod(Method):
     @abstractmethod
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
+
+
+CHOICES = ("exact", "doubling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingMethod(Method):
+    """A method that stretches a sequence beyond the trained window by as much as it needs.
+
+    Args:
+        growth: "exact" follows every token, as the papers do, and a cache must be recomputed at every step beyond the
+            window; "doubling" rounds the length up to trained_length times a power of two, so that this is rare.
+    """
+
+    growth: str = "exact"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.growth in CHOICES, "growth", self.growth, "'exact' or 'doubling'")
+
+    @property
+    def dynamic(self) -> bool:
+        return True
+
+    def regime(self, trained_length: int, length: int) -> int:
+        if length <= trained_length:
+            return trained_length
+        if self.growth == "exact":
+            return length
+        return int(trained_length * 2 ** math.ceil(math.log2(length / trained_length)))

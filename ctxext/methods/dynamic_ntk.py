@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ctxext.methods._growth import GrowingMethod
-from ctxext.methods._math import ntk_base, plain_inv_freq
-from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.base import GrowingMethod, RopeMethod, is_number, require
+from ctxext.methods.formulas import ntk_base, plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["DynamicNTK"]

@@ -8,10 +8,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods._growth import GrowingMethod
-from ctxext.methods._math import plain_inv_freq
-from ctxext.methods._slopes import trained_slopes
-from ctxext.methods.base import BiasMethod, RopeMethod
+from ctxext.methods.base import BiasMethod, GrowingMethod, RopeMethod
+from ctxext.methods.formulas import plain_inv_freq, trained_slopes
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = ["DynamicPI"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ctxext.methods._growth import GrowingMethod
-from ctxext.methods.base import RopeMethod
+from ctxext.methods.base import GrowingMethod, RopeMethod
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import Frequencies, RopeSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ctxext.methods._math import blend, turns_ramp
 from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.formulas import blend, turns_ramp
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["Llama3"]

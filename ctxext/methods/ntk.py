@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ctxext.methods._math import ntk_base, plain_inv_freq
 from ctxext.methods.base import RopeMethod
+from ctxext.methods.formulas import ntk_base, plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["NTK"]

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ctxext.methods._math import as_longrope, plain_inv_freq
 from ctxext.methods.base import RopeMethod, is_number, positive_numbers, require
+from ctxext.methods.formulas import as_longrope, plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["Table"]

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods._math import as_longrope, blend, index_that_turns, turns_ramp
 from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.formulas import as_longrope, blend, index_that_turns, turns_ramp
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["YaRN"]

@@ -20,7 +20,7 @@ from typing import Any
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, Extended
 
-__all__ = ["TABLE", "to_vllm"]
+__all__ = ["CLASSES", "TABLE", "to_vllm"]
 
 TABLE = Path(__file__).with_name("vllm.json")
 

@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ctxext._api import base_model
-from ctxext._edits import Edits
-from ctxext._head import require_head
-from ctxext.architectures._absent import learned_positions
+from ctxext.architectures.base import learned_positions
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.head import require_head
+from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
 
 __all__ = ["DryRun", "Taken", "layers_of"]

@@ -8,11 +8,11 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ctxext._adapters import keep_extension
-from ctxext._api import base_model
-from ctxext._edits import Edits
-from ctxext._saved import checked_extension, differences
+from ctxext.adapters import keep_extension
 from ctxext.errors import PatchStateError
+from ctxext.saved import checked_extension, differences
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["ExtensionCallback"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctxext._files import whole_file
 from ctxext.evaluation._plots import COLOURS, FAINT, NOTE, STYLE, require_matplotlib, tokens_label
 from ctxext.evaluation.perplexity import PairedDifference
+from ctxext.files import whole_file
 
 __all__ = ["Gain", "save_training_figure", "smoothed"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext._adapters import keep_extension, read_extension, require_trained_on
-from ctxext._api import base_model
-from ctxext._edits import Edits
+from ctxext.adapters import keep_extension, read_extension, require_trained_on
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["attach_lora", "linear_layers", "merged", "norm_layers", "reattach_lora"]
 

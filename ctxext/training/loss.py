@@ -27,14 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ctxext._api import base_model
-from ctxext._edits import Edits
-from ctxext._head import box_inputs_of_head, require_head, require_pieces, shell_of
-from ctxext._stand_in import StandIn
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.head import box_inputs_of_head, require_head, require_pieces, shell_of
+from ctxext.surgery.override import StandIn
+from ctxext.surgery.wrappers import base_model
 from ctxext.training.parallel import is_fsdp, is_sharded
 
-__all__ = ["ChunkedLoss", "chunk_loss"]
+__all__ = ["ChunkedLoss", "Pieces", "WithGradients", "chunk_loss", "cross_entropy_and_gradient"]
 
 IGNORED = -100
 """The label that counts for nothing, as everywhere in transformers."""

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ctxext._api import base_model
-from ctxext._edits import Edits
-from ctxext._stand_in import StandIn
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.override import StandIn
+from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import chunk_loss
 
 __all__ = ["MOST_KEPT", "Memory", "return_freed_memory"]

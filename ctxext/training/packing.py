@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ctxext._api import base_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.surgery.wrappers import base_model
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, Sequences, long_enough, require_fit
 

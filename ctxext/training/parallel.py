@@ -17,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext._api import base_model, is_zero3, patched_state
-from ctxext.architectures._positions import ATTENTION
 from ctxext.errors import IncompatibleError
+from ctxext.patching import patched_state
+from ctxext.surgery.positions import ATTENTION
+from ctxext.surgery.wrappers import base_model, is_zero3
 
 __all__ = ["is_fsdp", "is_sharded", "launched_parallelism", "release_attention", "require_carried", "whole_sequence"]
 

@@ -17,15 +17,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext._config_check import building
 from ctxext._load import attached
-from ctxext._saved import plain_config, saved_extension, saved_method
-from ctxext.architectures._hf import restoring
-from ctxext.architectures._scaling import scaling_of
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.methods import RopeMethod
+from ctxext.saved import plain_config, saved_extension, saved_method, scaling_of
+from ctxext.surgery.rope_types import restoring
 from ctxext.training._dry_run import DryRun, layers_of
 from ctxext.training.memory import Memory
 
-__all__ = ["Breakdown", "Serving", "Training", "longest", "plan_serving", "plan_training", "reach_of"]
+__all__ = ["STEP", "Breakdown", "Serving", "Training", "longest", "plan_serving", "plan_training", "reach_of"]
 
 STEP = 256
 """Lengths are planned in multiples of it."""

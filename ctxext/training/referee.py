@@ -13,8 +13,6 @@ from rich.console import Console
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ctxext._api import base_model
-from ctxext._progress import Stages
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
@@ -22,6 +20,8 @@ from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
 from ctxext.evaluation.perplexity_plan import Plan, make_plan
 from ctxext.evaluation.perplexity_result import FORMAT, POSITIONS, PerplexityResult
 from ctxext.evaluation.perplexity_run import run, total_cost, window_losses
+from ctxext.progress import Stages
+from ctxext.surgery.wrappers import base_model
 from ctxext.training.figure import Gain
 from ctxext.training.report import write_json
 from ctxext.training.sections import Settings

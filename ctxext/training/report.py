@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ctxext._files import write_whole
+from ctxext.files import write_whole
 
 __all__ = ["now", "peak_memory", "trained_weights", "write_json"]
 

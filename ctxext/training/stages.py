@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import ctxext
-from ctxext._api import base_model, patched_state, resolve
 from ctxext.errors import IncompatibleError
+from ctxext.patching import patched_state, resolve
+from ctxext.surgery.wrappers import base_model
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.memory import Memory
 from ctxext.training.packing import PackedSequences

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ctxext._api import base_model
-from ctxext.architectures._positions import ATTENTION
 from ctxext.errors import CtxextError
+from ctxext.surgery.positions import ATTENTION
+from ctxext.surgery.wrappers import base_model
 from ctxext.training.packing import PackedSequences
 from ctxext.training.parallel import release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import RemainingSequences, Sequences

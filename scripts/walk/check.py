@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.architectures._probe import FAILURES, look
-from ctxext.architectures._sites import find_sites, plain_spec, rotaries
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method
 from ctxext.spec import RopeSpec
+from ctxext.surgery.probe import FAILURES, look
+from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.stock import logits_of
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY
 

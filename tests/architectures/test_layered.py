@@ -9,8 +9,8 @@ import torch
 from _models import RECENT, State, logits, tiny, tokens
 
 import ctxext
-from ctxext.architectures._sites import rotaries
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.rebuild import rotaries
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3", "mimo_v2_flash", "modernbert-decoder"])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxext
-from ctxext.architectures._probe import Layers, look
-from ctxext.architectures._sites import rotaries
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.probe import Layers, look
+from ctxext.surgery.rebuild import rotaries
 
 # Their full-attention layers do not rotate at all; what rotates sees only a window.
 LOCAL_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4", "llama4_text")
@@ -34,7 +34,7 @@ def test_a_model_that_rotates_in_its_windows_only_is_refused(model_type: str) ->
 
 
 def test_inspecting_such_a_model_says_so_too() -> None:
-    from ctxext.architectures._sites import find_sites
+    from ctxext.surgery.rotary import find_sites
 
     model = tiny("cohere2")
     with pytest.raises(IncompatibleError, match="belong to its sliding-window layers only"):

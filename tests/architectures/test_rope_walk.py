@@ -12,8 +12,8 @@ import transformers
 from _models import RECENT, tiny
 
 import ctxext
-from ctxext.architectures._probe import Layers
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.probe import Layers
 from scripts import walk_architectures
 from scripts.walk import check
 from scripts.walk.check import Stock, check_model, walked_methods

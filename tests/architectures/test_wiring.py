@@ -13,8 +13,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTr
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
-from ctxext.architectures._sites import rotaries
 from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.surgery.rebuild import rotaries
 from scripts.walk.tiny import tiny_config, tiny_model
 
 recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ctxext.attention import Layout
-from ctxext.attention._columns import COLUMNS, HALF_RANGE, alibi_columns, layout_columns
+from ctxext.attention.columns import COLUMNS, HALF_RANGE, alibi_columns, layout_columns
 from ctxext.attention.reference import Reference
 from ctxext.attention.sdpa import Sdpa
 from ctxext.errors import InvalidParameterError

@@ -63,7 +63,7 @@ def test_shards_merge_to_the_whole() -> None:
     """Two ranks, each with half of the keys, merged by log-sum-exp as ring attention does."""
     q, k, v = (x.detach() for x in _tensors(64))
     whole = Reference()(q, k, v, scale=0.25, slopes=SLOPES)
-    from ctxext.attention._columns import COLUMNS, alibi_columns
+    from ctxext.attention.columns import COLUMNS, alibi_columns
 
     places, shards = torch.arange(64)[None], (torch.arange(0, 32), torch.arange(32, 64))
     options = {"scale": 0.25, "dtype": torch.float32}

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 import ctxext
 from ctxext import _checkpoint
 from ctxext._checkpoint import patch_checkpoint
-from ctxext._files import write_whole
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.files import write_whole
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 
@@ -402,7 +402,7 @@ def test_bad_method_leaves_nothing(llama: Path, tmp_path: Path) -> None:
 TERMINATED = """
 import os, signal, sys
 from ctxext._checkpoint import patch_checkpoint
-from ctxext._files import write_whole
+from ctxext.files import write_whole
 import fcntl
 def refuse(*_):
     raise OSError(95, "Operation not supported")

@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 
 import ctxext
 import ctxext.architectures.rope
-from ctxext.architectures._sites import find_sites, plain_spec, rotaries
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, RopeMethod
+from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.check import Stock, check_model
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]

@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedModel
 
 import ctxext
-from ctxext.architectures._sites import find_sites, plain_spec, rotaries
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
+from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.tiny import tiny_config, tiny_model
 
 CAUSAL = ("llama", "gemma2", "deepseek_v3", "bloom")

@@ -7,7 +7,7 @@ import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods._slopes import alibi_slopes
+from ctxext.methods.formulas import alibi_slopes
 
 
 @pytest.mark.parametrize("heads", range(1, 131))

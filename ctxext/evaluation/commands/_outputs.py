@@ -12,8 +12,8 @@ from typing import Any
 import typer
 
 from ctxext._cli_options import check_output
-from ctxext._files import whole_file, write_whole
 from ctxext.errors import InvalidParameterError
+from ctxext.files import whole_file, write_whole
 
 __all__ = ["check_outputs", "write_outputs"]
 

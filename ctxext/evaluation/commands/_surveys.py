@@ -95,11 +95,11 @@ def conduct(scene: Scene, made_by: str, prompts: Sequence[Prompt], *, where: str
         CtxextError: as the measurement does; finished trials are kept.
         Exit: with code 130 on Ctrl-C.
     """
-    from ctxext._progress import Stages
     from ctxext.evaluation._plots import tokens_label
     from ctxext.evaluation.comparison.words import all_of
     from ctxext.evaluation.retrieval.run import Survey
     from ctxext.evaluation.retrieval.store import TrialStore
+    from ctxext.progress import Stages
 
     console, panel = scene.console, scene.panel
     store = TrialStore(scene.trials, scene.team.process)

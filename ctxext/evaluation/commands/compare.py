@@ -86,12 +86,12 @@ def compare(
     """
     from rich.progress import BarColumn, MofNCompleteColumn
 
-    from ctxext._progress import Later
     from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.comparison.report import require_report
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.passkey import DEPTHS
     from ctxext.evaluation.team import team_of_launcher
+    from ctxext.progress import Later
 
     require_report()
     team = team_of_launcher()
@@ -167,8 +167,8 @@ def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -
     """Measure with a bar; say after the first cell how long the rest will take."""
     import time
 
-    from ctxext._progress import Stages
     from ctxext.evaluation.comparison.plan import PASSKEY
+    from ctxext.progress import Stages
 
     total = sum(cell.cost for cell in mine)
     began, done, told = time.monotonic(), 0.0, False

@@ -92,11 +92,11 @@ def longppl(
 
     [bold]Example[/]: ctxext eval longppl Llama-3-8B --text books.parquet --keys keys.json -m yarn -m ntk --factor 2
     """
-    from ctxext._progress import Stages
     from ctxext.evaluation import longppl as evaluation
     from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.comparison.choice import chosen_methods
     from ctxext.evaluation.longppl_report import save_figure, show
+    from ctxext.progress import Stages
 
     check_outputs(output, as_json, as_csv)
     if keys is not None and not keys.parent.is_dir():
@@ -162,11 +162,11 @@ def _key_tokens(
     """Those of the file, or new ones, kept there before anything else is computed."""
     import json
 
-    from ctxext._files import write_whole
-    from ctxext._progress import Stages
     from ctxext.errors import InvalidParameterError
     from ctxext.evaluation._journal import told_of_disk
     from ctxext.evaluation.key_tokens import KeyTokens, find_key_tokens, search_cost
+    from ctxext.files import write_whole
+    from ctxext.progress import Stages
 
     if path is not None and path.exists():
         found = KeyTokens.load(path)

@@ -97,13 +97,13 @@ def perplexity(
 
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """
-    from ctxext._progress import Stages
     from ctxext.evaluation._memory import parse_bytes
     from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.perplexity_plan import make_plan
     from ctxext.evaluation.perplexity_report import announce, save_figure, show
     from ctxext.evaluation.perplexity_run import run, total_cost
     from ctxext.evaluation.team import team_of_launcher
+    from ctxext.progress import Stages
 
     check_outputs(output, as_json, as_csv)
     budget = None if memory is None else parse_bytes(memory)

@@ -11,13 +11,14 @@ from typing import Any
 from torch import nn
 
 import ctxext
-from ctxext._api import architecture_of, base_model
 from ctxext._cli_options import parameter_of
-from ctxext.architectures._alibi import AlibiArchitecture
+from ctxext.architectures import architecture_of
+from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation._plots import label_of
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
 from ctxext.spec import AlibiSpec, RopeSpec
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["TIMES", "chosen_methods", "ignores_factor", "label_for", "name_for"]
 

@@ -17,7 +17,7 @@ from ctxext.evaluation.passkey import JUDGED, Prompt
 from ctxext.evaluation.progress import pass_cost
 from ctxext.evaluation.truncation import TRUNCATED, passes_beyond
 
-__all__ = ["LOSS", "PASSKEY", "Cell", "Plan", "make_plan"]
+__all__ = ["LOSS", "PASSKEY", "Cell", "Plan", "check_lengths", "make_plan"]
 
 LOSS, PASSKEY = "loss", "passkey"
 

@@ -10,16 +10,15 @@ from typing import Any
 from torch import nn
 
 import ctxext
-from ctxext._api import base_model, patched_state
-from ctxext._inspect import trained_length_of
-from ctxext._saved import choices, saved_form
-from ctxext.architectures.rope import already_extended
 from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation._plots import label_of
 from ctxext.evaluation.comparison.choice import TIMES, ignores_factor, label_for, name_for
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of, windows_of
 from ctxext.methods import METHODS, Method
+from ctxext.patching import patched_state, trained_length_of
+from ctxext.saved import already_extended, choices, saved_form
 from ctxext.spec import Description
+from ctxext.surgery.wrappers import base_model
 
 __all__ = ["TRUNCATED", "UNPATCHED", "Reading", "Refusal", "Wardrobe"]
 

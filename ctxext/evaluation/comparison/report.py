@@ -12,7 +12,6 @@ from typing import Any
 from rich import box
 from rich.table import Table as RichTable
 
-from ctxext._files import write_whole
 from ctxext.errors import InvalidParameterError, ResultsError
 from ctxext.evaluation._plots import require_matplotlib, tokens_label
 from ctxext.evaluation.comparison.drawing import VARIABLES
@@ -22,6 +21,7 @@ from ctxext.evaluation.comparison.tables import Table, csv_rows, main_table, oth
 from ctxext.evaluation.comparison.verdict import standard_errors_needed
 from ctxext.evaluation.comparison.words import headline, sentences, verdict_line, windows_in_words
 from ctxext.evaluation.truncation import windows_of
+from ctxext.files import write_whole
 
 __all__ = ["page", "require_report", "terminal_table", "write_report"]
 

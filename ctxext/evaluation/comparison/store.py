@@ -13,10 +13,10 @@ import safetensors.torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext._files import write_whole
 from ctxext.errors import ResultsError
 from ctxext.evaluation._journal import Journal, parsed_object, told_of_disk
 from ctxext.evaluation.comparison.plan import Cell
+from ctxext.files import write_whole
 
 __all__ = ["CellStore", "Outcome"]
 

@@ -12,7 +12,7 @@ from ctxext.evaluation._student import CHANCE, students_quantile
 from ctxext.evaluation.perplexity import PairedDifference, paired_difference
 from ctxext.evaluation.truncation import best_window
 
-__all__ = ["Verdict", "judge", "standard_errors_needed"]
+__all__ = ["NO", "YES", "Verdict", "judge", "standard_errors_needed"]
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
 

@@ -11,7 +11,16 @@ from ctxext.evaluation.comparison.series import Series
 from ctxext.evaluation.comparison.verdict import NO, YES, Verdict
 from ctxext.evaluation.truncation import windows_of
 
-__all__ = ["all_of", "headline", "hidden_keys", "sentences", "unpatched_sentence", "verdict_line", "windows_in_words"]
+__all__ = [
+    "all_of",
+    "capitalised",
+    "headline",
+    "hidden_keys",
+    "sentences",
+    "unpatched_sentence",
+    "verdict_line",
+    "windows_in_words",
+]
 
 # Beyond this ratio to its own window a perplexity counts as broken.
 BROKEN = 2.0

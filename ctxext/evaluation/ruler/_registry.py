@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ctxext._discover import discover
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.ruler.base import Sources, Task
+from ctxext.registry import discover
 
 __all__ = ["TASKS", "choose"]
 

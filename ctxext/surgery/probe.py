@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ctxext.architectures._hf import restoring
-from ctxext.architectures._twins import meta_twin
+from ctxext.surgery.rebuild import meta_twin
+from ctxext.surgery.rope_types import restoring
 
 __all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of"]
 

@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext.architectures._caches import outside_graphs
-from ctxext.architectures._hf import ROPE_TYPE, restoring
-from ctxext.architectures._positions import PositionedForward, declared_length
-from ctxext.architectures._regime import note_regimes, refuse_mixed_regimes
-from ctxext.architectures._sites import rotating
+from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.spec import RopeSpec
+from ctxext.surgery.caches import outside_graphs
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.generation import note_regimes, recompute_in_generate, refuse_mixed_regimes
+from ctxext.surgery.positions import PositionedForward, declared_length
+from ctxext.surgery.rope_types import ROPE_TYPE, restoring
+from ctxext.surgery.rotary import Site
+from ctxext.surgery.stored_form import Plan, rotating
 
-__all__ = ["CountedForward", "DynamicForward", "DynamicSite"]
+__all__ = ["CountedForward", "DynamicForward", "DynamicSite", "follow_length"]
 
 # Modules kept per model, one for each length read of late: a few kilobytes each.
 KEPT = 64
@@ -186,3 +190,46 @@ def _joined(parts: list[Any], dim: int) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, dim)
     return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
+
+
+def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site], plan: Plan, edits: Edits) -> None:
+    """Edit the rotary modules of a model that carries ``plan``'s config, and its generation.
+
+    Raises:
+        IncompatibleError: if some of them rotate other positions than those of the sequence.
+    """
+    paths = dict.fromkeys(site.path for site in sites)
+    owners = {path: _owner(model, path) for path in paths}
+    for owner in owners.values():
+        if not hasattr(owner, "config"):  # neither a decoder nor its attention: it is not called with the sequence
+            raise IncompatibleError(
+                f"Method {method.name!r} follows the length of the sequence, but {type(owner).__name__} rotates "
+                f"positions of its own, which do not tell that length. Pick a method that is not dynamic."
+            )
+    for path in paths:
+        rotary = model.get_submodule(path)
+        here = [site for site in sites if site.path == path]
+        table: dict[str | None, DynamicSite] = {}
+        for site in here:
+            spec, rope_type = plan.specs[site.layer_type], plan.rope_types[site.layer_type]
+            table[site.layer_type] = DynamicSite(rotary, site.layer_type, method, spec, rope_type)
+        edits.set(rotary, "forward", DynamicForward(rotary, table))
+        # Stock forward methods update themselves by the name of the rope type; this name means: do not.
+        kinds = rotary.rope_type
+        changed = kinds | dict.fromkeys(table, ROPE_TYPE) if isinstance(kinds, dict) else ROPE_TYPE
+        edits.set(rotary, "rope_type", changed)
+    for decoder in dict.fromkeys(owners.values()):
+        edits.set(decoder, "forward", CountedForward.around(decoder))
+    trained_length = next(iter(plan.specs.values())).trained_length
+    recompute_in_generate(model, method, trained_length, edits)
+
+
+def _owner(model: PreTrainedModel, path: str) -> nn.Module:
+    """The module that calls the rotary module at ``path``; a list that holds it is never called itself."""
+    owner: nn.Module = model
+    while path:
+        path = path.rpartition(".")[0]
+        owner = model.get_submodule(path)
+        if not isinstance(owner, nn.ModuleList | nn.ModuleDict):
+            break
+    return owner

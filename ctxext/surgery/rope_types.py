@@ -16,7 +16,7 @@ from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters", "restoring"]
+__all__ = ["GUARD", "GUARDED_FIELD", "ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters", "restoring"]
 
 # Stock transformers reacts to rope types whose name contains "dynamic", so these must not.
 ROPE_TYPE = "ctxext_rope"
@@ -105,3 +105,12 @@ def _is_news(record: logging.LogRecord) -> bool:
 ROPE_INIT_FUNCTIONS.setdefault(ROPE_TYPE, _initial_frequencies)
 ROPE_INIT_FUNCTIONS.setdefault(UNROTATED_TYPE, _no_rotation)
 logging.getLogger("transformers.modeling_rope_utils").addFilter(_is_news)
+
+
+# These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
+# one. transformers 5 checks types: a sentence in the place of this number stops every stock class and is quoted in the
+# error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.
+GUARDED_FIELD = "layer_norm_epsilon"
+
+
+GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"

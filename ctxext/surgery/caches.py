@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ctxext._edits import Edits
 from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.surgery.edits import Edits
 
 __all__ = [
     "CacheGuard",

@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from ctxext._edits import Edits
+from ctxext.surgery.edits import Edits
 
 __all__ = ["OLD_GUARD", "drop_old_form", "old_form", "same_rope", "with_old_form", "write_old_form"]
 

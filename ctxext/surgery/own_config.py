@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ctxext._edits import Edits
+from ctxext.surgery.edits import Edits
 
 __all__ = ["give_own_config"]
 

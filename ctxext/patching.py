@@ -9,17 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext._adapters import keep_extension, unwrapped
 from ctxext._defaults import own_defaults
-from ctxext._edits import Edits
-from ctxext._limits import raise_generation_limit, tokenizer_note
-from ctxext._saved import checked_trained_length, choices, identity, saved_extension, saved_form
-from ctxext.architectures import ARCHITECTURES, Architecture, Extension, Request
-from ctxext.architectures._absent import why_absent
-from ctxext.architectures._caches import FilledUnder, guard_caches, guards_of
-from ctxext.architectures._old_form import write_old_form
-from ctxext.architectures._own_config import give_own_config
-from ctxext.architectures._scaling import checked_scaling, refuse_shrinking, scaling_of
+from ctxext._limits import tokenizer_note
+from ctxext.adapters import keep_extension
+from ctxext.architectures import ARCHITECTURES, Architecture, architecture_of
 from ctxext.attention import Need, select
 from ctxext.errors import (
     BackendUnavailableError,
@@ -30,9 +23,25 @@ from ctxext.errors import (
 )
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.base import is_number, require
-from ctxext.spec import Description
+from ctxext.saved import (
+    checked_scaling,
+    checked_trained_length,
+    choices,
+    identity,
+    refuse_shrinking,
+    saved_extension,
+    saved_form,
+    scaling_of,
+)
+from ctxext.spec import Description, Extension, Request
+from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.generation import raise_generation_limit
+from ctxext.surgery.old_form import write_old_form
+from ctxext.surgery.own_config import give_own_config
+from ctxext.surgery.wrappers import base_model, unwrapped
 
-__all__ = ["describe", "method", "patch", "unpatch"]
+__all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -311,38 +320,6 @@ def _require_tokens(name: str, value: object) -> None:
     require(is_count, name, value, "a positive whole number of tokens")
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """Unwrap PEFT, torch.compile and data-parallel wrappers.
-
-    Raises:
-        IncompatibleError: if there is no transformers model inside.
-    """
-    inner = unwrapped(model)[-1]
-    if not isinstance(inner, PreTrainedModel):
-        raise IncompatibleError(f"ctxext extends transformers models; found {type(model).__name__}.")
-    return inner
-
-
-def architecture_of(base: PreTrainedModel) -> Architecture:
-    """The first architecture whose structure is found in the model.
-
-    Raises:
-        IncompatibleError: if positions live nowhere that ctxext knows.
-    """
-    for architecture in ARCHITECTURES.values():
-        if (found := architecture()).matches(base):
-            return found
-    raise IncompatibleError(
-        f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: "
-        f"{why_absent(base)}. Known families: {', '.join(ARCHITECTURES)}."
-    )
-
-
-def is_zero3(model: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
-    return any(hasattr(weight, "ds_id") for weight in model.parameters())
-
-
 def patched_state(base: PreTrainedModel) -> Patched | None:
     """What ``patch`` left on the model, None where it is not patched."""
     state: Patched | None = base.__dict__.get("_ctxext")
@@ -356,3 +333,23 @@ def _refuse_patched(base: PreTrainedModel) -> None:
             f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
             f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
         )
+
+
+def trained_length_of(model: PreTrainedModel, extended: str | None) -> int | None:
+    """What the config says the weights were trained for; None where it does not say."""
+    config = model.config
+    saved = getattr(config, "ctxext", None)
+    if saved:
+        return int(saved["trained_length"])
+    scaling = scaling_of(config)
+    if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
+        return scaling.window
+    return architecture_of(model).trained_length(config) if _has_architecture(model) else None
+
+
+def _has_architecture(model: PreTrainedModel) -> bool:
+    try:
+        architecture_of(model)
+    except IncompatibleError:
+        return False
+    return True

@@ -8,23 +8,19 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
-from ctxext._edits import Edits
-from ctxext._stand_in import follow_replicas
-from ctxext.architectures._alibi import bias_fingerprint
-from ctxext.architectures._attend import AlibiAttend
-from ctxext.architectures._carry import carry_over
-from ctxext.architectures._hf import UNROTATED_TYPE, restoring
-from ctxext.architectures._pin import PinnedApply
-from ctxext.architectures._probe import Layers
-from ctxext.architectures._regime import recompute_in_generate
-from ctxext.architectures._sites import Site, merged
-from ctxext.architectures._sliding import window_fields, window_note
-from ctxext.architectures._twins import round_trip
-from ctxext.architectures._wiring import why_not_ours, why_wiring_fails, wire
-from ctxext.architectures.base import Extension, Request
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
-from ctxext.spec import AlibiSpec
+from ctxext.spec import AlibiSpec, Extension, Request
+from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint, why_not_ours, why_wiring_fails, wire
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.generation import recompute_in_generate
+from ctxext.surgery.override import follow_replicas
+from ctxext.surgery.probe import Layers
+from ctxext.surgery.rebuild import carry_over, round_trip
+from ctxext.surgery.rope_types import UNROTATED_TYPE, restoring
+from ctxext.surgery.rotary import PinnedApply, Site
+from ctxext.surgery.stored_form import merged
+from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["retrofit"]
 

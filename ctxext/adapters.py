@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext._edits import Edits
-from ctxext._files import write_whole
-from ctxext._saved import checked_extension, differences
 from ctxext.errors import CheckpointError
+from ctxext.files import write_whole
+from ctxext.saved import checked_extension, differences
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.wrappers import unwrapped
 
 __all__ = [
     "ADAPTER_FILE",
     "ADAPTER_WEIGHTS",
     "EXTENSION_FILE",
+    "SENTENCE",
     "is_adapter",
     "keep_extension",
     "read_extension",
     "require_trained_on",
     "save_adapters",
-    "unwrapped",
 ]
 
 ADAPTER_FILE = "adapter_config.json"
@@ -44,23 +44,6 @@ SENTENCE = (
 )
 GUARDED_FIELDS = ("init_lora_weights", "peft_type")
 HOOK = "ctxext_adapters"
-
-
-def unwrapped(model: Any) -> list[Any]:
-    """The chain of wrappers around a transformers model, outermost first: torch.compile, data-parallel, PEFT."""
-    chain = [model]
-    while not isinstance(chain[-1], PreTrainedModel):
-        outer = chain[-1]
-        compiled = dict(outer.named_children()).get("_orig_mod") if isinstance(outer, nn.Module) else None
-        if compiled is not None:  # asked first: it answers for every attribute of what is inside
-            chain.append(compiled)
-        elif hasattr(outer, "get_base_model"):
-            chain.append(outer.get_base_model())
-        elif isinstance(getattr(outer, "module", None), nn.Module):
-            chain.append(outer.module)
-        else:
-            break
-    return chain
 
 
 def is_adapter(directory: str | os.PathLike[str]) -> bool:

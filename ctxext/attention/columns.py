@@ -41,7 +41,7 @@ from torch import Tensor
 from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["COLUMNS", "alibi_columns", "layout_columns"]
+__all__ = ["COLUMNS", "HALF_RANGE", "alibi_columns", "layout_columns"]
 
 COLUMNS = 8
 """Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""

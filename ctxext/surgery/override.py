@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ctxext._edits import Edits
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.edits import Edits
 
 __all__ = ["Replicating", "StandIn", "follow_replicas"]
 

@@ -14,12 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext._edits import Edits
-from ctxext.architectures._caches import Filled, current_filling, empty, filled, guards_of, remember
 from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
+from ctxext.surgery.caches import Filled, current_filling, empty, filled, guards_of, remember
+from ctxext.surgery.edits import Edits
 
-__all__ = ["RecomputingInputs", "SteadyCandidates", "note_regimes", "recompute_in_generate", "refuse_mixed_regimes"]
+__all__ = [
+    "RecomputingInputs",
+    "SteadyCandidates",
+    "note_regimes",
+    "raise_generation_limit",
+    "recompute_in_generate",
+    "refuse_mixed_regimes",
+]
 
 
 def refuse_mixed_regimes(
@@ -241,3 +248,10 @@ def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length
     edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", SteadyCandidates(model, method, trained_length))
+
+
+def raise_generation_limit(model: Any, trained: int, target: int, edits: Edits) -> None:
+    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
+    settings = getattr(model, "generation_config", None)
+    if settings is not None and settings.max_length == trained < target:
+        edits.set(settings, "max_length", target)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxext.architectures.base import Request
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.spec import Request
 
 __all__ = ["is_windowed", "mixes_windows", "window_fields", "window_note"]
 

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext._edits import Edits
-from ctxext._stand_in import follow_replicas
-from ctxext.architectures._attend import AlibiAttend
-from ctxext.architectures._positions import ATTENTION, PositionedForward
-from ctxext.architectures._regime import recompute_in_generate
-from ctxext.architectures.base import Architecture, Extension, Request
+from ctxext.architectures.base import Architecture
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
-from ctxext.methods._slopes import trained_slopes
-from ctxext.spec import AlibiSpec
+from ctxext.methods.formulas import trained_slopes
+from ctxext.spec import AlibiSpec, Extension, Request
+from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.generation import recompute_in_generate
+from ctxext.surgery.override import follow_replicas
+from ctxext.surgery.positions import ATTENTION, PositionedForward
+from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 
-__all__ = ["GUARD", "GUARDED_FIELD", "AlibiArchitecture", "bias_fingerprint", "slopes_differ"]
-
-# These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
-# one. transformers 5 checks types: a sentence in the place of this number stops every stock class and is quoted in the
-# error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.
-GUARDED_FIELD = "layer_norm_epsilon"
-GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
+__all__ = ["AlibiArchitecture", "slopes_differ"]
 
 
 class AlibiArchitecture(Architecture):
@@ -120,9 +114,3 @@ def slopes_differ(ours: Tensor, theirs: Tensor) -> str | None:
         return f"{len(ours)} slopes against {len(theirs)}."
     error = ((ours - theirs) / theirs).abs().max()
     return f"they differ by up to {float(error):.2g}." if error > 1e-6 else None
-
-
-def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
-    """12 hexadecimal digits that two models share exactly when their slopes at the target length agree."""
-    slopes = method.slopes(alibi, method.target_length(alibi.trained_length))
-    return hashlib.sha256(slopes.float().numpy().tobytes()).hexdigest()[:12]
