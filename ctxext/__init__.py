@@ -9,8 +9,8 @@ from ctxext import errors
 
 if typing.TYPE_CHECKING:
     from ctxext import training
-    from ctxext._export import export
-    from ctxext._load import load, save
+    from ctxext.checkpoints.export import export
+    from ctxext.checkpoints.load import load, save
     from ctxext.methods import package as methods
     from ctxext.patching import describe, method, patch, unpatch
 
@@ -23,9 +23,9 @@ _VERBS = {
     "method": "patching",
     "patch": "patching",
     "unpatch": "patching",
-    "export": "_export",
-    "load": "_load",
-    "save": "_load",
+    "export": "checkpoints.export",
+    "load": "checkpoints.load",
+    "save": "checkpoints.load",
 }
 _PACKAGES = ("methods", "training")
 

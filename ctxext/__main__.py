@@ -1,5 +1,5 @@
 """``python -m ctxext``: the command line."""
 
-from ctxext.cli import app
+from ctxext.cli.app import app
 
 app(prog_name="ctxext")

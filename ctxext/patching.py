@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext._defaults import own_defaults
-from ctxext._limits import tokenizer_note
 from ctxext.adapters import keep_extension
 from ctxext.architectures import ARCHITECTURES, Architecture, architecture_of
 from ctxext.attention import Need, select
+from ctxext.checkpoints.limits import tokenizer_note
 from ctxext.errors import (
     BackendUnavailableError,
     IncompatibleError,
@@ -39,6 +38,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import raise_generation_limit
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.own_config import give_own_config
+from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.wrappers import base_model, unwrapped
 
 __all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]

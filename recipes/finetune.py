@@ -4,7 +4,7 @@
     accelerate launch recipes/finetune.py --config ... --factor 8 --training.learning_rate 2e-5
     python recipes/finetune.py --config ... --data.train books.parquet --resume
 
-Read it from top to bottom, copy it, change it. Every setting is explained in ``ctxext/training/sections.py``; any of
+Read it from top to bottom, copy it, change it. Every setting is explained in ``ctxext/training/settings.py``; any of
 them can be given on the command line, by its dotted name or, where that is unambiguous, by the last part of it.
 
 In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.load`` restores it with its extension),
@@ -23,18 +23,18 @@ import ctxext
 from ctxext.errors import CtxextError
 from ctxext.evaluation.provenance import command, git_state, machine, versions
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
-from ctxext.training.base import load_base, require_device, with_all_weights
+from ctxext.training.before_after import Referee, gain, summary
+from ctxext.training.checkpoint import load_base, require_device, with_all_weights
 from ctxext.training.checkpoints import CompleteCheckpoints, resume_point, saving
+from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
 from ctxext.training.lora import attach_lora, merged
-from ctxext.training.packing import require_separate
 from ctxext.training.parallel import launched_parallelism
 from ctxext.training.progress import TrainingProgress
-from ctxext.training.referee import Referee, gain, summary
 from ctxext.training.report import now, peak_memory, trained_weights, write_json
+from ctxext.training.sequences import require_separate
 from ctxext.training.settings import Settings, read_settings
-from ctxext.training.stages import Curriculum, sequences_of, stages_of
 from ctxext.training.trainer import LongTrainer
 
 

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 
-from ctxext._load import extended_config
+from ctxext.checkpoints.load import extended_config
+from ctxext.planning.plan import plan_serving, plan_training
 from ctxext.training import return_freed_memory
-from ctxext.training.plan import plan_serving, plan_training
 
 KINDS = {"train": "ctxext", "train, attention kept": "ctxext, attention kept", "serve": ""}
 COLUMNS = ("model", "what", "dtype", "tokens", "predicted MiB", "measured MiB", "off by")

@@ -37,7 +37,7 @@ import typer
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext._export import read_extended
+from ctxext.checkpoints.export import read_extended
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.runtimes.llama_cpp import TABLE, attention_factor, flags_of
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY, model_types, tiny_config, tiny_model

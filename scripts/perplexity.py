@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ctxext._cli_options import run_script
-from ctxext.evaluation.commands.perplexity import perplexity
+from ctxext.cli.eval.perplexity import perplexity
+from ctxext.cli.options import run_script
 
 if __name__ == "__main__":
     run_script(perplexity)

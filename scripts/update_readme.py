@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from ctxext._render import methods_markdown
+from ctxext.cli.show import methods_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"

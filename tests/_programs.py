@@ -32,7 +32,7 @@ def dying(self, entry):
         os.kill(os.getpid(), signal.SIGKILL)
     append(self, entry)
 Journal.append = dying
-from ctxext.cli import app
+from ctxext.cli.app import app
 app(sys.argv[2:])
 """
 

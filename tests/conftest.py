@@ -8,7 +8,8 @@ import pytest
 import torch
 from _models import tiny
 
-from ctxext import _load, patching
+from ctxext import patching
+from ctxext.checkpoints import load
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 
@@ -23,7 +24,7 @@ for _verb in (
     patching.resolve,
     patching._factor_for,
     patching.base_model,
-    _load.load,
+    load.load,
 ):
     _verb.__no_type_check__ = True  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ctxext
-from ctxext._checkpoint import patch_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from scripts.walk.special import SPECIAL
 from scripts.walk.tiny import _shrunk
@@ -262,7 +262,7 @@ def test_a_damaged_extension_is_named_by_every_verb(change: Any, said: str, tmp_
     whole = isinstance(change, str) or change == {"format": 1}
     config["ctxext"] = change if whole else config["ctxext"] | change
     path.write_text(json.dumps(config))
-    from ctxext._inspect import inspect_checkpoint
+    from ctxext.checkpoints.inspect import inspect_checkpoint
 
     for verb in (
         lambda: ctxext.load(source),

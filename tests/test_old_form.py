@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedConfig
 
 import ctxext
-from ctxext._checkpoint import patch_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.old_form import OLD_GUARD, with_old_form
 from ctxext.surgery.rotary import find_sites

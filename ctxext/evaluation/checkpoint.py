@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import ctxext
-from ctxext._checkpoint_source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
+from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation._reading import package_folders
 from ctxext.saved import saved_extension

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,7 +18,19 @@ from torch import Tensor
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
-__all__ = ["BiasMethod", "GrowingMethod", "Method", "RopeMethod", "is_number", "positive_numbers", "require"]
+if TYPE_CHECKING:
+    from ctxext.spec import RopeSpec
+
+__all__ = [
+    "BiasMethod",
+    "GrowingMethod",
+    "Method",
+    "RopeMethod",
+    "is_number",
+    "parameter_of",
+    "positive_numbers",
+    "require",
+]
 
 # Beyond it, lengths leave the whole numbers that a float holds, and every text that there is.
 MOST = 10**6
@@ -181,3 +195,19 @@ class GrowingMethod(Method):
         if self.growth == "exact":
             return length
         return int(trained_length * 2 ** math.ceil(math.log2(length / trained_length)))
+
+
+def parameter_of(text: str) -> tuple[str, Any]:
+    """``key=value``, the value as JSON, or the text itself where it is not JSON."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise InvalidParameterError(f"--param must be KEY=VALUE, such as beta_fast=64; found {text!r}.")
+    if value.startswith("@"):
+        path = Path(value[1:])
+        if not path.is_file():
+            raise InvalidParameterError(f"--param {key}: there is no file {path}.")
+        value = path.read_text(encoding="utf-8")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value

@@ -7,6 +7,7 @@ memory (on the meta device), from the old config and from the new one, and carry
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,16 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import drop_old_form
 
-__all__ = ["carry_over", "changed_scalars", "meta_twin", "rotaries", "rotary_twin", "round_trip", "twin_config"]
+__all__ = [
+    "carry_over",
+    "changed_scalars",
+    "meta_twin",
+    "own_defaults",
+    "rotaries",
+    "rotary_twin",
+    "round_trip",
+    "twin_config",
+]
 
 Scalar = int | float | str | bool | None
 
@@ -112,3 +122,18 @@ def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         has_frequencies = any(name.endswith("original_inv_freq") for name in module._buffers)
         if has_frequencies and hasattr(module, "rope_type") and hasattr(module, "config"):
             yield path, module
+
+
+@contextlib.contextmanager
+def own_defaults() -> Iterator[None]:
+    """Make tensors that name no device or dtype on the CPU, in float32, as transformers' and our proofs expect.
+
+    Entered where a verb begins, so that no line below it has to think of it; ``torch.device`` entered inside wins.
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctxext.training.callback import ExtensionCallback
+    from ctxext.training.checkpoints import ExtensionCallback
     from ctxext.training.loss import ChunkedLoss, chunk_loss
     from ctxext.training.memory import Memory, return_freed_memory
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
-from ctxext.cli import app
+from ctxext.cli.app import app
 
 TRAINED = 256
 SHAPE: dict[str, Any] = {

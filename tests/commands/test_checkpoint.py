@@ -20,8 +20,8 @@ from conftest import TRAINED, contents
 from transformers import AutoModelForCausalLM
 
 import ctxext
-from ctxext import _checkpoint
-from ctxext._checkpoint import patch_checkpoint
+from ctxext.checkpoints import write
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.files import write_whole
 from ctxext.methods import METHODS
@@ -260,13 +260,13 @@ def test_failure_in_the_middle_leaves_nothing(
 def test_destination_that_appears_meanwhile_is_not_replaced(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = _checkpoint._place_weights
+    real = write._place_weights
 
     def slow(*arguments: Any) -> Any:
         (tmp_path / "long").mkdir()
         return real(*arguments)
 
-    monkeypatch.setattr(_checkpoint, "_place_weights", slow)
+    monkeypatch.setattr(write, "_place_weights", slow)
     with pytest.raises(CheckpointError, match="already exists"):
         patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
     assert os.listdir(tmp_path) == ["long"]
@@ -401,7 +401,7 @@ def test_bad_method_leaves_nothing(llama: Path, tmp_path: Path) -> None:
 
 TERMINATED = """
 import os, signal, sys
-from ctxext._checkpoint import patch_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.files import write_whole
 import fcntl
 def refuse(*_):

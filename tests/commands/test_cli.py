@@ -15,8 +15,8 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 from typer.testing import Result
 
 import ctxext
-from ctxext._render import LLAMA
-from ctxext._spectrum import bands, shown_by_default, speed
+from ctxext.cli.show import LLAMA
+from ctxext.cli.spectrum import bands, shown_by_default, speed
 from ctxext.methods import METHODS
 
 Cli = Callable[..., Result]

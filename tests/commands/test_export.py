@@ -18,10 +18,10 @@ from conftest import SHAPE, TRAINED
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import ctxext
-from ctxext._checkpoint import patch_checkpoint
-from ctxext._export import export, export_config, read_extended
-from ctxext._inspect import inspect_checkpoint
-from ctxext._load import extended_config
+from ctxext.checkpoints.export import export, export_config, read_extended
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.load import extended_config
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,

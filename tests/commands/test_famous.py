@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import ctxext
-from ctxext._inspect import inspect_checkpoint, rope_of_checkpoint
+from ctxext.checkpoints.inspect import inspect_checkpoint, rope_of_checkpoint
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
@@ -258,8 +258,8 @@ def test_what_cannot_be_extended_is_refused_with_a_sentence(
 @pytest.mark.parametrize("name", [*KINDS[1:4], "bigscience/bloom-560m", "openai/gpt-oss-20b"])
 def test_plan_counts_every_one(name: str, place: Callable[[str], Path]) -> None:
     """The weights are counted to the byte, and a longer context takes more."""
-    from ctxext._checkpoint_source import read_config
-    from ctxext.training.plan import plan_serving
+    from ctxext.checkpoints.source import read_config
+    from ctxext.planning.plan import plan_serving
 
     plan = plan_serving(read_config(place(name)), dtype=torch.bfloat16)
     short, long = plan.at(256), plan.at(1024)

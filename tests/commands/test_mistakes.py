@@ -18,8 +18,8 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config
 from typer.testing import Result
 
 import ctxext
-from ctxext import _checkpoint
-from ctxext._cli_options import in_flags
+from ctxext.checkpoints import write
+from ctxext.cli.options import in_flags
 from ctxext.errors import InvalidParameterError, UnknownNameError
 
 Cli = Callable[..., Result]
@@ -152,7 +152,7 @@ def test_the_last_resort(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pyt
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENAMETOOLONG, "File name too long", "xxx")
 
-    monkeypatch.setattr(_checkpoint, "patch_checkpoint", fail)
+    monkeypatch.setattr(write, "patch_checkpoint", fail)
     said = refused(cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4))
     assert said == "Error: xxx: File name too long."
 
@@ -228,7 +228,7 @@ def test_plan_says_how_far_the_model_reaches(cli: Cli, llama: Path) -> None:
 @pytest.mark.parametrize(("model_type", "window"), [("gemma3_text", 16), ("mistral", 16)])
 def test_plan_counts_what_the_caches_of_windows_keep(model_type: str, window: int) -> None:
     """The planned cache is what transformers' own cache shows; what lies behind its views passes with a token."""
-    from ctxext.training.plan import plan_serving
+    from ctxext.planning.plan import plan_serving
 
     model, length = tiny(model_type, sliding_window=window), 256
     with torch.no_grad():

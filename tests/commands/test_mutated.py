@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from _famous import famous_checkpoint, famous_config
 
-from ctxext import _inspect
-from ctxext._checkpoint import patch_checkpoint
-from ctxext._export import export
-from ctxext._inspect import inspect_checkpoint
+from ctxext.checkpoints import inspect
+from ctxext.checkpoints.export import export
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CtxextError
 from ctxext.methods import METHODS
 
@@ -128,7 +128,7 @@ def walk(seed: int, directory: Path) -> dict[str, str]:
 @pytest.fixture
 def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inspecting tries every method; two of them see what a damaged config does."""
-    monkeypatch.setattr(_inspect, "METHODS", {name: METHODS[name] for name in ("yarn", "alibi")})
+    monkeypatch.setattr(inspect, "METHODS", {name: METHODS[name] for name in ("yarn", "alibi")})
 
 
 @pytest.mark.usefixtures("two_methods")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ctxext
-from ctxext._cli_options import method_names
+from ctxext.cli.options import method_names
 from ctxext.methods import METHODS
 
 ROOT = Path(ctxext.__file__).parents[1]
@@ -40,7 +40,7 @@ def test_help_and_mistakes_import_nothing_heavy(arguments: tuple[str, ...], said
     done, modules = imported_by(*arguments)
     assert done.returncode == (2 if arguments == ("insepct",) else 0)
     assert said in done.stdout + done.stderr
-    assert {"ctxext.cli", "typer"} <= modules  # the account is not empty
+    assert {"ctxext.cli.app", "typer"} <= modules  # the account is not empty
     assert modules.isdisjoint(HEAVY)
 
 

@@ -15,7 +15,7 @@ from _programs import killed_at, launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from ctxext.cli import app
+from ctxext.cli.app import app
 from ctxext.evaluation import passkey
 from ctxext.evaluation.comparison import report
 

@@ -14,8 +14,7 @@ import typer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from ctxext.demo import demo, make_plan, run_demo
-from ctxext.demo._report import markdown, sentences
+from ctxext.cli.demo import demo, make_plan, markdown, run_demo, sentences
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation._plots import tokens_label
 from ctxext.evaluation.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
-from ctxext.cli import app
+from ctxext.cli.app import app
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation import protocols
 from ctxext.evaluation.checkpoint import Checkpoint

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
-from ctxext.cli import app
+from ctxext.cli.app import app
 from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
 from ctxext.evaluation import passkey, ruler
 from ctxext.evaluation._proportion import wilson_interval

@@ -13,8 +13,7 @@ from _models import TRAINED_LENGTH, tiny
 from _recipe import CONFIGS, losses, recipe, words_of
 from transformers import PreTrainedTokenizerFast
 
-from ctxext.training.sections import Stage
-from ctxext.training.settings import Settings, read_settings
+from ctxext.training.settings import Settings, Stage, read_settings
 from scripts.update_readme import header_of
 
 LLAMA_3_1 = {

@@ -14,8 +14,7 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training import chunk_loss
 from ctxext.training.documents import TokenisedDocuments
-from ctxext.training.packing import PackedSequences, require_separate
-from ctxext.training.sequences import IGNORED
+from ctxext.training.sequences import IGNORED, PackedSequences, require_separate
 
 LENGTH = 61  # of which 60 are text; documents of 400, 90, 200 and 20 tokens leave 40, 30, 20 and 20 over
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.planning.plan import STEP, longest, plan_serving, plan_training
 from ctxext.training import Memory
 from ctxext.training.lora import attach_lora
-from ctxext.training.plan import STEP, longest, plan_serving, plan_training
 
 HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 64, 96, 128, 4, 2, 16, 1024
 # Weights of one layer's linear layers, as (inputs, outputs).

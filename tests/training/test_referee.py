@@ -15,8 +15,8 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
 from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
-from ctxext.training import referee
-from ctxext.training.referee import Referee
+from ctxext.training import before_after
+from ctxext.training.before_after import Referee
 
 LONG = (0, 2)  # the documents that are longer than the extended window of 128
 PASSKEY = ("--passkey_lengths", "400", "--passkey_depths", "0.5", "--passkey_trials", "2")
@@ -62,7 +62,7 @@ def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_pat
 def test_nothing_is_measured_of_weights_that_are_shared_out(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed puts an id on each of them, and what is left has no values."""
     loaded = load_checkpoint(settings().checkpoint, dtype="fp32")
-    monkeypatch.setattr(referee, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(before_after, "is_deepspeed_zero3_enabled", lambda: True)
     Referee(loaded, settings())
     with pytest.raises(IncompatibleError, match="before the first step no process has whole weights"):
         Referee(loaded, settings(*PASSKEY))

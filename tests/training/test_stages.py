@@ -14,10 +14,9 @@ from transformers import TrainerState
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training import Memory
+from ctxext.training.curriculum import Curriculum
 from ctxext.training.lora import attach_lora
-from ctxext.training.sections import Extension, Stage
-from ctxext.training.settings import Settings
-from ctxext.training.stages import Curriculum
+from ctxext.training.settings import Extension, Settings, Stage
 
 
 def with_stages(settings: Settings, *stages: dict[str, Any]) -> Settings:

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 import ctxext
-from ctxext._cli_options import parameter_of
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation._plots import label_of
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
+from ctxext.methods.base import parameter_of
 from ctxext.spec import AlibiSpec, RopeSpec
 from ctxext.surgery.wrappers import base_model
 

@@ -7,35 +7,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ctxext._cli_options import (
-    Factor,
-    Json,
-    Param,
-    ScalingOption,
-    SlidingWindow,
-    Target,
-    Trained,
-    Trust,
-    arguments,
-    method_names,
-)
-from ctxext.evaluation.commands._options import (
+from ctxext.cli.options import (
     Bos,
-    Checkpoint,
     Column,
     Csv,
     Device,
     Documents,
     Dtype,
+    Factor,
+    Json,
+    Measured,
     Output,
+    Param,
     Reference,
+    ScalingOption,
     Skip,
+    SlidingWindow,
     Split,
+    Target,
     Text,
+    Trained,
+    Trust,
     Unpatched,
+    arguments,
+    method_names,
     read_corpus,
 )
-from ctxext.evaluation.commands._outputs import check_outputs, write_outputs
+from ctxext.cli.outputs import check_outputs, write_outputs
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -46,7 +44,7 @@ __all__ = ["perplexity"]
 
 
 def perplexity(
-    checkpoint: Checkpoint = None,
+    checkpoint: Measured = None,
     text: Text = None,
     method: Annotated[
         str | None,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from ctxext._cli_options import Window
+from ctxext.cli.options import Window
+from ctxext.cli.outputs import check_outputs
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.commands._outputs import check_outputs
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ctxext._checkpoint_source import read_json
+from ctxext.checkpoints.source import read_json
 
 __all__ = ["LENGTH_FIELDS", "copy_raised", "raised_tokenizer", "tokenizer_note"]
 

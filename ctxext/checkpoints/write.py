@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext._checkpoint_source import Contents, checked_contents, read_any_config, refuse_source
-from ctxext._limits import LENGTH_FIELDS, copy_raised
-from ctxext._load import extended_config
+from ctxext.checkpoints.limits import LENGTH_FIELDS, copy_raised
+from ctxext.checkpoints.load import extended_config
+from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, VerificationError
 from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext.methods import Method

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
 import ctxext
-from ctxext._checkpoint_source import checked_path, read_any_config, read_json
 from ctxext.adapters import ADAPTER_FILE, is_adapter
+from ctxext.checkpoints.source import checked_path, read_any_config, read_json
 from ctxext.errors import BackendUnavailableError, CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.saved import checked_trained_length, plain_config, saved_extension
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
-from ctxext.training.sections import Settings
+from ctxext.training.settings import Settings
 
 __all__ = ["load_base", "require_device", "with_all_weights"]
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctxext._checkpoint_source import checked_path, read_config, read_json
-from ctxext._config_check import building
-from ctxext._export import TARGETS, export_config
-from ctxext._load import model_class
 from ctxext.adapters import EXTENSION_FILE, is_adapter
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
+from ctxext.checkpoints.config_check import building
+from ctxext.checkpoints.export import TARGETS, export_config
+from ctxext.checkpoints.load import model_class
+from ctxext.checkpoints.source import checked_path, read_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method
 from ctxext.methods.base import require

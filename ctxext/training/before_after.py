@@ -24,7 +24,7 @@ from ctxext.progress import Stages
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.figure import Gain
 from ctxext.training.report import write_json
-from ctxext.training.sections import Settings
+from ctxext.training.settings import Settings
 
 __all__ = ["Referee", "gain", "summary"]
 

@@ -8,25 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ctxext._cli_options import Json, Trained, Trust
-from ctxext.evaluation.commands._options import (
+from ctxext.cli.options import (
     Bos,
-    Checkpoint,
     Column,
     Csv,
     Device,
     Documents,
     Dtype,
     Factors,
+    Json,
+    Measured,
     Methods,
     Output,
     Reference,
     Skip,
     Split,
     Text,
+    Trained,
+    Trust,
     read_corpus,
 )
-from ctxext.evaluation.commands._outputs import check_outputs, write_outputs
+from ctxext.cli.outputs import check_outputs, write_outputs
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -37,7 +39,7 @@ __all__ = ["longppl"]
 
 
 def longppl(
-    checkpoint: Checkpoint = None,
+    checkpoint: Measured = None,
     text: Text = None,
     method: Methods = None,
     factor: Factors = None,

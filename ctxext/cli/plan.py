@@ -14,11 +14,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ctxext._cli_options import Checkpoint, Json, Trust
+from ctxext.cli.options import Checkpoint, Json, Trust
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError
 
 if TYPE_CHECKING:
-    from ctxext.training.plan import Breakdown, Serving, Training
+    from ctxext.planning.plan import Breakdown, Serving, Training
 
 __all__ = ["plan"]
 
@@ -75,11 +75,11 @@ def plan(
     if memory is None and length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
 
-    from ctxext._checkpoint_source import checked_path, read_config, read_json
     from ctxext.adapters import is_adapter
+    from ctxext.checkpoints.source import checked_path, read_config, read_json
     from ctxext.evaluation._memory import parse_bytes
+    from ctxext.planning.plan import plan_serving, plan_training, reach_of
     from ctxext.training.memory import Memory
-    from ctxext.training.plan import plan_serving, plan_training, reach_of
 
     if importlib.util.find_spec("peft") is None:
         raise CheckpointError("Training is planned with PEFT: pip install 'ctxext[train]'.")
@@ -132,7 +132,7 @@ def _show_reach(found: Mapping[str, Breakdown | str], reach: int | None, model_t
 
 
 def _planned(made: Training | Serving, budget: int | None, length: int | None) -> Breakdown:
-    from ctxext.training.plan import longest
+    from ctxext.planning.plan import longest
 
     if length is not None:
         return made.at(length)

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ctxext._checkpoint import Written
-from ctxext._cli_options import in_flags
-from ctxext._export import TARGETS
-from ctxext._inspect import Inspection, Verdict
+from ctxext.checkpoints.export import TARGETS
+from ctxext.checkpoints.inspect import Inspection, Verdict
+from ctxext.checkpoints.write import Written
+from ctxext.cli.options import in_flags
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec

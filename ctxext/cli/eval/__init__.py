@@ -10,7 +10,7 @@ import pkgutil
 
 import typer
 
-from ctxext._cli_options import Clean, Once
+from ctxext.cli.options import Clean, Once
 
 __all__ = ["eval_app"]
 
@@ -25,6 +25,6 @@ def main() -> None:
 
 
 for _found in pkgutil.iter_modules(__path__):
-    if not _found.name.startswith("_"):
+    if _found.name != "common":
         _module = importlib.import_module(f"{__name__}.{_found.name}")
         eval_app.command(_found.name.replace("_", "-"), cls=Once)(getattr(_module, _found.name))

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ctxext._cli_options import SlidingWindow, Trained, Trust
-from ctxext.evaluation.commands._options import (
+from ctxext.cli.options import (
     Bos,
-    Checkpoint,
     Column,
     Device,
     Documents,
     Dtype,
+    Measured,
     Seed,
     Skip,
+    SlidingWindow,
     Split,
     Text,
+    Trained,
+    Trust,
     read_corpus,
 )
 
@@ -32,7 +34,7 @@ __all__ = ["compare"]
 
 
 def compare(
-    checkpoint: Checkpoint = None,
+    checkpoint: Measured = None,
     text: Text = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for the report and the finished cells.")

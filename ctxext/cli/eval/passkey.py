@@ -6,31 +6,34 @@ from typing import Annotated
 
 import typer
 
-from ctxext._cli_options import Json, SlidingWindow, Trained, Trust
-from ctxext.evaluation.commands._options import (
+from ctxext.cli.eval.common import conduct, first_document, provenance_with, set_up
+from ctxext.cli.options import (
     Beyond,
-    Checkpoint,
     Column,
     Csv,
     Device,
     Dtype,
     Factors,
+    Json,
     Lengths,
+    Measured,
     Methods,
     Output,
     Reference,
     Seed,
+    SlidingWindow,
     Split,
+    Trained,
+    Trust,
     Unpatched,
 )
-from ctxext.evaluation.commands._outputs import write_outputs
-from ctxext.evaluation.commands._surveys import conduct, first_document, provenance_with, set_up
+from ctxext.cli.outputs import write_outputs
 
 __all__ = ["passkey"]
 
 
 def passkey(
-    checkpoint: Checkpoint = None,
+    checkpoint: Measured = None,
     method: Methods = None,
     factor: Factors = None,
     length: Lengths = None,

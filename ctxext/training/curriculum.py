@@ -17,9 +17,8 @@ from ctxext.patching import patched_state, resolve
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.memory import Memory
-from ctxext.training.packing import PackedSequences
-from ctxext.training.sections import Extension, Settings
-from ctxext.training.sequences import Sequences, TrainingSequences
+from ctxext.training.sequences import PackedSequences, Sequences, TrainingSequences
+from ctxext.training.settings import Extension, Settings
 
 __all__ = ["Curriculum", "StagedSequences", "sequences_of", "stages_of"]
 

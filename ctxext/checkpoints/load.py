@@ -14,12 +14,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ctxext._checkpoint_source import checked_contents, checked_path, gguf_inside, read_any_config
-from ctxext._config_check import building
-from ctxext._defaults import own_defaults
-from ctxext._limits import raised_tokenizer
 from ctxext.adapters import is_adapter, keep_extension, read_extension, require_trained_on, save_adapters
 from ctxext.architectures import architecture_of
+from ctxext.checkpoints.config_check import building
+from ctxext.checkpoints.limits import raised_tokenizer
+from ctxext.checkpoints.source import checked_contents, checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
@@ -41,6 +40,7 @@ from ctxext.saved import (
 )
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import drop_old_form, same_rope
+from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD, restoring
 from ctxext.surgery.wrappers import base_model, unwrapped
 

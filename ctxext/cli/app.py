@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
 
-from ctxext._cli_options import (
+from ctxext.cli.eval import eval_app
+from ctxext.cli.options import (
     Checkpoint,
     Clean,
     Factor,
@@ -30,9 +31,8 @@ from ctxext._cli_options import (
     method_names,
     rope_of,
 )
-from ctxext._cli_plan import plan
+from ctxext.cli.plan import plan
 from ctxext.errors import CheckpointError, InvalidParameterError
-from ctxext.evaluation.commands import eval_app
 from ctxext.files import whole_file
 from ctxext.progress import Later
 
@@ -83,10 +83,10 @@ def inspect(
 
     [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B
     """
-    from ctxext import _render
-    from ctxext._gguf import scaling_in_gguf
-    from ctxext._inspect import inspect_adapter, inspect_checkpoint
     from ctxext.adapters import is_adapter
+    from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
+    from ctxext.checkpoints.source import scaling_in_gguf
+    from ctxext.cli import show
 
     place = Path(checkpoint)
     if is_adapter(place):
@@ -111,9 +111,9 @@ def inspect(
         )
     unread = scaling if found.extended is None else ()
     if as_json:
-        _print_json(_render.plain(found) | {"gguf_scaling_not_read": list(unread)})
+        _print_json(show.plain(found) | {"gguf_scaling_not_read": list(unread)})
         return
-    _render.show_inspection(found, checkpoint, unread, Console(highlight=False))
+    show.show_inspection(found, checkpoint, unread, Console(highlight=False))
 
 
 @app.command(cls=Once)
@@ -144,8 +144,8 @@ def patch(
 
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
-    from ctxext import _render
-    from ctxext._checkpoint import patch_checkpoint
+    from ctxext.checkpoints.write import patch_checkpoint
+    from ctxext.cli import show
 
     with Later("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         written = patch_checkpoint(
@@ -161,7 +161,7 @@ def patch(
         _print_json(written)
         return
     typer.echo(f"Wrote {written.directory}")
-    for line in (str(written.description), *_render.written_lines(written)):
+    for line in (str(written.description), *show.written_lines(written)):
         typer.echo(line)
 
 
@@ -194,8 +194,8 @@ def export(
 
     [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
     """
-    from ctxext import _render
-    from ctxext._export import export as make
+    from ctxext.checkpoints.export import export as make
+    from ctxext.cli import show
 
     given = arguments(factor, target_length, trained_length, sliding_window, param, scaling)
     if method is None and any(value is not None for value in given.values()):
@@ -210,7 +210,7 @@ def export(
     if as_json:
         _print_json(made)
         return
-    _render.show_export(made, checkpoint, Console(highlight=False))
+    show.show_export(made, checkpoint, Console(highlight=False))
 
 
 app.command(cls=Once)(plan)
@@ -224,14 +224,14 @@ def methods(
 
     [bold]Example[/]: ctxext methods
     """
-    from ctxext import _render
+    from ctxext.cli import show
 
     if as_json:
-        _print_json(_render.method_rows())
+        _print_json(show.method_rows())
     elif markdown:
-        typer.echo(_render.methods_markdown())
+        typer.echo(show.methods_markdown())
     else:
-        Console(highlight=False).print(_render.methods_table())
+        Console(highlight=False).print(show.methods_table())
 
 
 @plot_app.command(cls=Once)
@@ -260,7 +260,7 @@ def frequencies(
 
     if importlib.util.find_spec("matplotlib") is None:
         raise CheckpointError("Plots need matplotlib: pip install 'ctxext\\[eval]'.")
-    from ctxext._spectrum import plot_spectrum, shown_by_default
+    from ctxext.cli.spectrum import plot_spectrum, shown_by_default
     from ctxext.patching import method as build
 
     rope = rope_of(checkpoint, rotary_dim, base, trained_length, trust)
@@ -282,7 +282,7 @@ def demo(options: Annotated[list[str] | None, typer.Argument(hidden=True)] = Non
 
     [bold]Example[/]: ctxext demo
     """
-    from ctxext.demo import demo as run
+    from ctxext.cli.demo import demo as run
 
     own = typer.Typer(add_completion=False)
     own.command()(run)
@@ -290,6 +290,6 @@ def demo(options: Annotated[list[str] | None, typer.Argument(hidden=True)] = Non
 
 
 def _print_json(value: Any) -> None:
-    from ctxext._render import plain
+    from ctxext.cli.show import plain
 
     typer.echo(json.dumps(plain(value), indent=2, default=str))

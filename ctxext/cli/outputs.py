@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from ctxext._cli_options import check_output
+from ctxext.cli.options import check_output
 from ctxext.errors import InvalidParameterError
 from ctxext.files import whole_file, write_whole
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext._checkpoint_source import checked_path, read_config
-from ctxext._load import extended_config
 from ctxext.adapters import is_adapter
+from ctxext.checkpoints.load import extended_config
+from ctxext.checkpoints.source import checked_path, read_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import Method
 from ctxext.runtimes.base import STOCK_TYPES, Export, Extended

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctxext._config_check import building
-from ctxext._load import attached
+from ctxext.checkpoints.config_check import building
+from ctxext.checkpoints.load import attached
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.methods import RopeMethod
+from ctxext.planning.dry_run import DryRun, layers_of
 from ctxext.saved import plain_config, saved_extension, saved_method, scaling_of
 from ctxext.surgery.rope_types import restoring
-from ctxext.training._dry_run import DryRun, layers_of
 from ctxext.training.memory import Memory
 
 __all__ = ["STEP", "Breakdown", "Serving", "Training", "longest", "plan_serving", "plan_training", "reach_of"]
