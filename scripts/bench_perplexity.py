@@ -6,7 +6,7 @@
 
 Weights are random: time and memory do not depend on them. Each length is a process of its own. "bare" runs the layers
 and no head; "referee" is `loss_by_position`, which gives the loss at every position up to the length. The protocols
-are those of `ctxext.evaluation.protocols` on one document of twice the length: windows every 256 tokens, and YaRN's
+are those of `ctxext.evaluation.loss` on one document of twice the length: windows every 256 tokens, and YaRN's
 sweep of such windows over eight lengths. Their time is computed from their passes and the time of a pass of each size,
 or, with `--protocols run`, measured.
 """
@@ -30,8 +30,7 @@ from rich.table import Table
 from shapes import SHAPES
 from transformers import AutoModelForCausalLM
 
-from ctxext.evaluation.perplexity import loss_by_position
-from ctxext.evaluation.protocols import STRIDE, sliding, yarn
+from ctxext.evaluation.loss import STRIDE, loss_by_position, sliding, yarn
 
 STEPS = 8
 PROTOCOLS = ("compute", "run", "skip")

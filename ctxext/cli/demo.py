@@ -20,15 +20,16 @@ from torch import Tensor, nn
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
-from ctxext.evaluation._plots import label_of, require_matplotlib, save_loss_figure, tokens_label
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.evaluation.comparison import Series, edges_for, summarise
-from ctxext.evaluation.comparison.words import all_of, unpatched_sentence, windows_in_words
 from ctxext.evaluation.corpus import SKIPPED_TOKENS, TokenisedDocument, installed_texts, read_documents, tokenise
+from ctxext.evaluation.forward import Progress, pass_cost, ticking
+from ctxext.evaluation.labels import label_of, tokens_label
+from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import PasskeyTrial
-from ctxext.evaluation.perplexity import loss_by_position
-from ctxext.evaluation.progress import Progress, pass_cost, ticking
 from ctxext.evaluation.provenance import machine, versions
+from ctxext.evaluation.report.sentences import all_of, unpatched_sentence, windows_in_words
+from ctxext.evaluation.report.style import require_matplotlib, save_loss_figure
 from ctxext.evaluation.truncation import (
     TRUNCATED,
     UNPATCHED,

@@ -32,7 +32,7 @@ def check_outputs(output: Sequence[Path] | None, as_json: bool, as_csv: bool) ->
         raise InvalidParameterError("--json and --csv both print to standard output; give one, the other with -o FILE.")
     for path in output or ():
         if path.suffix not in DATA:
-            from ctxext.evaluation._plots import require_matplotlib
+            from ctxext.evaluation.report.style import require_matplotlib
 
             require_matplotlib()
             check_output(path)

@@ -77,7 +77,7 @@ def plan(
 
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.source import checked_path, read_config, read_json
-    from ctxext.evaluation._memory import parse_bytes
+    from ctxext.evaluation.forward import parse_bytes
     from ctxext.planning.plan import plan_serving, plan_training, reach_of
     from ctxext.training.memory import Memory
 

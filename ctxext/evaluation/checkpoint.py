@@ -21,7 +21,7 @@ import ctxext
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation._reading import package_folders
+from ctxext.evaluation.documents import package_folders
 from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
 

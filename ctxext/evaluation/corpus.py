@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation._reading import SKIPPED_TOKENS, Document, installed_texts, read_documents
+from ctxext.evaluation.documents import SKIPPED_TOKENS, Document, installed_texts, read_documents
 
 __all__ = [
     "BOS_CHOICES",

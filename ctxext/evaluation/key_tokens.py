@@ -29,8 +29,8 @@ import ctxext
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument
-from ctxext.evaluation.perplexity import loss_by_position
-from ctxext.evaluation.progress import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.loss import loss_by_position
 
 __all__ = [
     "ALPHA",

@@ -1,194 +1,678 @@
-"""Loss by position, with everything before it or with the old tokens thrown away.
-
-A *position* is the one from which the model predicts: position ``i`` has seen tokens 0..i and is charged for token
-``i + 1``. A text of N + 1 tokens therefore gives losses at positions 0..N-1, and a model trained for L tokens is
-outside its window from position L on. All losses are natural logarithms (nats) per token.
-"""
+"""Measure the perplexity of an extended model, and of the references that it has to beat."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ctxext.errors import InvalidParameterError
-from ctxext.evaluation._logits import check_token_ids, logits_in_chunks
-from ctxext.evaluation._memory import head_chunk
-from ctxext.evaluation._paired import PairedDifference, document_difference, grouped_difference, paired_difference
+import ctxext
+from ctxext.architectures import architecture_of
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus
+from ctxext.evaluation.forward import Progress, cached_tokens_for, length_dependent, pass_cost, ticking, turning_point
+from ctxext.evaluation.loss import (
+    STRIDE,
+    PairedDifference,
+    Scored,
+    Spread,
+    alone,
+    document_difference,
+    grouped_difference,
+    longlora,
+    longlora_windows,
+    loss_by_position,
+    sliding,
+    yarn,
+)
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, Reading, Score
+from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.truncation import (
+    TRUNCATED,
+    UNPATCHED,
+    best_window,
+    passes_beyond,
+    stride_of,
+    tail_losses,
+    tails_cost,
+    window_name,
+    window_of,
+    windows_of,
+)
+from ctxext.patching import patched_state, trained_length_of
+from ctxext.saved import already_extended
+from ctxext.surgery.wrappers import base_model
 
-__all__ = [
-    "Bucket",
-    "PairedDifference",
-    "bucketed",
-    "document_difference",
-    "grouped_difference",
-    "loss_by_position",
-    "paired_difference",
-    "truncated_loss",
-]
+__all__ = ["MODES", "Losses", "Plan", "Work", "groups_by_positions", "make_plan", "run", "total_cost", "window_losses"]
+
+MODES = ("position", "sliding", "yarn", "longlora")
+PARTS = 4
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """The mean loss over the positions ``start <= i < stop``.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """From ``make_plan``.
 
     Args:
-        start: first position, in tokens.
-        stop: one past the last position.
-        tokens: how many losses were averaged, over all documents.
-        loss: nats per token, every token weighing the same.
+        mode: one of ``MODES``.
+        trained_length: tokens of the longest truncation.
+        lengths: tokens, increasing.
+        stride: tokens between windows; None in position mode.
+        truncate: YaRN's option of that name.
+        method: to extend by; None measures the checkpoint as it is.
+        arguments: of ``ctxext.patch`` beside the method.
+        dynamic: whether the extension's positions follow the length.
+        regimes: for each length, the length that its positions are made for.
+        cached: tokens per cached call; None for uncached passes.
+        unpatched: whether the unextended model also reads beyond its window, as a negative control.
     """
 
-    start: int
-    stop: int
-    tokens: int
-    loss: float
+    mode: str
+    trained_length: int
+    lengths: tuple[int, ...]
+    stride: int | None = None
+    truncate: bool = False
+    method: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
+    regimes: Mapping[int, int] = field(default_factory=dict)
+    cached: int | None = None
+    unpatched: bool = True
 
     @property
-    def perplexity(self) -> float:
-        """``exp(loss)``, dimensionless."""
-        return math.exp(self.loss)
+    def length(self) -> int:
+        """The greatest length."""
+        return self.lengths[-1]
+
+    @property
+    def beyond(self) -> bool:
+        """Whether anything lies beyond the trained window."""
+        return self.length > self.trained_length
 
 
-# Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
-@torch.no_grad()
-def loss_by_position(
+def make_plan(
     model: nn.Module,
-    input_ids: Int[Tensor, "batch tokens"],
     *,
-    start: int = 0,
-    chunk: int | None = None,
-    cached: int | None = None,
-) -> Float[Tensor, "batch positions"]:
-    """The loss at every position, from one forward pass.
-
-    For a causal model whose positions do not depend on the length of the text (every method here but the dynamic
-    ones), the losses at the first n positions are those of the text cut to n + 1 tokens: one pass gives the
-    perplexity at every shorter length. A dynamic method uses the frequencies of the full length at all positions.
-
-    The head runs in the model's own dtype, as it does when the model generates; softmax and logarithm in float32.
-
-    Args:
-        model: a causal language model in eval mode; a PEFT or compiled wrapper will do.
-        input_ids: whole texts, at least 2 tokens, no padding. Put a BOS token in front where the model wants one.
-        start: first position of interest; the head is not run for those before it.
-        chunk: positions for which logits exist at a time, at least 1; default as many as take about 128 MiB. The
-            result does not depend on it.
-        cached: None for an uncached pass; or tokens per call of a pass with a KV cache, which takes less memory and,
-            on a CPU, two to three times as long. The result is the same up to rounding.
-
-    Returns:
-        Nats per token, float32, on the CPU; ``positions`` is ``tokens - 1 - start``.
-
-    Raises:
-        InvalidParameterError: ``input_ids`` or ``chunk`` out of range.
-        IncompatibleError: the model's losses cannot be had this way (see ``logits_in_chunks``).
-    """
-    check_token_ids(input_ids, least=2)
-    return _losses(model, input_ids, start=start, chunk=chunk, cached=cached)
-
-
-@torch.no_grad()
-def truncated_loss(
-    model: nn.Module,
-    input_ids: Int[Tensor, "batch tokens"],
-    *,
-    window: int,
+    mode: str = "position",
+    lengths: Sequence[int] = (),
     stride: int | None = None,
-    start: int = 0,
-    prefix: int = 0,
-    chunk: int | None = None,
-    cached: int | None = None,
-) -> Float[Tensor, "batch positions"]:
-    """The losses when the model sees only the last ``window`` tokens: a sliding window, or truncation.
-
-    On the unpatched model with its trained length or less, this is what a user without a longer context does; which
-    windows are tried, and which of them is the baseline, is in ``ctxext.evaluation.truncation``. Positions below
-    ``window`` have nothing to lose and come from one pass. The positions from there on are taken ``stride`` at a time;
-    each group is scored by one fresh pass over the ``window`` positions that end with it. So a position sees at least
-    ``window - stride + 1`` and at most ``window`` tokens.
+    truncate: bool = False,
+    method: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    memory: int | None = None,
+    unpatched: bool = True,
+) -> Plan:
+    """Check what was asked for against the model; the model is at the end what it was.
 
     Args:
-        model: as in ``loss_by_position``; unpatched for what truncation gives.
-        input_ids: whole texts, at least 2 tokens.
-        window: tokens that the model may see, at least 1.
-        stride: positions scored per pass, from 1 to ``window - prefix``; default a quarter of the window.
-        start: first position to score. The passes before it are not run; every position from there on sees what it
-            sees without ``start``.
-        prefix: leading tokens of the text that every window keeps in front (1 for a BOS token), below ``window``.
-        chunk: as in ``loss_by_position``.
-        cached: as in ``loss_by_position``.
-
-    Returns:
-        Nats per token, float32, on the CPU, for the positions ``start`` to ``tokens - 2``.
-
-    Raises:
-        InvalidParameterError: an argument out of range.
-        IncompatibleError: as in ``loss_by_position``.
-
-    Source: Press et al., arXiv:2012.15832 (sliding window evaluation), with a window that is always full.
-    """
-    check_token_ids(input_ids, least=2)
-    positions = input_ids.shape[1] - 1
-    stride = max(1, (window - prefix) // 4) if stride is None else stride
-    for name, value, low, high in (
-        ("window", window, 1, None),
-        ("prefix", prefix, 0, window - 1),
-        ("stride", stride, 1, window - prefix),
-        ("start", start, 0, positions - 1),
-    ):
-        if value < low or (high is not None and value > high):
-            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise InvalidParameterError(f"{name} must be {allowed} tokens, found {value}.")
-    options = {"chunk": chunk, "cached": cached}
-    pieces = []
-    if start < window:
-        pieces.append(_losses(model, input_ids[:, : window + 1], start=start, **options))
-    # Groups lie on the grid of the window, wherever the first position of interest is.
-    begin = window + max(0, start - window) // stride * stride
-    for first in range(begin, positions, stride):
-        stop = min(first + stride, positions)
-        kept = [input_ids[:, :prefix], input_ids[:, stop - window + prefix : stop + 1]]
-        scored = stop - max(first, start)
-        pieces.append(_losses(model, torch.cat(kept, dim=1), start=window - scored, **options))
-    return torch.cat(pieces, dim=1)
-
-
-def bucketed(losses: Float[Tensor, "batch positions"], edges: Sequence[int]) -> tuple[Bucket, ...]:
-    """Mean losses between consecutive ``edges``, over all rows.
-
-    Args:
-        losses: nats per token, column ``i`` being position ``i``.
-        edges: positions, increasing, from 0 or more up to at most the number of columns; at least 2.
+        model: as it was loaded.
+        mode: one of ``MODES``.
+        lengths: tokens; default what the extended model is meant for. In position mode one length is divided into
+            seven spans: up to a quarter, a half and the whole of the trained window, and four equal ones beyond.
+        stride: tokens between windows; default an eighth of the shortest length (sliding) or 256 (yarn, longlora).
+        truncate: YaRN's option of that name.
+        method: to extend by; None measures the checkpoint as it is.
+        arguments: of ``ctxext.patch`` beside the method; without factor and target length, the greatest length is
+            the target.
+        memory: budget in bytes for weights and passes; None for no limit.
+        unpatched: see ``Plan``.
 
     Raises:
-        InvalidParameterError: edges that do not increase or do not fit the losses.
+        CtxextError: as ``ctxext.patch``.
+        UnknownNameError: an unknown mode.
+        InvalidParameterError: a length, stride or option out of range, or one that the mode does not have.
     """
-    if len(edges) < 2 or edges[0] < 0 or edges[-1] > losses.shape[1] or sorted(set(edges)) != list(edges):
+    if mode not in MODES:
+        raise UnknownNameError.of("mode", mode, MODES)
+    if (stride is not None and mode == "position") or (truncate and mode != "yarn"):
+        raise InvalidParameterError(f"{'truncate' if truncate else 'stride'} has no meaning in mode {mode!r}.")
+    given = {name: value for name, value in (arguments or {}).items() if value is not None}
+    if method is None and given.keys() - {"trained_length"}:
+        raise InvalidParameterError(f"{', '.join(given)}: only with a method.")
+    base = base_model(model)
+    trained = given.get("trained_length") or trained_length_of(base, already_extended(base.config))
+    if trained is None:
         raise InvalidParameterError(
-            f"edges must increase within 0..{losses.shape[1]}, the positions measured; found {list(edges)}."
+            "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
         )
-    spans = [(start, stop, losses[:, start:stop].double()) for start, stop in itertools.pairwise(edges)]
-    return tuple(Bucket(start, stop, span.numel(), span.mean().item()) for start, stop, span in spans)
+    if method is not None and not given.keys() & {"factor", "target_length"} and max(lengths, default=0) > trained:
+        given["target_length"] = max(lengths)
+    reach, dynamic, regime = _extension(model, method, given, trained)
+    chosen = _lengths(mode, lengths, trained, reach, stride)
+    _require_reach(model, chosen[-1], reach, dynamic, trained, method)
+    return Plan(
+        mode=mode,
+        trained_length=trained,
+        lengths=chosen,
+        stride=None if mode == "position" else stride or (STRIDE if mode != "sliding" else max(1, chosen[0] // 8)),
+        truncate=truncate,
+        method=method,
+        arguments=given if method is not None else {},
+        dynamic=dynamic,
+        regimes={length: regime(length) for length in chosen},
+        cached=cached_tokens_for(model, chosen[-1], memory),
+        unpatched=unpatched,
+    )
 
 
-def _losses(
-    model: nn.Module, input_ids: Tensor, *, start: int, chunk: int | None = None, cached: int | None = None
-) -> Tensor:
-    """Losses at the positions from ``start`` on."""
-    device = next(model.parameters()).device
-    inputs, targets = input_ids[:, :-1].to(device), input_ids[:, 1:].to(device)
-    losses = torch.empty(targets[:, start:].shape, dtype=torch.float32)
-    chunk = head_chunk(model) if chunk is None else chunk
-    for first, logits in logits_in_chunks(model, inputs, start=start, chunk=chunk, cached=cached):
-        stop = first + logits.shape[1]
-        wanted = targets[:, first:stop].flatten()
-        piece = functional.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none")
-        losses[:, first - start : stop - start] = piece.view(-1, stop - first).cpu()
-    return losses
+def groups_by_positions(plan: Plan) -> dict[int, list[int]]:
+    """The lengths of a plan that one pass serves because their positions are the same, by the longest of them."""
+    found: dict[int, list[int]] = {}
+    for length in plan.lengths:
+        found.setdefault(plan.regimes[length], []).append(length)
+    return {max(group): group for group in found.values()}
+
+
+def _extension(
+    model: nn.Module, method: str | None, given: Mapping[str, Any], trained: int
+) -> tuple[int | None, bool, Callable[[int], int]]:
+    """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
+    if method is not None:
+        ctxext.patch(model, method, **given)
+    try:
+        base = base_model(model)
+        found, patched = ctxext.describe(model), patched_state(base)
+        if patched is not None:
+            own = patched.method
+            return found.target_length, own.dynamic, lambda length: own.regime(trained, length)
+        if length_dependent(base):
+            return found.target_length, True, lambda length: max(length, trained)
+        extended = already_extended(base.config)
+        return (found.target_length if extended else None), False, lambda length: 0
+    finally:
+        if method is not None:
+            ctxext.unpatch(model)
+
+
+def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None, stride: int | None) -> tuple[int, ...]:
+    asked = sorted(set(lengths)) or [max(reach or 0, trained)]
+    if asked[0] < 2 or (stride is not None and stride < 1):
+        raise InvalidParameterError(
+            f"A length is at least 2 tokens and a stride at least 1, found length={asked[0]}, stride={stride}."
+        )
+    if mode != "position":
+        return tuple(asked)
+    if len(asked) > 1:
+        return tuple(sorted({*asked, *({trained} if asked[-1] > trained else ())}))
+    inside = min(asked[0], trained)
+    beyond = [trained + (asked[0] - trained) * part // PARTS for part in range(1, PARTS + 1)]
+    spans = {inside // 4, inside // 2, inside, *(beyond if asked[0] > trained else ())}
+    return tuple(sorted(length for length in spans if length >= 2))
+
+
+def _require_reach(
+    model: nn.Module, length: int, reach: int | None, dynamic: bool, trained: int, method: str | None
+) -> None:
+    """Refuse a length that an extension is not meant for, or that the model has no positions for."""
+    if reach is not None and length > reach and not dynamic:
+        raise InvalidParameterError(
+            f"A length of {length:,} tokens is beyond what the model is extended for: {reach:,}. Raise --factor, or "
+            f"ask for a smaller --length."
+        )
+    if method is None and length > trained:
+        architecture_of(base_model(model))
+
+
+AS_SAVED = "as saved"
+
+
+def run(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    plan: Plan,
+    *,
+    reference: Checkpoint | None = None,
+    inside: Sequence[Tensor] | None = None,
+    name: str | None = None,
+    spread: Spread = alone,
+    progress: Progress = lambda *_: None,
+) -> PerplexityResult:
+    """Measure the references, then the extended model; it is patched in place and at the end what it was.
+
+    The references are read by the checkpoint unpatched. A checkpoint that comes extended may have been trained since,
+    so that taking its extension off gives a model that nobody uses: then they are read by ``reference``, or, without
+    one, the truncations by the extended model itself and the short-context column is left out.
+
+    Args:
+        checkpoint: what to measure.
+        corpus: of the texts; each longer than the greatest length (longlora: all together).
+        plan: from ``make_plan``.
+        reference: the checkpoint as it was before it was extended and trained, with the same tokenizer.
+        inside: instead of ``reference``, where the original is there no more: what ``window_losses`` found then. The
+            truncations are read by the extended model itself.
+        name: of what is measured; default the method's.
+        spread: over documents or windows, perhaps on several processes.
+        progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
+
+    Raises:
+        CtxextError: as ``ctxext.patch`` and the evaluations do.
+    """
+    model = checkpoint.model
+    saved = plan.method is None and already_extended(base_model(model).config) is not None
+    measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
+    remembered = inside is not None
+    plain = None if remembered else _plain_model(checkpoint, plan, reference, saved)
+    work = Work(plan, corpus, spread, progress, turning_point(model))
+    provenance = provenance_of(checkpoint, corpus)
+    readings: list[Timed] = []
+    if plain is not None and measured != UNPATCHED:
+        provenance = provenance.with_extension(UNPATCHED, plain)
+        if work.has_control:
+            readings.append(_timed(UNPATCHED, lambda: work.read(plain, UNPATCHED, dynamic=False)))
+    began = time.perf_counter()
+    truncations = work.read_truncated(model if plain is None else plain)
+    seconds = (time.perf_counter() - began) / max(1, sum(one.passes for one in truncations.values()))
+    readings += [(window_name(size), one, seconds * one.passes) for size, one in truncations.items()]
+    with _patched(model, plan):
+        provenance = provenance.with_extension(measured, model)
+        found = _timed(measured, lambda: work.read(model, measured, dynamic=plan.dynamic))
+        comparable = measured != UNPATCHED and (inside is not None or plain is not None)
+        own = _inside(work, model, found) if comparable else None
+    if plain is not None and own is not None:
+        inside = _inside(work, plain, readings[0] if readings else (UNPATCHED, None, 0.0))
+    change = document_difference(own, inside) if own is not None and inside is not None else None
+    if truncations:
+        readings.append((TRUNCATED, Losses(truncations[max(truncations)].at, 0, 0), 0.0))  # put together below
+    readings.append(found)
+    return PerplexityResult(
+        mode=plan.mode,
+        trained_length=plan.trained_length,
+        lengths=plan.lengths,
+        stride=plan.stride,
+        readings=tuple(_reading(plan, one, found[1], truncations, measured, change) for one in readings),
+        notes=_notes(checkpoint, corpus, plan, plain, reference, remembered),
+        provenance=provenance,
+    )
+
+
+def window_losses(
+    checkpoint: Checkpoint, corpus: Corpus, plan: Plan, *, progress: Progress = lambda *_: None
+) -> tuple[Tensor, ...]:
+    """The losses inside the trained window, nats per token, [tokens] for each text.
+
+    Args:
+        checkpoint: as it is before it is extended and trained.
+        corpus: that it will be measured on.
+        plan: that it will be measured by.
+        progress: as for ``run``.
+    """
+    work = Work(plan, corpus, alone, progress, turning_point(checkpoint.model))
+    return work.pass_over(checkpoint.model, UNPATCHED, work.window)
+
+
+def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: Plan) -> float:
+    """About what ``run`` reports to ``progress`` in all."""
+    return Work(plan, corpus, alone, lambda *_: None, turning_point(checkpoint.model)).cost()
+
+
+def _plain_model(checkpoint: Checkpoint, plan: Plan, reference: Checkpoint | None, saved: bool) -> nn.Module | None:
+    """The model of the references, as far as there is one."""
+    if reference is None:
+        return None if saved else checkpoint.model
+    if already_extended(base_model(reference.model).config):
+        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
+    if reference.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
+        raise InvalidParameterError(
+            f"The reference {reference.name} has another tokenizer than {checkpoint.name}; losses per token cannot be "
+            f"compared."
+        )
+    return reference.model
+
+
+@contextlib.contextmanager
+def _patched(model: nn.Module, plan: Plan) -> Iterator[None]:
+    if plan.method is None:
+        yield
+        return
+    ctxext.patch(model, plan.method, **plan.arguments)
+    try:
+        yield
+    finally:
+        ctxext.unpatch(model)
+
+
+def _timed(name: str, read: Callable[[], Losses]) -> Timed:
+    began = time.perf_counter()
+    losses = read()
+    return name, losses, time.perf_counter() - began
+
+
+def _inside(work: Work, model: nn.Module, known: tuple[str, Losses | None, float]) -> Sequence[Tensor]:
+    """The losses inside the trained window: out of what was read, or from a pass over just that."""
+    name, losses, _ = known
+    in_order = work.plan.mode == "position" or (window_of(name) is not None and work.plan.mode != "longlora")
+    if losses is None or not in_order:
+        return work.pass_over(model, name, work.window)
+    nearest = next(scored for length, scored in losses.at.items() if length >= work.window)
+    return [part[: work.window] for part in nearest.losses]
+
+
+def _reading(
+    plan: Plan,
+    timed: Timed,
+    measured: Losses,
+    truncations: Truncations,
+    name: str,
+    inside: PairedDifference | None,
+) -> Reading:
+    own, losses, seconds = timed
+    scores = _position_scores(plan, own, losses, truncations) if plan.mode == "position" else []
+    for length, scored in losses.at.items():
+        # The tokens that the protocol scores, averaged as the protocol does it, for the baselines too.
+        weights = measured.at[length]
+        beyond = truncations if length > plan.trained_length else {}
+        cut = {window: _cut(one.at[length].losses, weights.losses) for window, one in beyond.items()}
+        best = best_window(cut) if cut else None
+        parts = cut[best] if own == TRUNCATED and best is not None else _cut(scored.losses, weights.losses)
+        versus = None if best is None or own == TRUNCATED else _difference(plan, length, parts, cut[best], len(cut))
+        scores.append(
+            Score(
+                kind=LENGTH,
+                start=0,
+                stop=length,
+                tokens=sum(map(len, parts)),
+                loss=weights.average(parts),
+                versus_truncation=versus,
+                window=_window(own, best),
+            )
+        )
+    return Reading(
+        name=own,
+        scores=tuple(scores),
+        in_window=inside if own == name else None,
+        dynamic=plan.dynamic and own == name,
+        passes=losses.passes,
+        tokens=losses.tokens,
+        seconds=seconds,
+    )
+
+
+def _cut(losses: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [part[: len(one)] for part, one in zip(losses, like, strict=True)]
+
+
+def _window(name: str, best: int | None) -> int | None:
+    """The window that a truncation sees beyond the trained length."""
+    return None if best is None else best if name == TRUNCATED else window_of(name)
+
+
+def _position_scores(plan: Plan, name: str, losses: Losses, truncations: Truncations) -> list[Score]:
+    """Mean losses between consecutive lengths; a dynamic method's come from the pass at the greater one."""
+    scores = []
+    for start, stop in itertools.pairwise((0, *plan.lengths)):
+        cut = {
+            window: [part[start:stop] for part in one.at[stop].losses]
+            for window, one in truncations.items()
+            if start >= plan.trained_length or name == TRUNCATED
+        }
+        best = best_window(cut) if cut else None
+        parts = [part[start:stop] for part in losses.at[stop].losses]
+        difference = None
+        if name == TRUNCATED and best is not None:
+            parts = cut[best]
+        elif best is not None:
+            difference = document_difference(parts, cut[best], baselines=len(cut))
+        tokens = sum(map(len, parts))
+        mean = sum(part.double().sum().item() for part in parts) / tokens
+        scores.append(
+            Score(
+                kind=POSITIONS,
+                start=start,
+                stop=stop,
+                tokens=tokens,
+                loss=mean,
+                versus_truncation=difference,
+                window=_window(name, best if start >= plan.trained_length else None),
+            )
+        )
+    return scores
+
+
+def _difference(
+    plan: Plan, length: int, losses: list[Tensor], other: list[Tensor], baselines: int
+) -> PairedDifference | None:
+    if plan.mode != "longlora":
+        return document_difference(losses, other, baselines=baselines)
+    # Neighbouring windows hold the same tokens; runs as long as a window are as good as independent.
+    run = -(-length // (plan.stride or length))
+    sides = [[torch.cat(side[at : at + run]) for at in range(0, len(side), run)] for side in (losses, other)]
+    return grouped_difference(*sides, over="runs", baselines=baselines) if len(sides[0]) > 1 else None
+
+
+def _notes(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    plan: Plan,
+    plain: nn.Module | None,
+    reference: Checkpoint | None,
+    remembered: bool,
+) -> tuple[str, ...]:
+    found = [f"In front of each text: {corpus.prefix}. Weights and arithmetic: {checkpoint.dtype_note}."]
+    if plan.dynamic and plan.mode == "position":
+        found.append("Positions follow the length here: every length has a pass of its own, at that length.")
+    if plan.mode == "yarn":
+        form = "texts cut to the length" if plan.truncate else f"windows every {plan.stride} tokens"
+        found.append(f"YaRN's published protocol ({form}): the mean loss of each window counts the same.")
+    if plan.mode == "longlora":
+        found.append(
+            "LongLoRA's published protocol: texts joined, every window scores all its tokens, so this is the mean over "
+            "all context lengths below the window's."
+        )
+    if remembered:
+        found.append("The truncations are read by the extended model itself.")
+    elif plain is None:
+        found.append(
+            "The checkpoint came extended, so the extended model itself reads the truncations; name the original "
+            "with --reference to compare with that, inside the window too."
+        )
+    elif reference is not None:
+        found.append(f"The references are read by {reference.name}.")
+    if plan.cached is not None:
+        found.append(f"To fit the memory budget, texts were read {plan.cached:,} tokens at a time with a KV cache.")
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """What one reading gave.
+
+    Args:
+        at: by length, in increasing order.
+        passes: forward passes.
+        tokens: that went through the model.
+    """
+
+    at: dict[int, Scored]
+    passes: int
+    tokens: int
+
+
+Timed = tuple[str, Losses, float]
+Truncations = Mapping[int, Losses]
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What can be asked of a model for one plan and corpus.
+
+    Args:
+        plan: from ``make_plan``.
+        corpus: of the texts.
+        spread: over documents or windows.
+        progress: called with what is being done and its cost.
+        turning_point: of the model's cost, see ``pass_cost``.
+    """
+
+    plan: Plan
+    corpus: Corpus
+    spread: Spread
+    progress: Progress
+    turning_point: int
+
+    @property
+    def texts(self) -> list[Tensor]:
+        """Token ids of each text, [1, tokens], the prefix in front."""
+        return [document.input_ids for document in self.corpus.documents]
+
+    @property
+    def prefix(self) -> int:
+        """Tokens in front of each text that are not of the text."""
+        return self.corpus.documents[0].prefix
+
+    @property
+    def bare(self) -> list[Tensor]:
+        """Token ids of each text without the prefix: published protocols put one in front themselves, or none."""
+        return [ids[:, self.prefix :] for ids in self.texts]
+
+    @property
+    def bos(self) -> int | None:
+        """The token of the prefix; None where there is none."""
+        return int(self.texts[0][0, 0]) if self.prefix else None
+
+    @property
+    def window(self) -> int:
+        """Positions inside the trained window that every text has, up to the greatest length."""
+        return min(self.plan.trained_length, self.plan.length, *(ids.shape[1] - 1 for ids in self.texts))
+
+    @property
+    def has_control(self) -> bool:
+        """Whether the unextended model is read beyond its window too, to see it break."""
+        plan = self.plan
+        return plan.mode == "position" and plan.unpatched and plan.length > plan.trained_length
+
+    def cost(self) -> float:
+        """About what the readings cost, in the units of ``pass_cost``; for a progress bar."""
+        plan, window = self.plan, self.plan.trained_length
+        sizes = [ids.shape[1] - 1 for ids in self.texts]
+        own = 0.0
+        for length in groups_by_positions(plan) if plan.mode == "position" else plan.lengths:
+            own += self._windows(length, sizes) * pass_cost(length, self.turning_point)
+        control = len(sizes) * pass_cost(plan.length, self.turning_point) if self.has_control else 0.0
+        if plan.mode == "position" or plan.truncate:
+            sizes = [min(size, plan.length) for size in sizes]
+        if plan.mode == "longlora":
+            sizes = [n - 1 for n in plan.lengths for _ in range(self._windows(n, sizes)) if n > window]
+        prefix = 0 if plan.mode == "longlora" else self.prefix
+        beyond = sum(
+            pass_cost(window, self.turning_point) + tails_cost(size, window, prefix, self.turning_point)
+            for size in sizes
+        )
+        return own + control + (beyond if plan.length > window else 0.0)
+
+    def read(self, model: nn.Module, name: str, *, dynamic: bool) -> Losses:
+        """The losses at every length, as the mode has it.
+
+        Args:
+            model: as it is to be read.
+            name: to show.
+            dynamic: whether its positions follow the length of the text, so that one pass does not serve all lengths.
+        """
+        plan = self.plan
+        if plan.mode != "position":
+            at = {length: self._protocol(model, name, length) for length in plan.lengths}
+            return Losses(at, sum(one.passes for one in at.values()), sum(one.tokens for one in at.values()))
+        groups = groups_by_positions(plan) if dynamic else {plan.length: list(plan.lengths)}
+        at = {}
+        for longest, lengths in groups.items():
+            whole = self.pass_over(model, name, longest)
+            at |= {
+                length: Scored(tuple(one[:length] for one in whole), None, len(whole), longest) for length in lengths
+            }
+        documents = len(self.texts)
+        return Losses(dict(sorted(at.items())), len(groups) * documents, sum(groups) * documents)
+
+    def read_truncated(self, model: nn.Module) -> dict[int, Losses]:
+        """The losses of the tokens that ``read`` scores, by window, when the model sees only the last so many tokens.
+
+        Inside the trained window nothing is dropped. Empty where nothing lies beyond it.
+
+        Args:
+            model: that is shown the last tokens.
+        """
+        lengths = [length for length in self.plan.lengths if length > self.plan.trained_length]
+        if not lengths:
+            return {}
+        if self.plan.mode == "longlora":
+            by_length = {
+                length: self._truncated(model, self.stream_of(length), prefix=0, most=length - 1) for length in lengths
+            }
+            return {
+                window: Losses(
+                    {length: found[window] for length, found in by_length.items()},
+                    sum(found[window].passes for found in by_length.values()),
+                    sum(found[window].tokens for found in by_length.values()),
+                )
+                for window in windows_of(self.plan.trained_length)
+            }
+        most = self.plan.length if self.plan.mode == "position" or self.plan.truncate else None
+        whole = self._truncated(model, self.texts, prefix=self.prefix, most=most)
+        shown = self.plan.lengths if self.plan.mode == "position" else lengths
+        return {
+            window: Losses(dict.fromkeys(shown, scored), scored.passes, scored.tokens)
+            for window, scored in whole.items()
+        }
+
+    def pass_over(self, model: nn.Module, name: str, positions: int) -> tuple[Tensor, ...]:
+        """The losses of the first ``positions`` positions of each text, from one pass each."""
+        cut = [ids[:, : positions + 1] for ids in self.texts]
+        with ticking(model, name, pass_cost(positions, self.turning_point), self.progress):
+            return tuple(self.spread(cut, lambda ids: loss_by_position(model, ids, cached=self.plan.cached)[0]))
+
+    def stream_of(self, length: int) -> list[Tensor]:
+        """LongLoRA's windows, [1, length] each."""
+        stride = self.plan.stride or length
+        return [one.input_ids for one in longlora_windows(self.bare, length=length, stride=stride)]
+
+    def _windows(self, length: int, sizes: list[int]) -> int:
+        """Passes of a mode at one length over texts of so many positions."""
+        stride = self.plan.stride or length
+        if self.plan.mode == "position" or self.plan.truncate:
+            return len(sizes)
+        if self.plan.mode == "longlora":
+            return max(0, len(range(0, sum(sizes) - length, stride)) - 1)
+        return sum(1 + -(-max(0, size - length) // stride) for size in sizes)
+
+    def _truncated(self, model: nn.Module, texts: list[Tensor], *, prefix: int, most: int | None) -> dict[int, Scored]:
+        """Every window over the first ``most`` positions of each text; inside the trained one they are read once."""
+        trained, cached = self.plan.trained_length, self.plan.cached
+        cut = [ids[:, : None if most is None else most + 1] for ids in texts]
+        name = window_name(trained)
+        with ticking(model, name, pass_cost(trained, self.turning_point), self.progress):
+            options = {"length": trained, "stride": stride_of(trained, prefix), "prefix": prefix}
+            whole = sliding(model, cut, spread=self.spread, cached=cached, **options)
+        found = {}
+        for window in windows_of(trained)[:-1]:
+            with ticking(model, window_name(window), pass_cost(window, self.turning_point), self.progress):
+
+                def tail(ids: Tensor, window: int = window) -> Tensor:
+                    sizes = {"window": window, "trained_length": trained, "prefix": prefix}
+                    return tail_losses(model, ids, cached=cached, **sizes)[0]
+
+                tails = self.spread(cut, tail)
+            losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]
+            sizes = {"start": trained, "prefix": prefix}
+            passes = sum(passes_beyond(window, positions=len(one), **sizes) for one in losses)
+            found[window] = Scored(tuple(losses), None, passes, passes * window)
+        return found | {trained: whole}
+
+    def _protocol(self, model: nn.Module, name: str, length: int) -> Scored:
+        plan = self.plan
+        options: dict[str, Any] = {
+            "length": length,
+            "stride": plan.stride,
+            "spread": self.spread,
+            "cached": plan.cached,
+        }
+        with ticking(model, name, pass_cost(length, self.turning_point), self.progress):
+            if plan.mode == "sliding":
+                return sliding(model, self.texts, prefix=self.prefix, **options)
+            if plan.mode == "yarn":
+                return yarn(model, self.bare, bos=self.bos, truncate=plan.truncate, **options)
+            return longlora(model, self.bare, **options)

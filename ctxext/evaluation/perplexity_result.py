@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.perplexity import PairedDifference
+from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.provenance import Provenance
 from ctxext.evaluation.truncation import TRUNCATED, is_reference
 
@@ -85,7 +85,7 @@ class PerplexityResult:
     """A whole measurement.
 
     Args:
-        mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.evaluation.protocols``.
+        mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.evaluation.loss``.
         trained_length: tokens of the longest truncation.
         lengths: tokens, increasing.
         stride: of the windows, in tokens; None in position mode.

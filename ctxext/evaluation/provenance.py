@@ -23,7 +23,17 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["Extended", "Provenance", "command", "extended", "git_state", "machine", "provenance_of", "versions"]
+__all__ = [
+    "Extended",
+    "Provenance",
+    "command",
+    "extended",
+    "git_state",
+    "machine",
+    "provenance_of",
+    "setting_of",
+    "versions",
+]
 
 # What two runs may differ in and still be of the same thing.
 CIRCUMSTANCES = ("command", "date", "machine", "versions", "device", "extensions")
@@ -193,3 +203,18 @@ def _processor() -> str:
     lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def setting_of(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, Any]:
+    """What every measured number depends on beside the reading and the tokens, as JSON values."""
+    found = provenance_of(checkpoint)
+    parameter = next(checkpoint.model.parameters())
+    attention = getattr(checkpoint.model.config, "_attn_implementation", None)
+    return {
+        "checkpoint": checkpoint.sha256,
+        "dtype": str(parameter.dtype),
+        "device": parameter.device.type,
+        "attention": attention,
+        "sliding_window": sliding_window,
+        "versions": {name: version for name, version in found.versions.items() if name != "python"},
+    }

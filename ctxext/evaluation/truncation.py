@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.perplexity import truncated_loss
-from ctxext.evaluation.progress import SMALL_MODEL, Progress, pass_cost, ticking
+from ctxext.evaluation.forward import SMALL_MODEL, Progress, pass_cost, ticking
+from ctxext.evaluation.loss import truncated_loss
 
 __all__ = [
     "TRUNCATED",

@@ -17,9 +17,8 @@ from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
-from ctxext.evaluation.perplexity_plan import Plan, make_plan
+from ctxext.evaluation.perplexity import Plan, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import FORMAT, POSITIONS, PerplexityResult
-from ctxext.evaluation.perplexity_run import run, total_cost, window_losses
 from ctxext.progress import Stages
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.figure import Gain

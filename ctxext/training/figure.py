@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctxext.evaluation._plots import COLOURS, FAINT, NOTE, STYLE, require_matplotlib, tokens_label
-from ctxext.evaluation.perplexity import PairedDifference
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.loss import PairedDifference
+from ctxext.evaluation.report.style import COLOURS, FAINT, NOTE, STYLE, require_matplotlib
 from ctxext.files import whole_file
 
 __all__ = ["Gain", "save_training_figure", "smoothed"]

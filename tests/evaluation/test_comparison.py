@@ -20,17 +20,14 @@ import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.choice import TIMES, chosen_methods
-from ctxext.evaluation.comparison.measure import share_of
-from ctxext.evaluation.comparison.plan import Cell
-from ctxext.evaluation.comparison.readings import Wardrobe
-from ctxext.evaluation.comparison.result import ComparisonResult
+from ctxext.evaluation.comparison.plan import Cell, CellStore, Outcome
+from ctxext.evaluation.comparison.result import ComparisonResult, judge, standard_errors_needed
 from ctxext.evaluation.comparison.run import Comparison, prepare
-from ctxext.evaluation.comparison.store import CellStore, Outcome
-from ctxext.evaluation.comparison.verdict import judge, standard_errors_needed
-from ctxext.evaluation.comparison.words import headline, sentences, verdict_line
 from ctxext.evaluation.corpus import Document, corpus_of
-from ctxext.evaluation.perplexity import loss_by_position, paired_difference, truncated_loss
+from ctxext.evaluation.loss import loss_by_position, paired_difference, truncated_loss
+from ctxext.evaluation.readings import TIMES, Wardrobe, chosen_methods
+from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
+from ctxext.evaluation.survey import share_of
 from ctxext.methods import ALiBi, YaRN
 
 TRAINED, TARGET, END = 512, 1024, 128

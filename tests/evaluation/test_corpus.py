@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation import _reading
+from ctxext.evaluation import documents
 from ctxext.evaluation.corpus import (
     Document,
     corpus_of,
@@ -99,7 +99,7 @@ def test_installed_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "plays").mkdir()
     for name in ("b.md", "a.md", "king-john.md"):
         (tmp_path / "plays" / name).write_text(name, encoding="utf-8")
-    monkeypatch.setattr(_reading, "package_folders", lambda package: [tmp_path])
+    monkeypatch.setattr(documents, "package_folders", lambda package: [tmp_path])
     assert [path.stem for path in installed_texts()] == ["king-john", "a", "b"]
     assert next(read_documents()) == Document("king-john", "king-john.md")
     monkeypatch.undo()

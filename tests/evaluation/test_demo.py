@@ -16,11 +16,11 @@ from typer.testing import CliRunner, Result
 
 from ctxext.cli.demo import demo, make_plan, markdown, run_demo, sentences
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation._plots import tokens_label
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, summarise
 from ctxext.evaluation.corpus import Document, tokenise
-from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.truncation import BestTruncation
 
 TRAINED = 512

@@ -22,8 +22,8 @@ from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.key_tokens import KeyTokens, ending, find_key_tokens, search_cost
-from ctxext.evaluation.longppl_result import LongPplResult
-from ctxext.evaluation.perplexity import truncated_loss
+from ctxext.evaluation.longppl import LongPplResult
+from ctxext.evaluation.loss import truncated_loss
 
 TRAINED = 512
 WINDOWS = (128, 256, 384, 512)

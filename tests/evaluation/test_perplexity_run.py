@@ -18,13 +18,12 @@ from typer.testing import CliRunner, Result
 import ctxext
 from ctxext.cli.app import app
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation import protocols
+from ctxext.evaluation import loss
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, corpus_of
-from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
-from ctxext.evaluation.perplexity_plan import make_plan
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
+from ctxext.evaluation.perplexity import make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
-from ctxext.evaluation.perplexity_run import run, total_cost, window_losses
 
 TRAINED = 64
 WINDOWS = (16, 32, 48, 64)
@@ -175,7 +174,7 @@ def test_windows(make: Make, mode: str) -> None:
     *_, truncated, extension = found.readings
     (score,), (baseline,) = extension.scores, truncated.scores
     ids = [one.input_ids for one in corpus.documents]
-    protocol = getattr(protocols, mode)
+    protocol = getattr(loss, mode)
     own = {"prefix": 1} if mode == "sliding" else {"bos": 256} if mode == "yarn" else {}
     texts = ids if mode == "sliding" else [one[:, 1:] for one in ids]
     inside_plain = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]

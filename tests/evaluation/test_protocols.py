@@ -1,4 +1,4 @@
-"""Sliding window, YaRN's and LongLoRA's protocols, each against its definition written out with the plain model."""
+"""Sliding window, YaRN's and LongLoRA's loss, each against its definition written out with the plain model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation import protocols
-from ctxext.evaluation._memory import cached_tokens_for, parse_bytes, pass_bytes
-from ctxext.evaluation.perplexity import document_difference, grouped_difference, loss_by_position
+from ctxext.evaluation import loss
+from ctxext.evaluation.forward import cached_tokens_for, parse_bytes, pass_bytes
+from ctxext.evaluation.loss import document_difference, grouped_difference, loss_by_position
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}
 
@@ -51,7 +51,7 @@ def test_sliding_window_by_hand(model: LlamaForCausalLM, texts: list[Tensor]) ->
             with torch.no_grad():
                 log_probabilities = model(torch.tensor([seen])).logits[0, -1].double().log_softmax(dim=0)
             losses.append(-log_probabilities[tokens[target]].item())
-    found = protocols.sliding(model, texts, length=window, stride=stride, prefix=prefix)
+    found = loss.sliding(model, texts, length=window, stride=stride, prefix=prefix)
     assert found.loss == pytest.approx(sum(losses) / len(losses), **CLOSE)
     assert [len(part) for part in found.losses] == [89, 70, 39]
     assert found.passes == 3 + sum(math.ceil((n - window) / stride) for n in (89, 70, 39))
@@ -73,7 +73,7 @@ def test_yarn_is_its_published_loop(
             if end == len(tokens):
                 break
             begin += stride
-    found = protocols.yarn(model, texts, length=length, stride=stride, bos=bos)
+    found = loss.yarn(model, texts, length=length, stride=stride, bos=bos)
     assert found.loss == pytest.approx(sum(means) / len(means), **CLOSE)
     assert (found.passes, sum(map(len, found.losses))) == (len(means), 201 if bos else 198)
     # Not the mean over tokens: that is what this form is kept for.
@@ -82,11 +82,11 @@ def test_yarn_is_its_published_loop(
 
 def test_yarn_truncated_is_the_published_figure(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
     means = [scored_by_hugging_face(model, [256, *ids[0, :29].tolist()], 1) for ids in texts]
-    found = protocols.yarn(model, texts, length=30, bos=256, truncate=True)
+    found = loss.yarn(model, texts, length=30, bos=256, truncate=True)
     assert found.loss == pytest.approx(sum(means) / 3, **CLOSE)
     assert [len(part) for part in found.losses] == [29, 29, 29]
     with pytest.raises(InvalidParameterError, match="from 1 to 29"):
-        protocols.yarn(model, texts, length=30, stride=30, bos=256)
+        loss.yarn(model, texts, length=30, stride=30, bos=256)
 
 
 def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
@@ -95,17 +95,17 @@ def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Ten
     starts = list(range(0, len(data) - length, stride))
     starts.pop()
     means = [scored_by_hugging_face(model, data[i : i + length].astype(int).tolist(), 0) for i in starts]
-    found = protocols.longlora(model, texts, length=length, stride=stride)
+    found = loss.longlora(model, texts, length=length, stride=stride)
     assert found.loss == pytest.approx(sum(means) / len(means), **CLOSE)
     # The seams at 90 and 161 are read across, and tokens are scored again and again.
     assert any(i < 90 < i + length for i in starts)
     assert sum(map(len, found.losses)) == len(starts) * (length - 1) > 201
     with pytest.raises(InvalidParameterError, match=r"more than 225 tokens in all.*found 201"):
-        protocols.longlora(model, texts, length=201, stride=stride)
+        loss.longlora(model, texts, length=201, stride=stride)
 
 
 def test_a_baseline_is_averaged_as_the_protocol_does(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
-    found = protocols.yarn(model, texts, length=32, stride=8, bos=256)
+    found = loss.yarn(model, texts, length=32, stride=8, bos=256)
     assert found.average([part + 1 for part in found.losses]) == pytest.approx(found.loss + 1)
 
 
@@ -113,7 +113,7 @@ def test_spread_changes_nothing(model: LlamaForCausalLM, texts: list[Tensor]) ->
     def backwards(items: Any, work: Any) -> list[Any]:
         return [work(item) for item in items[::-1]][::-1]
 
-    for protocol in (protocols.sliding, protocols.yarn, protocols.longlora):
+    for protocol in (loss.sliding, loss.yarn, loss.longlora):
         alone = protocol(model, texts, length=30, stride=10)
         assert protocol(model, texts, length=30, stride=10, spread=backwards).loss == alone.loss
 

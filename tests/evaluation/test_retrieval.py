@@ -23,15 +23,14 @@ import ctxext
 from ctxext.cli.app import app
 from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
 from ctxext.evaluation import passkey, ruler
-from ctxext.evaluation._proportion import wilson_interval
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.evaluation.journal import TrialStore
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult, PasskeyTrial
 from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.retrieval.figures import save_passkey_figure
+from ctxext.evaluation.report.retrieval import passkey_sentences, ruler_sentences, save_passkey_figure, show_passkeys
 from ctxext.evaluation.retrieval.readers import make_panel
-from ctxext.evaluation.retrieval.store import TrialStore
-from ctxext.evaluation.retrieval.tables import passkey_sentences, ruler_sentences, show_passkeys
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
+from ctxext.evaluation.statistics import wilson_interval
 
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from ctxext.evaluation._plots import label_of
-from ctxext.evaluation.perplexity import truncated_loss
+from ctxext.evaluation.labels import label_of
+from ctxext.evaluation.loss import truncated_loss
 from ctxext.evaluation.truncation import (
     all_tails,
     best_window,

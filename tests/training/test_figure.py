@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ctxext.evaluation.perplexity import PairedDifference
+from ctxext.evaluation.loss import PairedDifference
 from ctxext.training.figure import save_training_figure, smoothed
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
-from ctxext.evaluation.perplexity import loss_by_position, truncated_loss
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.training import before_after
 from ctxext.training.before_after import Referee
 

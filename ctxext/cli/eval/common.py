@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ctxext.evaluation.corpus import Document
     from ctxext.evaluation.provenance import Provenance
     from ctxext.evaluation.retrieval.readers import Panel
-    from ctxext.evaluation.retrieval.run import Prompt, Survey
-    from ctxext.evaluation.team import Team
+    from ctxext.evaluation.survey import Prompt, Survey, Team
 
 __all__ = ["Scene", "conduct", "first_document", "provenance_with", "set_up"]
 
@@ -64,7 +63,7 @@ def set_up(
     """
     from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.retrieval.readers import make_panel
-    from ctxext.evaluation.team import team_of_launcher
+    from ctxext.evaluation.survey import team_of_launcher
 
     check_outputs(output, as_json, as_csv)
     team = team_of_launcher()
@@ -95,10 +94,10 @@ def conduct(scene: Scene, made_by: str, prompts: Sequence[Prompt], *, where: str
         CtxextError: as the measurement does; finished trials are kept.
         Exit: with code 130 on Ctrl-C.
     """
-    from ctxext.evaluation._plots import tokens_label
-    from ctxext.evaluation.comparison.words import all_of
-    from ctxext.evaluation.retrieval.run import Survey
-    from ctxext.evaluation.retrieval.store import TrialStore
+    from ctxext.evaluation.journal import TrialStore
+    from ctxext.evaluation.labels import tokens_label
+    from ctxext.evaluation.report.sentences import all_of
+    from ctxext.evaluation.survey import Survey
     from ctxext.progress import Stages
 
     console, panel = scene.console, scene.panel

@@ -89,10 +89,10 @@ def compare(
     from rich.progress import BarColumn, MofNCompleteColumn
 
     from ctxext.evaluation.checkpoint import load_checkpoint
-    from ctxext.evaluation.comparison.report import require_report
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.passkey import DEPTHS
-    from ctxext.evaluation.team import team_of_launcher
+    from ctxext.evaluation.report.comparison import require_report
+    from ctxext.evaluation.survey import team_of_launcher
     from ctxext.progress import Later
 
     require_report()
@@ -142,8 +142,8 @@ def compare(
 
 
 def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
-    from ctxext.evaluation._plots import tokens_label
-    from ctxext.evaluation.comparison.words import all_of
+    from ctxext.evaluation.labels import tokens_label
+    from ctxext.evaluation.report.sentences import all_of
 
     plan, corpus = comparison.plan, comparison.corpus
     names = all_of([document.name for document in plan.documents])
@@ -204,9 +204,9 @@ def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...], kind: st
 def _show(console: Console, result: ComparisonResult, output: Path) -> None:
     from rich.padding import Padding
 
-    from ctxext.evaluation.comparison.report import terminal_table, write_report
-    from ctxext.evaluation.comparison.tables import main_table
-    from ctxext.evaluation.comparison.words import sentences, verdict_line
+    from ctxext.evaluation.report.comparison import terminal_table, write_report
+    from ctxext.evaluation.report.comparison_tables import main_table
+    from ctxext.evaluation.report.sentences import sentences, verdict_line
 
     with console.status("Drawing the report ..."):
         written = write_report(result, output)

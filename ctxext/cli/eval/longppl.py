@@ -96,8 +96,8 @@ def longppl(
     """
     from ctxext.evaluation import longppl as evaluation
     from ctxext.evaluation.checkpoint import load_checkpoint
-    from ctxext.evaluation.comparison.choice import chosen_methods
-    from ctxext.evaluation.longppl_report import save_figure, show
+    from ctxext.evaluation.readings import chosen_methods
+    from ctxext.evaluation.report.longppl import save_figure, show
     from ctxext.progress import Stages
 
     check_outputs(output, as_json, as_csv)
@@ -165,7 +165,7 @@ def _key_tokens(
     import json
 
     from ctxext.errors import InvalidParameterError
-    from ctxext.evaluation._journal import told_of_disk
+    from ctxext.evaluation.journal import told_of_disk
     from ctxext.evaluation.key_tokens import KeyTokens, find_key_tokens, search_cost
     from ctxext.files import write_whole
     from ctxext.progress import Stages

@@ -75,9 +75,8 @@ def passkey(
     """
     from ctxext.evaluation.haystack import noise, of_text
     from ctxext.evaluation.passkey import DEPTHS
-    from ctxext.evaluation.retrieval.figures import save_passkey_figure
-    from ctxext.evaluation.retrieval.passkeys import passkey_prompts, passkey_report
-    from ctxext.evaluation.retrieval.tables import show_passkeys
+    from ctxext.evaluation.passkey_survey import passkey_prompts, passkey_report
+    from ctxext.evaluation.report.retrieval import save_passkey_figure, show_passkeys
 
     document = first_document(text, split, column)
     scene = set_up(

@@ -38,7 +38,7 @@ from ctxext.cli.outputs import check_outputs, write_outputs
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.corpus import Corpus
-    from ctxext.evaluation.perplexity_plan import Plan
+    from ctxext.evaluation.perplexity import Plan
 
 __all__ = ["perplexity"]
 
@@ -95,12 +95,11 @@ def perplexity(
 
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """
-    from ctxext.evaluation._memory import parse_bytes
     from ctxext.evaluation.checkpoint import load_checkpoint
-    from ctxext.evaluation.perplexity_plan import make_plan
-    from ctxext.evaluation.perplexity_report import announce, save_figure, show
-    from ctxext.evaluation.perplexity_run import run, total_cost
-    from ctxext.evaluation.team import team_of_launcher
+    from ctxext.evaluation.forward import parse_bytes
+    from ctxext.evaluation.perplexity import make_plan, run, total_cost
+    from ctxext.evaluation.report.perplexity import announce, save_figure, show
+    from ctxext.evaluation.survey import team_of_launcher
     from ctxext.progress import Stages
 
     check_outputs(output, as_json, as_csv)

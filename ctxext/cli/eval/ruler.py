@@ -81,10 +81,9 @@ def ruler(
 
     [bold]Example[/]: ctxext eval ruler Llama-3-8B --text book.txt --method yarn --factor 4 -o ruler.json -o ruler.png
     """
-    from ctxext.evaluation.retrieval.figures import save_ruler_figure
-    from ctxext.evaluation.retrieval.ruler import ruler_prompts, ruler_report
-    from ctxext.evaluation.retrieval.tables import show_ruler
+    from ctxext.evaluation.report.retrieval import save_ruler_figure, show_ruler
     from ctxext.evaluation.ruler import TASKS, Sources
+    from ctxext.evaluation.ruler.survey import ruler_prompts, ruler_report
 
     document = first_document(text, split, column)
     sources = Sources(document, squad, hotpotqa)

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.assemble import assemble
-from ctxext.evaluation.comparison.choice import chosen_methods
-from ctxext.evaluation.comparison.measure import measure_cells, share_of
-from ctxext.evaluation.comparison.plan import Cell, Plan, check_lengths, make_plan
-from ctxext.evaluation.comparison.readings import Wardrobe
-from ctxext.evaluation.comparison.result import ComparisonResult
-from ctxext.evaluation.comparison.store import CellStore
+from ctxext.evaluation.comparison.plan import Cell, CellStore, Plan, check_lengths, make_plan, measure_cells
+from ctxext.evaluation.comparison.result import ComparisonResult, assemble
 from ctxext.evaluation.corpus import Corpus
+from ctxext.evaluation.forward import Progress, turning_point
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
-from ctxext.evaluation.progress import Progress, turning_point
-from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.team import Team
+from ctxext.evaluation.provenance import provenance_of, setting_of
+from ctxext.evaluation.readings import Wardrobe, chosen_methods
+from ctxext.evaluation.survey import Team, share_of
 from ctxext.methods import Method
 
 __all__ = ["Comparison", "prepare", "setting_of"]
@@ -144,18 +139,3 @@ def prepare(
     )
     team = team or Team()
     return Comparison(checkpoint, texts, wardrobe, plan, CellStore(output, team.process), team, seed)
-
-
-def setting_of(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, Any]:
-    """What every measured number depends on beside the reading and the tokens, as JSON values."""
-    found = provenance_of(checkpoint)
-    parameter = next(checkpoint.model.parameters())
-    attention = getattr(checkpoint.model.config, "_attn_implementation", None)
-    return {
-        "checkpoint": checkpoint.sha256,
-        "dtype": str(parameter.dtype),
-        "device": parameter.device.type,
-        "attention": attention,
-        "sliding_window": sliding_window,
-        "versions": {name: version for name, version in found.versions.items() if name != "python"},
-    }

@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation._plots import label_of
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.choice import chosen_methods
-from ctxext.evaluation.comparison.readings import Reading, Wardrobe
-from ctxext.evaluation.comparison.run import setting_of
+from ctxext.evaluation.labels import label_of
+from ctxext.evaluation.provenance import setting_of
+from ctxext.evaluation.readings import Reading, Wardrobe, chosen_methods
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, window_name
 
 __all__ = ["AS_SAVED", "Panel", "Reader", "factors_for", "make_panel"]

@@ -11,11 +11,11 @@ Source: Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER@c3f5e3b.
 
 from __future__ import annotations
 
-from ctxext.evaluation.ruler._registry import TASKS, choose
-from ctxext.evaluation.ruler._run import SAMPLES, SEED, Drawer, ask, make_drawers, reply_to, run
 from ctxext.evaluation.ruler.base import Question, Setting, Sources, Task
 from ctxext.evaluation.ruler.result import RulerCell, RulerReport, RulerResult, RulerTrial, relative_effective_length
+from ctxext.evaluation.ruler.run import SAMPLES, SEED, Drawer, ask, make_drawers, reply_to, run
 from ctxext.evaluation.ruler.samples import Sample, draw
+from ctxext.evaluation.ruler.tasks import TASKS, choose
 
 __all__ = [
     "SAMPLES",

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation._proportion import wilson_interval
 from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.statistics import wilson_interval
 
 __all__ = ["KEPT", "RulerCell", "RulerReport", "RulerResult", "RulerTrial", "relative_effective_length"]
 

@@ -13,7 +13,6 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation._proportion import wilson_interval
 from ctxext.evaluation.corpus import Document
 from ctxext.evaluation.ruler import (
     TASKS,
@@ -26,8 +25,9 @@ from ctxext.evaluation.ruler import (
     relative_effective_length,
     run,
 )
-from ctxext.evaluation.ruler._fit import largest_fit
-from ctxext.evaluation.ruler._words import words
+from ctxext.evaluation.ruler.samples import largest_fit
+from ctxext.evaluation.ruler.words import words
+from ctxext.evaluation.statistics import wilson_interval
 
 PROSE = Sources(Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40))))
 OFFLINE = [name for name, task in TASKS.items() if task.why_not(PROSE) is None]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ctxext.evaluation._plots import tokens_label
 from ctxext.evaluation.comparison.result import ComparisonResult, Row
-from ctxext.evaluation.comparison.words import hidden_keys, windows_in_words
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.report.sentences import hidden_keys, windows_in_words
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
 __all__ = ["Table", "csv_rows", "main_table", "other_tables", "passkey_grids"]

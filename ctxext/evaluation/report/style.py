@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.comparison import Series
+from ctxext.evaluation.labels import few_of, label_of, tokens_label
 from ctxext.evaluation.truncation import is_reference, window_of
 
 __all__ = [
@@ -19,6 +23,8 @@ __all__ = [
     "INK",
     "NOTE",
     "STYLE",
+    "VARIABLES",
+    "Drawing",
     "Look",
     "draw_differences",
     "draw_perplexity",
@@ -32,22 +38,6 @@ __all__ = [
     "tokens_label",
 ]
 
-LABELS = {
-    "unpatched": "unpatched",
-    "truncated": "best truncation",
-    "pi": "PI",
-    "ntk": "NTK",
-    "dynamic_ntk": "dynamic NTK",
-    "ntk_by_parts": "NTK-by-parts",
-    "yarn": "YaRN",
-    "dynamic_yarn": "dynamic YaRN",
-    "longrope": "LongRoPE",
-    "llama3": "Llama 3",
-    "abf": "ABF",
-    "dynamic_pi": "dynamic PI",
-    "alibi": "ALiBi",
-    "table": "given frequencies",
-}
 # Hues of Okabe and Ito and their neighbours, which colour-blind readers can tell apart, dark enough for text on white.
 COLOURS = {
     "unpatched": "#C45500",
@@ -78,22 +68,6 @@ STYLE = {
     "text.color": INK,
     "savefig.facecolor": "white",
 }
-
-
-def tokens_label(tokens: int) -> str:
-    """``16384`` as ``16K``; what is no multiple of 1024 in full."""
-    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
-
-
-def few_of(names: Sequence[str]) -> str:
-    """The first three, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def label_of(name: str) -> str:
-    """A method's name as its paper writes it; a reference's as a reader understands it."""
-    window = window_of(name)
-    return LABELS.get(name, name) if window is None else f"last {tokens_label(window)}"
 
 
 @dataclass(frozen=True)
@@ -259,3 +233,81 @@ def _spread(ends: Sequence[tuple[str, float]], low: float, high: float, *, gap: 
                 heights[i] -= overlap / 2
                 heights[i + 1] += overlap / 2
     return [(name, height) for (_, name), height in zip(places, heights, strict=True)]
+
+
+# Colours that the page sets itself, by the name of its CSS variable: light and dark.
+VARIABLES = {
+    "ink": (INK, "#E6E6E6"),
+    "note": (NOTE, "#9A9A9A"),
+    "axis": ("#999999", "#7A7A7A"),
+    "grid": (FAINT, "#3A3A3A"),
+    "band": (BAND, "#262626"),
+    "panel": ("#FFFFFF", "#1B1B1B"),
+    "c-unpatched": (COLOURS["unpatched"], "#FF8F4D"),
+    "c-truncated": (COLOURS["truncated"], "#B0B0B0"),
+    "c-pi": (COLOURS["pi"], "#7CC8F2"),
+    "c-ntk": (COLOURS["ntk"], "#3CC79B"),
+    "c-dynamic-ntk": (COLOURS["dynamic_ntk"], "#E79AC6"),
+    "c-ntk-by-parts": (COLOURS["ntk_by_parts"], "#A99BF0"),
+    "c-yarn": (COLOURS["yarn"], "#4DA9E8"),
+    "c-dynamic-yarn": (COLOURS["dynamic_yarn"], "#F0B23C"),
+    "c-llama3": (COLOURS["llama3"], "#D9739F"),
+    "c-abf": (COLOURS["abf"], "#C9B84A"),
+    "c-dynamic-pi": (COLOURS["dynamic_pi"], "#5CC7D1"),
+    "c-longrope": (COLOURS["longrope"], "#C4A38A"),
+    "c-alibi": (COLOURS["alibi"], "#86C486"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """One figure.
+
+    Args:
+        name: of its file, without ending.
+        title: one line.
+        caption: what to see, and how to read it.
+        alternative: the same for who cannot see it, with numbers.
+        size: inches.
+        draw: fills a matplotlib figure.
+    """
+
+    name: str
+    title: str
+    caption: str
+    alternative: str
+    size: tuple[float, float]
+    draw: Callable[[Any], None]
+
+    def save(self, path: Path) -> None:
+        """Write a PNG in the light theme, with its title."""
+        with _figure(self) as figure:
+            figure.suptitle(self.title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+            figure.savefig(path, dpi=160)
+
+    def svg(self) -> str:
+        """An ``<svg>`` element whose colours are CSS variables and whose ids no other figure of a page has."""
+        with _figure(self) as figure, io.StringIO() as file:
+            figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+            text = file.getvalue()
+        text = text[text.index("<svg") :]
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.name}-", text)
+        text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+        for variable, (light, _) in VARIABLES.items():
+            text = text.replace(light.lower(), f"var(--{variable})")
+        return text.strip()
+
+
+@contextlib.contextmanager
+def _figure(drawing: Drawing) -> Iterator[Any]:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    options = STYLE | {"svg.fonttype": "none", "svg.hashsalt": drawing.name, "font.size": 10.5}
+    with matplotlib.rc_context(options):
+        figure = Figure(figsize=drawing.size, layout="constrained")
+        FigureCanvasAgg(figure)
+        drawing.draw(figure)
+        yield figure

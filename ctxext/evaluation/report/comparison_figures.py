@@ -6,23 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ctxext.evaluation import _plots
-from ctxext.evaluation._plots import (
+from ctxext.evaluation.comparison.result import ComparisonResult, Panel, Row, Score, Series
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.loss import PairedDifference
+from ctxext.evaluation.readings import TIMES, Reading
+from ctxext.evaluation.report import style
+from ctxext.evaluation.report.sentences import all_of, capitalised, windows_in_words
+from ctxext.evaluation.report.style import (
     COLOURS,
+    Drawing,
     Look,
     draw_differences,
     draw_perplexity,
     looks_for,
     require_matplotlib,
-    tokens_label,
 )
-from ctxext.evaluation.comparison.choice import TIMES
-from ctxext.evaluation.comparison.drawing import Drawing
-from ctxext.evaluation.comparison.readings import Reading
-from ctxext.evaluation.comparison.result import ComparisonResult, Panel, Row, Score
-from ctxext.evaluation.comparison.series import Series
-from ctxext.evaluation.comparison.words import all_of, capitalised, windows_in_words
-from ctxext.evaluation.perplexity import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
 __all__ = ["by_distance", "drawings"]
@@ -55,7 +53,7 @@ def _looks(readings: Sequence[Reading], *, short: bool = False) -> dict[str, Loo
 def _by_method(result: ComparisonResult) -> dict[str, Look]:
     """Looks in figures with all factors, where a method has one colour at all of them."""
     readings = [row.reading for row in result.rows]
-    return {item.name: Look(item.label, COLOURS.get(_kind(item), _plots.OTHERS[0])) for item in readings}
+    return {item.name: Look(item.label, COLOURS.get(_kind(item), style.OTHERS[0])) for item in readings}
 
 
 def _kind(reading: Reading) -> str:
@@ -108,7 +106,7 @@ def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row
             axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=5.5, lw=1.8, color=colour, zorder=4)
             if len(score.by_document) > 1:
                 dots = [value for value in score.by_document if low < value < limit]
-                axes.plot(dots, [place] * len(dots), ".", ms=4, color=_plots.NOTE, zorder=5)
+                axes.plot(dots, [place] * len(dots), ".", ms=4, color=style.NOTE, zorder=5)
         axes.text(1.02, place, str(gap), transform=axes.get_yaxis_transform(), va="center", fontsize=9.5)
     axes.set_yticks(range(len(rows)), [row.reading.label for row, _, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -116,7 +114,7 @@ def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("nats per token; left: better than the best truncation")
-    axes.grid(axis="x", color=_plots.FAINT, lw=0.6)
+    axes.grid(axis="x", color=style.FAINT, lw=0.6)
     axes.set_axisbelow(True)
 
 
@@ -192,18 +190,18 @@ def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
         looks = _looks([row.reading for row in rows], short=True)
         for row in rows:
             x, y = [score.length for score in row.scores], [score.end.perplexity for score in row.scores]
-            style = (0, (3, 1.5)) if row.reading.name == TRUNCATED else "-"
-            axes.plot(x, y, marker="o", ms=4, lw=1.6, ls=style, color=looks[row.reading.name].colour)
+            dashes = (0, (3, 1.5)) if row.reading.name == TRUNCATED else "-"
+            axes.plot(x, y, marker="o", ms=4, lw=1.6, ls=dashes, color=looks[row.reading.name].colour)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         if panel.factor is not None:
             axes.set_title(f"factor {panel.factor:g}", loc="left", fontsize=10.5)
-        axes.grid(axis="y", color=_plots.FAINT, lw=0.6)
+        axes.grid(axis="y", color=style.FAINT, lw=0.6)
         axes.set_axisbelow(True)
     for axes, rows in zip(grid, named, strict=True):  # when the range of them all is known
-        _plots.plain_ticks(axes, *axes.get_ylim())
+        style.plain_ticks(axes, *axes.get_ylim())
         ends = [(row.reading.name, row.scores[-1].end.perplexity) for row in rows]
-        _plots.label_ends(axes, ends, _looks([row.reading for row in rows], short=True), gap=0.075)
+        style.label_ends(axes, ends, _looks([row.reading for row in rows], short=True), gap=0.075)
     grid[-1].set_xticks(result.lengths, [tokens_label(length) for length in result.lengths])
     grid[-1].margins(x=0.06)
     grid[-1].set_xlabel("length, tokens")

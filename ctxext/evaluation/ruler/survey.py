@@ -12,10 +12,9 @@ from torch import nn
 
 from ctxext.evaluation import ruler
 from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import tokenizer_digest
-from ctxext.evaluation.progress import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.provenance import Provenance
-from ctxext.evaluation.retrieval.run import Prompt, Survey, Trial
 from ctxext.evaluation.ruler import (
     SAMPLES,
     SEED,
@@ -28,6 +27,7 @@ from ctxext.evaluation.ruler import (
     Task,
     make_drawers,
 )
+from ctxext.evaluation.survey import Prompt, Survey, Trial
 
 __all__ = ["ruler_prompts", "ruler_report"]
 

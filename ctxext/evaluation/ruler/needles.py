@@ -8,9 +8,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from ctxext.evaluation._sentences import split_sentences
-from ctxext.evaluation.ruler._words import words
+from ctxext.evaluation.haystack import split_sentences
 from ctxext.evaluation.ruler.base import Question, Setting, Sources, Task
+from ctxext.evaluation.ruler.words import words
 
 __all__ = ["DEPTHS", "NOISE", "InEssay", "InNeedles", "InNoise", "Needles"]
 
@@ -154,3 +154,57 @@ def _draw(kind: Kind, generator: random.Random) -> str:
 
 def _listed(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+
+
+class Single1(InNoise):
+    """A number in repeated noise: a passkey."""
+
+    name = "niah_single_1"
+
+
+class Single2(InEssay):
+    """A number in prose."""
+
+    name = "niah_single_2"
+
+
+class Single3(InEssay):
+    """A UUID in prose: 36 characters to repeat without a mistake."""
+
+    name = "niah_single_3"
+    kind_of_value = "uuids"
+
+
+class MultiKey1(InEssay):
+    """Four keys in prose, one asked for."""
+
+    name = "niah_multikey_1"
+    keys = 4
+
+
+class MultiKey2(InNeedles):
+    """Nothing but needles, one asked for."""
+
+    name = "niah_multikey_2"
+
+
+class MultiKey3(InNeedles):
+    """Nothing but needles whose keys and values are UUIDs, one asked for."""
+
+    name = "niah_multikey_3"
+    kind_of_key = "uuids"
+    kind_of_value = "uuids"
+
+
+class MultiValue(InEssay):
+    """One key with four values, all asked for."""
+
+    name = "niah_multivalue"
+    values = 4
+
+
+class MultiQuery(InEssay):
+    """Four keys with a value each, all asked for."""
+
+    name = "niah_multiquery"
+    queries = 4

@@ -13,13 +13,12 @@ from rich import box
 from rich.table import Table as RichTable
 
 from ctxext.errors import InvalidParameterError, ResultsError
-from ctxext.evaluation._plots import require_matplotlib, tokens_label
-from ctxext.evaluation.comparison.drawing import VARIABLES
-from ctxext.evaluation.comparison.figures import drawings
-from ctxext.evaluation.comparison.result import ComparisonResult
-from ctxext.evaluation.comparison.tables import Table, csv_rows, main_table, other_tables, passkey_grids
-from ctxext.evaluation.comparison.verdict import standard_errors_needed
-from ctxext.evaluation.comparison.words import headline, sentences, verdict_line, windows_in_words
+from ctxext.evaluation.comparison.result import ComparisonResult, standard_errors_needed
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.report.comparison_figures import drawings
+from ctxext.evaluation.report.comparison_tables import Table, csv_rows, main_table, other_tables, passkey_grids
+from ctxext.evaluation.report.sentences import headline, sentences, verdict_line, windows_in_words
+from ctxext.evaluation.report.style import VARIABLES, require_matplotlib
 from ctxext.evaluation.truncation import windows_of
 from ctxext.files import write_whole
 
@@ -48,7 +47,7 @@ def write_report(result: ComparisonResult, output: Path) -> list[Path]:
         PAGE: page(result),
         DATA: json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n",
         ROWS: _csv(result),
-        MARKDOWN: _rendered("report.md.jinja", result, figures=figures, escape=False),
+        MARKDOWN: _rendered("comparison.md.jinja", result, figures=figures, escape=False),
     }
     try:
         for name, text in texts.items():
@@ -69,7 +68,7 @@ def page(result: ComparisonResult) -> str:
     # A page shows passkeys as coloured tables, which fit a phone and can be read aloud.
     groups = [[figure for figure in group if figure.name != "passkeys"] for group in drawings(result)]
     figures = [[(figure, figure.svg()) for figure in group] for group in groups]
-    return _rendered("report.html.jinja", result, figures=figures, escape=True)
+    return _rendered("comparison.html.jinja", result, figures=figures, escape=True)
 
 
 def terminal_table(table: Table) -> RichTable:
@@ -86,7 +85,7 @@ def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: 
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ctxext.evaluation.comparison", "."),
+        loader=jinja2.PackageLoader("ctxext.evaluation.report", "."),
         autoescape=escape,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

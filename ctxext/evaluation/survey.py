@@ -2,23 +2,82 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import datetime
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from torch import nn
+import torch
+from torch import distributed, nn
 
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.measure import share_of, told_of_memory
-from ctxext.evaluation.progress import Progress
+from ctxext.evaluation.forward import Progress
+from ctxext.evaluation.journal import TrialStore
 from ctxext.evaluation.provenance import Extended, Provenance
 from ctxext.evaluation.retrieval.readers import Panel, Reader
-from ctxext.evaluation.retrieval.store import TrialStore
-from ctxext.evaluation.team import Team
 
-__all__ = ["Prompt", "Survey", "Trial"]
+__all__ = ["Prompt", "Survey", "Team", "Trial", "share_of", "team_of_launcher", "told_of_memory"]
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+# A process that is done waits for the slowest cell of the others, which may take hours.
+PATIENCE = datetime.timedelta(days=30)
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """What one process knows of the others.
+
+    Args:
+        process: its number, from 0; process 0 is the main one, which talks and writes the report.
+        processes: how many there are.
+        device: where this process computes; None leaves it to the loading of the checkpoint.
+        meet: returns when every process has called it.
+    """
+
+    process: int = 0
+    processes: int = 1
+    device: str | None = None
+    meet: Callable[[], None] = lambda: None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0."""
+        return self.process == 0
+
+    def spread(self, items: Sequence[Item], work: Callable[[Item], Found]) -> list[Found]:
+        """Every process does its share of the items; all get what all found, in order."""
+        mine = {number: work(items[number]) for number in range(self.process, len(items), self.processes)}
+        shares: list[Any] = [mine]
+        if self.processes > 1:
+            shares = [None] * self.processes
+            distributed.all_gather_object(shares, mine)
+        found: dict[int, Found] = {number: one for share in shares for number, one in share.items()}
+        return [found[number] for number in range(len(items))]
+
+
+def team_of_launcher() -> Team:
+    """The team that ``accelerate launch`` or ``torchrun`` started, each with a device of its own; else a team of one.
+
+    The processes only wait for each other, so they meet over gloo on any device: nothing spins on a GPU meanwhile.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return Team()
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", timeout=PATIENCE)
+        atexit.register(distributed.destroy_process_group)
+    found = torch.accelerator.current_accelerator()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = f"{found.type}:{local % torch.accelerator.device_count()}" if found else "cpu"
+    meet: Callable[[], None] = distributed.barrier
+    return Team(distributed.get_rank(), distributed.get_world_size(), device, meet)
+
 
 # JSON values; what they mean is the task's.
 Trial = dict[str, Any]
@@ -157,3 +216,49 @@ def _job(reader: Reader, prompt: Prompt) -> Job:
     }
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
     return Job(key, prompt.cost(window or prompt.length), reader, prompt, window)
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A piece of work that one process does."""
+
+    @property
+    def key(self) -> str:
+        """Its name, unlike every other's."""
+
+    @property
+    def cost(self) -> float:
+        """In the units of ``pass_cost``."""
+
+
+Piece = TypeVar("Piece", bound=Work)
+
+
+def share_of(cells: Sequence[Piece], process: int, processes: int) -> tuple[Piece, ...]:
+    """The cells that one of several processes computes: about the same cost for each, the same split in each.
+
+    Args:
+        cells: those that are not finished, the same in every process.
+        process: number of this one, from 0.
+        processes: how many there are.
+    """
+    loads = [0.0] * processes
+    mine = set()
+    for cell in sorted(cells, key=lambda cell: -cell.cost):
+        least = loads.index(min(loads))
+        loads[least] += cell.cost
+        if least == process:
+            mine.add(cell.key)
+    return tuple(cell for cell in cells if cell.key in mine)
+
+
+@contextlib.contextmanager
+def told_of_memory(where: str) -> Iterator[None]:
+    """Turn an out-of-memory error into what the user has to know: ``InvalidParameterError``."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InvalidParameterError(
+            f"Out of memory at {where}. What is finished is kept; ask for smaller lengths, or run the same command on "
+            f"a device with more memory."
+        ) from error

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxext.evaluation._plots import tokens_label
-from ctxext.evaluation.comparison.readings import UNPATCHED
-from ctxext.evaluation.comparison.result import ComparisonResult, Row
-from ctxext.evaluation.comparison.series import Series
-from ctxext.evaluation.comparison.verdict import NO, YES, Verdict
+from ctxext.evaluation.comparison.result import NO, YES, ComparisonResult, Row, Series, Verdict
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.readings import UNPATCHED
 from ctxext.evaluation.truncation import windows_of
 
 __all__ = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +13,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation._student import CHANCE, students_quantile
 
-__all__ = ["PairedDifference", "document_difference", "grouped_difference", "paired_difference"]
+__all__ = [
+    "CHANCE",
+    "CURVE",
+    "Bucket",
+    "PairedDifference",
+    "block_for",
+    "bucketed",
+    "document_difference",
+    "edges_for",
+    "grouped_difference",
+    "paired_difference",
+    "students_quantile",
+    "wilson_interval",
+]
 
 # Fewer documents than this say too little about how documents differ; blocks of their tokens stand in for them.
 ENOUGH_DOCUMENTS = 5
@@ -170,3 +185,148 @@ def _clustered(total: Tensor, size: Tensor, *, over: str, baselines: int) -> Pai
     mean = total.sum() / size.sum()
     scatter = (total - size * mean).square().sum() * units / (units - 1)
     return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), tokens, units, over, baselines)
+
+
+# Of calling a difference a finding where there is none.
+CHANCE = 0.05
+
+
+@functools.lru_cache(maxsize=1024)
+def students_quantile(chance: float, degrees: int) -> float:
+    """The t that Student's distribution exceeds, to either side, with probability ``chance``.
+
+    Args:
+        chance: two-sided, above 0 and below 1.
+        degrees: of freedom, at least 1: the number of independent units minus one.
+
+    Raises:
+        InvalidParameterError: an argument out of range.
+
+    Source: the finite sums for whole degrees of freedom, Abramowitz & Stegun, 26.7.3 and 26.7.4, inverted by bisection
+        over the angle, to machine precision.
+    """
+    if not 0 < chance < 1 or degrees < 1:
+        raise InvalidParameterError(
+            f"chance must be between 0 and 1 and degrees at least 1, found {chance}, {degrees}."
+        )
+    low, high = 0.0, math.pi / 2
+    while True:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            return math.tan(middle) * math.sqrt(degrees)
+        if _within(middle, degrees) < 1 - chance:
+            low = middle
+        else:
+            high = middle
+
+
+def _within(angle: float, degrees: int) -> float:
+    """The probability that |t| is below ``tan(angle) * sqrt(degrees)``."""
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    odd = degrees % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for k in range(1 + odd, degrees, 2):
+        total += term
+        term *= square * k / (k + 1)
+        if term < 1e-18 * total:
+            break
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def wilson_interval(mean: float, trials: int, *, z: float = 1.96) -> tuple[float, float]:
+    """Bounds of the true mean of outcomes from 0 to 1, after ``trials`` of them with this mean.
+
+    For yes-or-no outcomes it is Wilson's score interval, which keeps its promise for few trials and at 0 and 1, where
+    the textbook interval has no width. Outcomes in between vary less, so that for them it is wider than needed.
+
+    Args:
+        mean: of the outcomes seen, from 0 to 1.
+        trials: at least 1.
+        z: standard deviations of the normal distribution; 1.96 covers 95 percent.
+
+    Raises:
+        InvalidParameterError: an argument out of range.
+
+    Source: Wilson, Journal of the American Statistical Association 22 (1927), 209-212.
+    """
+    if trials < 1 or not 0 <= mean <= 1:
+        raise InvalidParameterError(
+            f"An interval needs at least 1 trial and a mean from 0 to 1, found {trials} and {mean}."
+        )
+    weight = z**2 / trials
+    centre = (mean + weight / 2) / (1 + weight)
+    reach = z / (1 + weight) * math.sqrt(mean * (1 - mean) / trials + weight / (4 * trials))
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The mean loss over the positions ``start <= i < stop``.
+
+    Args:
+        start: first position, in tokens.
+        stop: one past the last position.
+        tokens: how many losses were averaged, over all documents.
+        loss: nats per token, every token weighing the same.
+    """
+
+    start: int
+    stop: int
+    tokens: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``, dimensionless."""
+        return math.exp(self.loss)
+
+
+def bucketed(losses: Float[Tensor, "batch positions"], edges: Sequence[int]) -> tuple[Bucket, ...]:
+    """Mean losses between consecutive ``edges``, over all rows.
+
+    Args:
+        losses: nats per token, column ``i`` being position ``i``.
+        edges: positions, increasing, from 0 or more up to at most the number of columns; at least 2.
+
+    Raises:
+        InvalidParameterError: edges that do not increase or do not fit the losses.
+    """
+    if len(edges) < 2 or edges[0] < 0 or edges[-1] > losses.shape[1] or sorted(set(edges)) != list(edges):
+        raise InvalidParameterError(
+            f"edges must increase within 0..{losses.shape[1]}, the positions measured; found {list(edges)}."
+        )
+    spans = [(start, stop, losses[:, start:stop].double()) for start, stop in itertools.pairwise(edges)]
+    return tuple(Bucket(start, stop, span.numel(), span.mean().item()) for start, stop, span in spans)
+
+
+IN_WINDOW, BEYOND, CURVE = 1, 4, 16
+
+
+# Fewer texts than this say too little about the spread between texts; blocks within them then count.
+MANY_DOCUMENTS = 8
+
+
+def edges_for(trained_length: int, length: int, *, inside: int = IN_WINDOW, beyond: int = BEYOND) -> tuple[int, ...]:
+    """Bucket edges: ``inside`` equal buckets up to the trained length, ``beyond`` equal ones from there to ``length``.
+
+    Raises:
+        InvalidParameterError: if there are not enough positions for the buckets.
+    """
+    if trained_length < inside or length - trained_length < beyond:
+        raise InvalidParameterError(
+            f"length={length} leaves too little beyond the trained length of {trained_length} tokens for {beyond} "
+            f"buckets; ask for more."
+        )
+    window = [trained_length * i // inside for i in range(inside)]
+    return (*window, *(trained_length + (length - trained_length) * i // beyond for i in range(beyond + 1)))
+
+
+def block_for(documents: int, positions: int) -> int | None:
+    """What counts as independent in a paired difference: with many texts each text (None), else blocks of tokens.
+
+    Args:
+        documents: how many texts.
+        positions: losses of each; blocks are no longer than a quarter of them, so that a short text has an error too.
+    """
+    return None if documents >= MANY_DOCUMENTS else max(1, min(BLOCK, positions // 4))

@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
-from ctxext.evaluation._plots import FAINT, STYLE, few_of, looks_for, require_matplotlib, tokens_label
-from ctxext.evaluation.longppl_result import LongPplResult, LongPplScore
-from ctxext.evaluation.retrieval.tables import plain_table
+from ctxext.evaluation.labels import few_of, tokens_label
+from ctxext.evaluation.longppl import LongPplResult, LongPplScore
+from ctxext.evaluation.report.retrieval import plain_table
+from ctxext.evaluation.report.style import FAINT, STYLE, looks_for, require_matplotlib
 from ctxext.evaluation.truncation import TRUNCATED, window_of
 
 __all__ = ["save_figure", "sentences", "show"]

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ctxext.evaluation._plots import COLOURS, FAINT, STYLE, few_of, label_of, require_matplotlib, tokens_label
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
-from ctxext.evaluation.perplexity import PairedDifference
-from ctxext.evaluation.perplexity_plan import Plan
+from ctxext.evaluation.labels import few_of, label_of, tokens_label
+from ctxext.evaluation.loss import PairedDifference
+from ctxext.evaluation.perplexity import Plan
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, Reading, Score
+from ctxext.evaluation.report.style import COLOURS, FAINT, STYLE, require_matplotlib
 from ctxext.evaluation.truncation import TRUNCATED, is_reference, window_name, window_of
 
 __all__ = ["announce", "save_figure", "show"]

@@ -13,11 +13,11 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import special_prefix
+from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.haystack import Haystack
 from ctxext.evaluation.passkey import DEPTHS, PasskeyReport, PasskeyResult, PasskeyTrial
-from ctxext.evaluation.progress import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.provenance import Provenance
-from ctxext.evaluation.retrieval.run import Prompt, Survey, Trial
+from ctxext.evaluation.survey import Prompt, Survey, Trial
 
 __all__ = ["passkey_prompts", "passkey_report"]
 

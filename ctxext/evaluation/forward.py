@@ -1,0 +1,343 @@
+"""A causal model's own logits, a slice of positions at a time, for the price of one forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.patching import describe, patched_state
+from ctxext.surgery.head import require_pieces, shell_of
+from ctxext.surgery.wrappers import base_model
+
+__all__ = [
+    "SMALL_MODEL",
+    "CachedPieces",
+    "Progress",
+    "cached_tokens_for",
+    "check_reach",
+    "check_token_ids",
+    "head_chunk",
+    "length_dependent",
+    "logits_in_chunks",
+    "parse_bytes",
+    "pass_bytes",
+    "pass_cost",
+    "regime_of",
+    "ticking",
+    "turning_point",
+]
+
+
+def logits_in_chunks(
+    model: nn.Module,
+    input_ids: Int[Tensor, "batch positions"],
+    *,
+    start: int = 0,
+    chunk: int = 1024,
+    cached: int | None = None,
+) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
+    """Yield ``(first position, logits)`` for consecutive pieces of the positions from ``start`` on.
+
+    The layers run once over all positions, uncached and without an attention mask (so that a causal kernel serves
+    them and no positions x positions matrix exists). The part after the layers - projection, scaling, soft cap,
+    whatever the model's class does there - then runs once per piece, so that positions x vocabulary never exists
+    either. The model is not touched: the pieces go through a shallow copy of its outermost module, in which a
+    stand-in replays slices of the hidden states.
+
+    Args:
+        model: a transformers causal language model, or a PEFT or compiled wrapper around one, in eval mode.
+        input_ids: token ids, without padding.
+        start: first position of interest, in tokens; the logits before it are not computed.
+        chunk: positions per piece, at least 1. One piece takes about batch x chunk x vocabulary x 8 bytes.
+        cached: run the layers over that many tokens at a time, with a KV cache; the same result up to rounding, in
+            less memory and more time. None for one uncached pass.
+
+    Raises:
+        InvalidParameterError: empty input, or ``start``, ``chunk`` or ``cached`` out of range.
+        IncompatibleError: the model is in training mode, is an encoder-decoder, adds virtual tokens (prompt
+            learning), or does not put its layers behind one base model.
+    """
+    positions = input_ids.shape[1]
+    for name, value in (("chunk", chunk), ("cached", 1 if cached is None else cached)):
+        if value < 1:
+            raise InvalidParameterError(f"{name} must be at least 1 position, found {value}.")
+    if not 0 <= start < positions:
+        raise InvalidParameterError(
+            f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
+        )
+    causal = _causal_model(model)
+    shell, replay = shell_of(causal)
+    if cached is not None and cached < positions:
+        replay.real = CachedPieces(causal, replay.real, positions=positions, piece=cached)
+    for first in range(start, positions, chunk):
+        replay.piece = slice(first, min(first + chunk, positions))
+        replay.calls = 0
+        # The first piece hands all tokens to the real layers; later ones only have to look like their piece.
+        ids = input_ids if first == start else input_ids[:, replay.piece]
+        logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
+        require_pieces(causal, replay, logits)
+        yield first, logits
+
+
+def _causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside, refused where its losses would not be those of a plain causal model."""
+    peft = getattr(model, "active_peft_config", None)
+    if peft is not None and peft.is_prompt_learning:
+        raise IncompatibleError(
+            f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
+            f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
+        )
+    causal = base_model(model)
+    name = type(causal).__name__
+    if causal.training:
+        raise IncompatibleError(f"{name} is in training mode, where dropout is noise. Call model.eval() first.")
+    return causal
+
+
+def check_token_ids(input_ids: Tensor, *, least: int) -> None:
+    """Raise ``InvalidParameterError`` unless ``input_ids`` is [batch, tokens], of integers, with enough tokens."""
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise InvalidParameterError(
+            f"input_ids must be integers of shape [batch, tokens], found {input_ids.dtype} {list(input_ids.shape)}."
+        )
+    if input_ids.shape[0] < 1 or input_ids.shape[1] < least:
+        raise InvalidParameterError(
+            f"input_ids must hold at least one row of {least} tokens, found {list(input_ids.shape)}."
+        )
+
+
+# Stock rope types that follow the length of a call's input.
+FOLLOWING = {"dynamic", "longrope"}
+
+
+class CachedPieces(nn.Module):
+    """Stands in for a base model: calls it on consecutive pieces of a text, as if that were one call.
+
+    Args:
+        causal: the whole model.
+        base: its layers.
+        positions: tokens in the text.
+        piece: tokens per call.
+
+    Raises:
+        IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise.
+    """
+
+    def __init__(self, causal: PreTrainedModel, base: nn.Module, *, positions: int, piece: int) -> None:
+        super().__init__()
+        self.base = base
+        self.piece = piece
+        self.cache = DynamicCache(config=causal.config)
+        patched = patched_state(causal)
+        # Positions of a dynamic method follow the length of the whole text, which a piece does not show.
+        dynamic = patched is not None and patched.method.dynamic
+        self.length = {"ctxext_length": positions} if dynamic else {}
+        if patched is None and length_dependent(causal):
+            raise IncompatibleError(
+                f"The positions of this {type(causal).__name__} follow the length of its input "
+                f"(rope_parameters={causal.config.get_text_config(decoder=True).rope_parameters}), so a text cannot be "
+                f"read in cached pieces. Allow more --memory, or extend it with ctxext."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["base"], name)
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        options = kwargs | self.length | {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        output: Any = None
+        states = []
+        for part in torch.split(input_ids, self.piece, dim=1):
+            output = self.base(input_ids=part, **options)
+            states.append(output.last_hidden_state)
+        output.last_hidden_state = torch.cat(states, dim=1)
+        output.past_key_values = None
+        return output
+
+
+def length_dependent(causal: PreTrainedModel) -> bool:
+    """Whether stock transformers lets the positions of this model follow the length of each call's input."""
+    rope = getattr(causal.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return bool({part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} & FOLLOWING)
+
+
+def regime_of(causal: PreTrainedModel) -> Callable[[int], int]:
+    """What tells lengths apart whose positions differ: lengths of the same regime have the same positions."""
+    patched = patched_state(causal)
+    if patched is not None:
+        method, trained = patched.method, patched.extension.trained_length
+        return lambda length: method.regime(trained, length)
+    if length_dependent(causal):
+        return lambda length: length
+    return lambda length: 0
+
+
+UNITS = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+LEAST = 256
+# Bytes that the logits of one piece and their softmax may take, and the fewest positions that a piece is worth.
+HEAD_BYTES, HEAD_LEAST = 128 * 2**20, 128
+
+
+def parse_bytes(text: str) -> int:
+    """``2GiB``, ``1.5 GB`` or ``800MiB`` as bytes.
+
+    Raises:
+        InvalidParameterError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|b)?b?\s*", text, flags=re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise InvalidParameterError(f"An amount of memory is written like 2GiB or 800MB; found {text!r}.")
+    if not found[2]:
+        raise InvalidParameterError(f"An amount of memory needs a unit, such as {found[1]}GiB; found {text!r}.")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def head_chunk(model: nn.Module) -> int:
+    """Positions whose logits exist at a time, so that they and their softmax take about 128 MiB."""
+    vocabulary = base_model(model).config.get_text_config(decoder=True).vocab_size
+    return max(HEAD_LEAST, int(HEAD_BYTES // (vocabulary * 10)))
+
+
+def pass_bytes(model: nn.Module, tokens: int, *, cached: int | None = None) -> int:
+    """About what the model's weights and one pass over a text take at the peak, logits apart.
+
+    Args:
+        model: a causal language model.
+        tokens: in the text.
+        cached: tokens per call with a KV cache; None for one uncached pass.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    weights: int = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
+    hidden, layers, heads = int(config.hidden_size), int(config.num_hidden_layers), int(config.num_attention_heads)
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden) * experts
+    size: int = base.dtype.itemsize
+    # A layer's residual, norm (computed in float32), queries and keys before and after rotation; or its feed-forward.
+    attention = size * (4 * hidden + 3 * (heads + 2 * key_heads) * head_dim) + 8 * hidden
+    layer = max(attention, size * (3 * hidden + 3 * inner))
+    # Without a fused kernel, scores exist for every query and key, in float32 for the softmax.
+    scores = heads * tokens * (size + 4) if config._attn_implementation == "eager" else 0
+    if cached is None:
+        return weights + tokens * (layer + scores)
+    cache = 2 * layers * key_heads * head_dim * size * tokens
+    grown, mask = cache // layers, cached * tokens * (1 + max(4, size))
+    return weights + cached * (layer + scores) + cache + grown + mask + 2 * tokens * hidden * size
+
+
+def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int | None:
+    """Tokens per cached call that keep a pass within ``budget``; None where one uncached pass does.
+
+    The uncached pass is preferred: it gives the same losses, is two to three times as fast on a CPU, and with a fused
+    attention kernel it often takes less memory than a cache of all layers. Pieces help where scores of all queries and
+    keys would exist, or where few heads have keys of their own.
+
+    Args:
+        model: a causal language model.
+        tokens: in the longest text.
+        budget: bytes for weights and pass; None for no limit.
+
+    Raises:
+        InvalidParameterError: not even pieces of 256 tokens fit.
+    """
+    if budget is None:
+        return None
+    head = HEAD_BYTES
+    whole = pass_bytes(model, tokens) + head
+    if whole <= budget:
+        return None
+    piece = LEAST
+    least = pass_bytes(model, tokens, cached=piece) + head
+    if least > budget:
+        raise InvalidParameterError(
+            f"A text of {tokens:,} tokens takes about {whole / 2**30:.3g} GiB in one pass and {least / 2**30:.3g} GiB "
+            f"in cached pieces of {LEAST} tokens; found --memory {budget / 2**30:.3g}GiB. Allow more, or read less."
+        )
+    while 2 * piece < tokens and pass_bytes(model, tokens, cached=2 * piece) + head <= budget:
+        piece *= 2
+    return piece
+
+
+# Called with what is being done and the cost done since the last call, in the units of `pass_cost`.
+Progress = Callable[[str, float], None]
+# Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
+SMALL_MODEL = 4096
+
+
+def pass_cost(tokens: int, turning_point: int = SMALL_MODEL) -> float:
+    """Rough cost of one forward pass, for a progress bar only: linear layers plus quadratic attention.
+
+    Args:
+        tokens: in the pass.
+        turning_point: tokens at which attention costs as much as all the rest.
+    """
+    return tokens * (1 + tokens / turning_point)
+
+
+def turning_point(model: nn.Module) -> int:
+    """Tokens at which a model's attention costs as much as all the rest of it.
+
+    By operations: 2 per weight and token against 2 per layer, channel and visible key, half of the keys being visible
+    on average; halved again because attention reaches about half the speed of matrix products.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    embedding = base.get_input_embeddings().weight
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    weights = sum(parameter.numel() for parameter in base.parameters()) - (0 if tied else embedding.numel())
+    return max(1, int(weights) // int(2 * config.num_hidden_layers * embedding.shape[-1]))
+
+
+@contextlib.contextmanager
+def ticking(model: nn.Module, name: str, cost: float, progress: Progress) -> Iterator[None]:
+    """Report progress after every layer: one pass over a long text takes too long for a bar that stands still.
+
+    Args:
+        model: whose layers are watched by hooks, which are gone at the end.
+        name: of what is being done.
+        cost: of each pass of the model.
+        progress: called once with cost 0 at the start, then after every layer.
+    """
+    base = base_model(model)
+    depth = base.config.get_text_config(decoder=True).num_hidden_layers
+    stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    ticks = list(stacks[0]) if stacks else [base.base_model]
+    progress(name, 0.0)
+    hooks = [tick.register_forward_hook(lambda *_: progress(name, cost / len(ticks))) for tick in ticks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_reach(model: nn.Module, length: int, *, beyond: bool) -> None:
+    """Raise ``InvalidParameterError`` if ``length`` tokens are more than the model is meant for.
+
+    A dynamic extension follows the length of the text, so that no length is beyond it.
+
+    Args:
+        model: a transformers model, extended or not.
+        length: tokens.
+        beyond: whether the user asked to see how the model fails; then nothing is refused.
+    """
+    meant, base = describe(model), base_model(model)
+    patched = patched_state(base)
+    follows = length_dependent(base) if patched is None else patched.method.dynamic
+    if beyond or follows or meant.target_length is None or length <= meant.target_length:
+        return
+    state = "is trained for" if meant.method is None else f"was extended to, by {meant.method['method']}"
+    raise InvalidParameterError(
+        f"{length:,} tokens are more than the {meant.target_length:,} that this model {state}. Ask for fewer, extend "
+        f"it further, or allow it, to see how it fails: beyond=True (--beyond)."
+    )

@@ -1,0 +1,40 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ctxext.evaluation.truncation import window_of
+
+LABELS = {
+    "unpatched": "unpatched",
+    "truncated": "best truncation",
+    "pi": "PI",
+    "ntk": "NTK",
+    "dynamic_ntk": "dynamic NTK",
+    "ntk_by_parts": "NTK-by-parts",
+    "yarn": "YaRN",
+    "dynamic_yarn": "dynamic YaRN",
+    "longrope": "LongRoPE",
+    "llama3": "Llama 3",
+    "abf": "ABF",
+    "dynamic_pi": "dynamic PI",
+    "alibi": "ALiBi",
+    "table": "given frequencies",
+}
+
+
+def tokens_label(tokens: int) -> str:
+    """``16384`` as ``16K``; what is no multiple of 1024 in full."""
+    return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def few_of(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def label_of(name: str) -> str:
+    """A method's name as its paper writes it; a reference's as a reader understands it."""
+    window = window_of(name)
+    return LABELS.get(name, name) if window is None else f"last {tokens_label(window)}"
