@@ -25,8 +25,8 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
         for cls in vars(module).values():
             if not (inspect.isclass(cls) and issubclass(cls, base)) or inspect.isabstract(cls):
                 continue
-            if cls.__module__ != module.__name__:
-                continue
+            if cls.__module__ != module.__name__ or (not hasattr(cls, "name") and cls.__subclasses__()):
+                continue  # imported from elsewhere, or what several classes of the file have in common
             name: str = cls.name  # type: ignore[attr-defined]
             if name in found:
                 raise RuntimeError(f"{cls.__qualname__} and {found[name].__qualname__} are both named {name!r}.")

@@ -15,7 +15,7 @@ __all__ = ["ChunkedLoss", "ExtensionCallback", "Memory", "chunk_loss", "return_f
 # They bring transformers' Trainer and all that it needs along, which whoever only extends a model must not wait for.
 MODULES = {
     "ChunkedLoss": "loss",
-    "ExtensionCallback": "callback",
+    "ExtensionCallback": "checkpoints",
     "Memory": "memory",
     "chunk_loss": "loss",
     "return_freed_memory": "memory",

@@ -1,4 +1,4 @@
-"""RULER's tasks, offline, at any length from about a thousand tokens. This folder is the registry: ``TASKS``.
+"""RULER's tasks, offline, at any length from about a thousand tokens.
 
 Prompts are made as NVIDIA's generator makes them, with these differences, none of which changes a task: every prompt
 has a seed of its own; every prompt is as long as fits, where theirs are cut by whole steps; keys differ from each other
@@ -11,11 +11,11 @@ Source: Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER@c3f5e3b.
 
 from __future__ import annotations
 
-from ctxext.evaluation.ruler.base import Question, Setting, Sources, Task
 from ctxext.evaluation.ruler.result import RulerCell, RulerReport, RulerResult, RulerTrial, relative_effective_length
 from ctxext.evaluation.ruler.run import SAMPLES, SEED, Drawer, ask, make_drawers, reply_to, run
 from ctxext.evaluation.ruler.samples import Sample, draw
 from ctxext.evaluation.ruler.tasks import TASKS, choose
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task
 
 __all__ = [
     "SAMPLES",

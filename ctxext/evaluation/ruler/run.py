@@ -13,10 +13,10 @@ from transformers import GenerationConfig
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.corpus import special_prefix
 from ctxext.evaluation.forward import check_reach
-from ctxext.evaluation.ruler.base import Setting, Sources, Task
 from ctxext.evaluation.ruler.result import RulerResult, RulerTrial
 from ctxext.evaluation.ruler.samples import Sample, draw
 from ctxext.evaluation.ruler.tasks import choose
+from ctxext.evaluation.ruler.tasks.base import Setting, Sources, Task
 
 __all__ = ["SAMPLES", "SEED", "Drawer", "ask", "make_drawers", "reply_to", "run"]
 

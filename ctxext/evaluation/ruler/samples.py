@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.ruler.base import Task
+from ctxext.evaluation.ruler.tasks.base import Task
 
 __all__ = ["Sample", "draw", "largest_fit"]
 

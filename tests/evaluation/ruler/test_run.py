@@ -26,7 +26,7 @@ from ctxext.evaluation.ruler import (
     run,
 )
 from ctxext.evaluation.ruler.samples import largest_fit
-from ctxext.evaluation.ruler.words import words
+from ctxext.evaluation.ruler.tasks.words import words
 from ctxext.evaluation.statistics import wilson_interval
 
 PROSE = Sources(Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40))))

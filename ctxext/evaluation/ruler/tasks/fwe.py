@@ -8,7 +8,7 @@ import random
 import string
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.ruler.base import Question, Setting, Task
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task
 
 ALPHA = 2
 ZETA = math.pi**2 / 6  # zeta(2)

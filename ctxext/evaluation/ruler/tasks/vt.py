@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import string
 
-from ctxext.evaluation.ruler.base import Question, Setting, Task
-from ctxext.evaluation.ruler.needles import NOISE
 from ctxext.evaluation.ruler.samples import largest_fit
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task
+from ctxext.evaluation.ruler.tasks.needles import NOISE
 
 HOPS = 4
 LETTERS, LETTERS_IN_EXAMPLE = 5, 3

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from ctxext.evaluation.haystack import split_sentences
-from ctxext.evaluation.ruler.base import Question, Setting, Sources, Task
-from ctxext.evaluation.ruler.words import words
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task
+from ctxext.evaluation.ruler.tasks.words import words
 
 __all__ = ["DEPTHS", "NOISE", "InEssay", "InNeedles", "InNoise", "Needles"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.ruler.base import Question, Setting, Sources, Task, any_of
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, any_of
 
 TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"

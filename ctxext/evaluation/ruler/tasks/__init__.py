@@ -1,4 +1,4 @@
-"""Every task of this folder by its name."""
+"""RULER's tasks, a family a file. This folder is the registry: ``TASKS``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.ruler.base import Sources, Task
+from ctxext.evaluation.ruler.tasks.base import Sources, Task
 from ctxext.registry import discover
 
 __all__ = ["TASKS", "choose"]
@@ -19,7 +19,7 @@ def _place(name: str) -> int:
     return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
 
 
-_FOUND: dict[str, type[Task]] = discover(sys.modules[__package__], Task)  # type: ignore[type-abstract]
+_FOUND: dict[str, type[Task]] = discover(sys.modules[__name__], Task)  # type: ignore[type-abstract]
 TASKS = {name: _FOUND[name] for name in sorted(_FOUND, key=_place)}
 
 
