@@ -25,7 +25,7 @@ from ctxext.evaluation.ruler import (
     relative_effective_length,
     run,
 )
-from ctxext.evaluation.ruler.samples import largest_fit
+from ctxext.evaluation.ruler.tasks.base import largest_fit
 from ctxext.evaluation.ruler.tasks.words import words
 from ctxext.evaluation.statistics import wilson_interval
 

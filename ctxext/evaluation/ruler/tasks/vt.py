@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import string
 
-from ctxext.evaluation.ruler.samples import largest_fit
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, largest_fit
 from ctxext.evaluation.ruler.tasks.needles import NOISE
 
 HOPS = 4
