@@ -20,11 +20,11 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.rebuild import carry_over, rotaries, round_trip
 from ctxext.surgery.rope_types import ROPE_TYPE, restoring
-from ctxext.surgery.rotary import UNSEEN, PinnedApply, Site, survey
+from ctxext.surgery.rotary import UNSEEN, PinnedApply, RotarySite, survey
 from ctxext.surgery.stored_form import (
     LatentSpec,
-    Plan,
     ProportionalSpec,
+    StoredForm,
     checked_lengths,
     for_scores,
     make_plan,
@@ -116,7 +116,12 @@ def _head_dim(text: Any) -> int:
 
 
 def _edit(
-    model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[Site], request: Request, edits: Edits
+    model: PreTrainedModel,
+    plan: StoredForm,
+    method: RopeMethod,
+    sites: list[RotarySite],
+    request: Request,
+    edits: Edits,
 ) -> None:
     if request.attention is not None:
         raise InvalidParameterError(
@@ -131,7 +136,7 @@ def _edit(
         follow_length(model, method, sites, plan, edits)
 
 
-def _prove(model: PreTrainedModel, plan: Plan, method: RopeMethod, sites: list[Site]) -> None:
+def _prove(model: PreTrainedModel, plan: StoredForm, method: RopeMethod, sites: list[RotarySite]) -> None:
     for site in sites:
         rotary = model.get_submodule(site.path)
         spec = plan.specs[site.layer_type]
@@ -158,7 +163,7 @@ def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
 
 
 def _notes(
-    text: Any, method: RopeMethod, sites: list[Site], spec: RopeSpec, request: Request, stock: bool
+    text: Any, method: RopeMethod, sites: list[RotarySite], spec: RopeSpec, request: Request, stock: bool
 ) -> tuple[str, ...]:
     notes = []
     has_temperature = method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale != 1

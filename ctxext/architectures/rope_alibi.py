@@ -18,7 +18,7 @@ from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import carry_over, round_trip
 from ctxext.surgery.rope_types import UNROTATED_TYPE, restoring
-from ctxext.surgery.rotary import PinnedApply, Site
+from ctxext.surgery.rotary import PinnedApply, RotarySite
 from ctxext.surgery.stored_form import merged
 from ctxext.surgery.windows import window_fields, window_note
 
@@ -31,7 +31,7 @@ def retrofit(
     model: PreTrainedModel,
     method: BiasMethod,
     request: Request,
-    sites: list[Site],
+    sites: list[RotarySite],
     layers: Layers,
     trained_length: int,
     edits: Edits,

@@ -73,7 +73,7 @@ class Sdpa(AttentionBackend):
         window: int | None,
         dropout: float,
     ) -> Float[Tensor, "batch heads query head_dim"]:
-        call = _Call(
+        call = _KernelCall(
             Need.of(q, k, v, layout, biased=slopes is not None, window=window, dropout=dropout), scale, dropout
         )
         if q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]:
@@ -100,7 +100,7 @@ class Sdpa(AttentionBackend):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _KernelCall:
     """One kernel call's constants."""
 
     need: Need
@@ -145,7 +145,7 @@ def _augment(
     )
 
 
-def _by_blocks(call: _Call, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> Tensor:
+def _by_blocks(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> Tensor:
     """Run every span by itself and put zeros where there is none. Splits, so that the backward stays linear."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
@@ -163,7 +163,7 @@ def _by_blocks(call: _Call, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, 
     return torch.cat(parts)
 
 
-def _row_blocks(call: _Call, q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
+def _row_blocks(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
     """``_by_blocks`` for rows that share their spans."""
     q_sizes, q_covered = _sections([span.query for span in spans], q.shape[2])
     k_sizes, k_covered = _sections(sorted(span.key for span in spans), k.shape[2])
@@ -177,7 +177,7 @@ def _row_blocks(call: _Call, q: Tensor, k: Tensor, v: Tensor, spans: list[Span])
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _block(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _block(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain causal attention with the last query at the last key."""
     query, key = q.shape[2], k.shape[2]
     if query == key:
@@ -224,14 +224,14 @@ def _seen(
     return layout.memo(("mask", window), build)
 
 
-def _masked(call: _Call, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
+def _masked(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
     """The form for any layout: one byte per pair, shared by all heads."""
     mask, some = _seen(layout, window)
     return torch.where(some, call(q, k, v, mask), 0.0)
 
 
 def _dense(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: Tensor | None, window: int | None
+    call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: Tensor | None, window: int | None
 ) -> Tensor:
     """Few queries over a long cache: k and v are read in place, the bias is as small as the scores.
 

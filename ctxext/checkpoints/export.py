@@ -14,7 +14,7 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.source import checked_path, read_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import Method
-from ctxext.runtimes.base import STOCK_TYPES, Export, Extended
+from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
 from ctxext.runtimes.llama_cpp import to_llama_cpp
 from ctxext.runtimes.vllm import to_vllm
 from ctxext.saved import already_extended, choices, plain_config, saved_extension, saved_method
@@ -114,7 +114,7 @@ def _check_target(to: str) -> None:
         raise UnknownNameError.of("export target", to, TARGETS)
 
 
-def read_extended(config: Any, served: Any = None) -> Extended:
+def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     """Read what an extended config says.
 
     Raises:
@@ -139,7 +139,7 @@ def read_extended(config: Any, served: Any = None) -> Extended:
         )
     layer_type = reaching[0] if kinds else None
     trained_length, target_length, unclear = _lengths(config, whole if layer_type is None else whole[layer_type])
-    return Extended(
+    return ExtensionInConfig(
         config=config,
         layer_type=layer_type,
         trained_length=trained_length,

@@ -31,7 +31,7 @@ from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.stored_form import parameters_of, plain_spec, trained_spec
 from ctxext.surgery.windows import window_fields, window_note
 
-__all__ = ["Inspection", "Positions", "Verdict", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
+__all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
 
 Progress = Callable[[int, int], None]
 # What examples are made for where the model has no rotary positions to make them for.
@@ -49,7 +49,7 @@ class Positions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class MethodCheck:
     """Whether one method extends this checkpoint, proven on a model without weights.
 
     Args:
@@ -97,7 +97,7 @@ class Inspection:
     window_caps: bool = False
     extended: str | None = None
     description: Description | None = None
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[MethodCheck, ...] = ()
     exports: dict[str, Export | str] | None = None
 
 
@@ -229,7 +229,7 @@ def _positions(
 
 def _verdicts(
     model: PreTrainedModel, trained_length: int | None, spec: RopeSpec | None, caps: bool, progress: Progress | None
-) -> tuple[Verdict, ...]:
+) -> tuple[MethodCheck, ...]:
     verdicts = []
     for done, method in enumerate(METHODS.values()):
         if progress is not None:
@@ -240,17 +240,19 @@ def _verdicts(
     return tuple(verdicts)
 
 
-def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None, caps: bool) -> Verdict:
+def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None, caps: bool) -> MethodCheck:
     choice = "lift" if caps else None
     try:
         patch(model, method, trained_length=trained_length, sliding_window=choice)
     except PatchStateError:
-        return Verdict(method=method.name, factor=method.factor, refused="say --trained-length first: already extended")
+        return MethodCheck(
+            method=method.name, factor=method.factor, refused="say --trained-length first: already extended"
+        )
     except CtxextError as error:
-        return Verdict(method=method.name, factor=method.factor, refused=str(error))
+        return MethodCheck(method=method.name, factor=method.factor, refused=str(error))
     description = describe(model)
     unpatch(model)
-    return Verdict(
+    return MethodCheck(
         method=method.name,
         factor=method.factor,
         target_length=description.target_length,

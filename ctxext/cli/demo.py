@@ -44,9 +44,9 @@ from ctxext.methods import Method
 from ctxext.progress import Stages
 
 __all__ = [
+    "DemoPlan",
     "DemoResult",
     "PasskeyRow",
-    "Plan",
     "check_output",
     "demo",
     "loss_table",
@@ -60,7 +60,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What is to be measured.
 
     Args:
@@ -130,7 +130,7 @@ class DemoResult:
 
 def make_plan(
     model: nn.Module, methods: Sequence[str], *, factor: float, length: int | None, with_passkey: bool, seed: int = 0
-) -> Plan:
+) -> DemoPlan:
     """Check what the user asked for against the checkpoint, before anything is computed.
 
     Raises:
@@ -155,11 +155,15 @@ def make_plan(
     beyond = max(0.0, 1 - trained / key_length)
     depths = tuple(round(part * beyond, 2) for part in (0.0, 0.6))
     index = (methods.index("yarn") if "yarn" in methods else len(methods) - 1) if with_passkey else None
-    return Plan(built, trained, wanted, index, key_length, tuple(dict.fromkeys(depths)), seed)
+    return DemoPlan(built, trained, wanted, index, key_length, tuple(dict.fromkeys(depths)), seed)
 
 
 def run_demo(
-    checkpoint: Checkpoint, passages: Sequence[TokenisedDocument], plan: Plan, *, progress: Progress = lambda *_: None
+    checkpoint: Checkpoint,
+    passages: Sequence[TokenisedDocument],
+    plan: DemoPlan,
+    *,
+    progress: Progress = lambda *_: None,
 ) -> DemoResult:
     """Measure the unpatched model, the truncations and every method, then ask for the passkeys.
 
@@ -169,7 +173,7 @@ def run_demo(
         checkpoint: what to measure.
         passages: each of ``plan.length + 1`` tokens.
         plan: from ``make_plan``.
-        progress: called with what is being done and the cost done since the last call (``Plan.cost`` is the total).
+        progress: called with what is being done and the cost done since the last call (``DemoPlan.cost`` is the total).
 
     Raises:
         CtxextError: as ``ctxext.patch`` and the evaluations do.
@@ -229,7 +233,7 @@ def run_demo(
 
 
 def _references(
-    model: nn.Module, passages: Sequence[TokenisedDocument], plan: Plan, progress: Progress
+    model: nn.Module, passages: Sequence[TokenisedDocument], plan: DemoPlan, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Losses and seconds of the unpatched model on the whole text, and on so many of the last tokens only."""
     start = time.perf_counter()
@@ -249,14 +253,16 @@ def _whole(model: nn.Module, passages: Sequence[TokenisedDocument], name: str, p
         return torch.cat([loss_by_position(model, passage.input_ids) for passage in passages])
 
 
-def _prompts(checkpoint: Checkpoint, plan: Plan) -> list[passkey.Passkey]:
+def _prompts(checkpoint: Checkpoint, plan: DemoPlan) -> list[passkey.Passkey]:
     if plan.passkey_method is None:
         return []
     length, seed = plan.passkey_length, plan.seed
     return [passkey.build(checkpoint.tokenizer, length=length, depth=depth, seed=seed) for depth in plan.depths]
 
 
-def _ask(model: nn.Module, name: str, prompts: Sequence[passkey.Passkey], plan: Plan, progress: Progress) -> PasskeyRow:
+def _ask(
+    model: nn.Module, name: str, prompts: Sequence[passkey.Passkey], plan: DemoPlan, progress: Progress
+) -> PasskeyRow:
     start = time.perf_counter()
     trials = []
     for prompt in prompts:
@@ -499,7 +505,7 @@ def _plays(documents: int) -> list[Path]:
 
 
 def _with_progress(
-    console: Console, checkpoint: Checkpoint, passages: list[TokenisedDocument], plan: Plan
+    console: Console, checkpoint: Checkpoint, passages: list[TokenisedDocument], plan: DemoPlan
 ) -> DemoResult:
     with Stages(console, plan.cost(len(passages)), report=True) as stages:
 

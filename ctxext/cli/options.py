@@ -103,14 +103,14 @@ def run_script(command: Callable[..., None]) -> None:
     app()
 
 
-class Window(StrEnum):
+class SlidingWindowChoice(StrEnum):
     """What to do about a window in every attention layer."""
 
     keep = "keep"
     lift = "lift"
 
 
-class Scaling(StrEnum):
+class ScalingChoice(StrEnum):
     """What to do about a scaling of positions that a config carries already."""
 
     extended = "extend"
@@ -135,14 +135,14 @@ Trained = Annotated[
     typer.Option("--trained-length", help="Tokens the weights were trained for, where the config does not say so."),
 ]
 ScalingOption = Annotated[
-    Scaling | None,
+    ScalingChoice | None,
     typer.Option(
         "--scaling",
         help="For a checkpoint whose config scales its positions already: extend from it, or replace it.",
     ),
 ]
 SlidingWindow = Annotated[
-    Window | None, typer.Option("--sliding-window", help="For models whose every attention layer has one.")
+    SlidingWindowChoice | None, typer.Option("--sliding-window", help="For models whose every attention layer has one.")
 ]
 Param = Annotated[
     list[str] | None,
@@ -194,9 +194,9 @@ def arguments(
     factor: float | None,
     target_length: int | None,
     trained_length: int | None,
-    sliding_window: Window | None,
+    sliding_window: SlidingWindowChoice | None,
     param: list[str] | None,
-    scaling: Scaling | None = None,
+    scaling: ScalingChoice | None = None,
 ) -> dict[str, Any]:
     """What ``ctxext.patch`` takes beside the method.
 

@@ -18,7 +18,7 @@ from ctxext.cli.options import Checkpoint, Json, Trust
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError
 
 if TYPE_CHECKING:
-    from ctxext.planning.plan import Breakdown, Serving, Training
+    from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
 
 __all__ = ["plan"]
 
@@ -131,7 +131,7 @@ def _show_reach(found: Mapping[str, Breakdown | str], reach: int | None, model_t
         )
 
 
-def _planned(made: Training | Serving, budget: int | None, length: int | None) -> Breakdown:
+def _planned(made: TrainingPlan | Serving, budget: int | None, length: int | None) -> Breakdown:
     from ctxext.planning.plan import longest
 
     if length is not None:

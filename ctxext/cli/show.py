@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ctxext.checkpoints.export import TARGETS
-from ctxext.checkpoints.inspect import Inspection, Verdict
+from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.cli.options import in_flags
 from ctxext.methods import METHODS, Method, RopeMethod
@@ -116,7 +116,7 @@ def facts(found: Inspection) -> list[tuple[str, str]]:
     return lines
 
 
-def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
+def verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
     """Which methods extend a checkpoint."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "reaches", "loaded by", "stored as, or why not"):

@@ -36,10 +36,10 @@ __all__ = [
     "JUDGED",
     "Passkey",
     "PasskeyCell",
+    "PasskeyPrompt",
     "PasskeyReport",
     "PasskeyResult",
     "PasskeyTrial",
-    "Prompt",
     "ask",
     "build",
     "make_prompts",
@@ -102,7 +102,7 @@ class Passkey:
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class PasskeyPrompt:
     """One passkey prompt of a grid.
 
     Args:
@@ -212,7 +212,7 @@ def make_prompts(
     trials: int = 1,
     seed: int = 0,
     haystack: Haystack | None = None,
-) -> tuple[Prompt, ...]:
+) -> tuple[PasskeyPrompt, ...]:
     """Passkey prompts at every length and depth.
 
     Args:
@@ -229,14 +229,14 @@ def make_prompts(
     haystack = haystack or noise(tokenizer)
     depths = tuple(depths)
     return tuple(
-        Prompt(length, n, build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=n, haystack=haystack))
+        PasskeyPrompt(length, n, build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=n, haystack=haystack))
         for length in lengths
         for depth in depths
         for n in range(seed, seed + trials)
     )
 
 
-def ask(model: nn.Module, prompt: Prompt, *, window: int | None = None, prefix: int = 0) -> PasskeyTrial:
+def ask(model: nn.Module, prompt: PasskeyPrompt, *, window: int | None = None, prefix: int = 0) -> PasskeyTrial:
     """Ask a prompt of a grid, by ``measure``.
 
     Args:

@@ -42,7 +42,9 @@ def passkey_prompts(
     prefix = len(special_prefix(checkpoint.tokenizer))
     cost = functools.partial(pass_cost, turning_point=turning_point(checkpoint.model))
 
-    def ask(prompt: passkey.Prompt, model: nn.Module, window: int | None, progress: Progress, name: str) -> Trial:
+    def ask(
+        prompt: passkey.PasskeyPrompt, model: nn.Module, window: int | None, progress: Progress, name: str
+    ) -> Trial:
         with ticking(model, name, cost(window or prompt.length) / passkey.passes(model, prompt.passkey), progress):
             trial = passkey.ask(model, prompt, window=window, prefix=prefix)
         if not math.isfinite(trial.loss):

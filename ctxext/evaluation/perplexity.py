@@ -32,7 +32,7 @@ from ctxext.evaluation.loss import (
     sliding,
     yarn,
 )
-from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, Reading, Score
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.truncation import (
     TRUNCATED,
@@ -50,14 +50,24 @@ from ctxext.patching import patched_state, trained_length_of
 from ctxext.saved import already_extended
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["MODES", "Losses", "Plan", "Work", "groups_by_positions", "make_plan", "run", "total_cost", "window_losses"]
+__all__ = [
+    "MODES",
+    "Losses",
+    "Passes",
+    "PerplexityPlan",
+    "groups_by_positions",
+    "make_plan",
+    "run",
+    "total_cost",
+    "window_losses",
+]
 
 MODES = ("position", "sliding", "yarn", "longlora")
 PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PerplexityPlan:
     """From ``make_plan``.
 
     Args:
@@ -108,7 +118,7 @@ def make_plan(
     arguments: Mapping[str, Any] | None = None,
     memory: int | None = None,
     unpatched: bool = True,
-) -> Plan:
+) -> PerplexityPlan:
     """Check what was asked for against the model; the model is at the end what it was.
 
     Args:
@@ -122,7 +132,7 @@ def make_plan(
         arguments: of ``ctxext.patch`` beside the method; without factor and target length, the greatest length is
             the target.
         memory: budget in bytes for weights and passes; None for no limit.
-        unpatched: see ``Plan``.
+        unpatched: see ``PerplexityPlan``.
 
     Raises:
         CtxextError: as ``ctxext.patch``.
@@ -147,7 +157,7 @@ def make_plan(
     reach, dynamic, regime = _extension(model, method, given, trained)
     chosen = _lengths(mode, lengths, trained, reach, stride)
     _require_reach(model, chosen[-1], reach, dynamic, trained, method)
-    return Plan(
+    return PerplexityPlan(
         mode=mode,
         trained_length=trained,
         lengths=chosen,
@@ -162,7 +172,7 @@ def make_plan(
     )
 
 
-def groups_by_positions(plan: Plan) -> dict[int, list[int]]:
+def groups_by_positions(plan: PerplexityPlan) -> dict[int, list[int]]:
     """The lengths of a plan that one pass serves because their positions are the same, by the longest of them."""
     found: dict[int, list[int]] = {}
     for length in plan.lengths:
@@ -226,7 +236,7 @@ AS_SAVED = "as saved"
 def run(
     checkpoint: Checkpoint,
     corpus: Corpus,
-    plan: Plan,
+    plan: PerplexityPlan,
     *,
     reference: Checkpoint | None = None,
     inside: Sequence[Tensor] | None = None,
@@ -259,7 +269,7 @@ def run(
     measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
     remembered = inside is not None
     plain = None if remembered else _plain_model(checkpoint, plan, reference, saved)
-    work = Work(plan, corpus, spread, progress, turning_point(model))
+    work = Passes(plan, corpus, spread, progress, turning_point(model))
     provenance = provenance_of(checkpoint, corpus)
     readings: list[Timed] = []
     if plain is not None and measured != UNPATCHED:
@@ -293,7 +303,7 @@ def run(
 
 
 def window_losses(
-    checkpoint: Checkpoint, corpus: Corpus, plan: Plan, *, progress: Progress = lambda *_: None
+    checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan, *, progress: Progress = lambda *_: None
 ) -> tuple[Tensor, ...]:
     """The losses inside the trained window, nats per token, [tokens] for each text.
 
@@ -303,16 +313,18 @@ def window_losses(
         plan: that it will be measured by.
         progress: as for ``run``.
     """
-    work = Work(plan, corpus, alone, progress, turning_point(checkpoint.model))
+    work = Passes(plan, corpus, alone, progress, turning_point(checkpoint.model))
     return work.pass_over(checkpoint.model, UNPATCHED, work.window)
 
 
-def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: Plan) -> float:
+def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> float:
     """About what ``run`` reports to ``progress`` in all."""
-    return Work(plan, corpus, alone, lambda *_: None, turning_point(checkpoint.model)).cost()
+    return Passes(plan, corpus, alone, lambda *_: None, turning_point(checkpoint.model)).cost()
 
 
-def _plain_model(checkpoint: Checkpoint, plan: Plan, reference: Checkpoint | None, saved: bool) -> nn.Module | None:
+def _plain_model(
+    checkpoint: Checkpoint, plan: PerplexityPlan, reference: Checkpoint | None, saved: bool
+) -> nn.Module | None:
     """The model of the references, as far as there is one."""
     if reference is None:
         return None if saved else checkpoint.model
@@ -327,7 +339,7 @@ def _plain_model(checkpoint: Checkpoint, plan: Plan, reference: Checkpoint | Non
 
 
 @contextlib.contextmanager
-def _patched(model: nn.Module, plan: Plan) -> Iterator[None]:
+def _patched(model: nn.Module, plan: PerplexityPlan) -> Iterator[None]:
     if plan.method is None:
         yield
         return
@@ -344,7 +356,7 @@ def _timed(name: str, read: Callable[[], Losses]) -> Timed:
     return name, losses, time.perf_counter() - began
 
 
-def _inside(work: Work, model: nn.Module, known: tuple[str, Losses | None, float]) -> Sequence[Tensor]:
+def _inside(work: Passes, model: nn.Module, known: tuple[str, Losses | None, float]) -> Sequence[Tensor]:
     """The losses inside the trained window: out of what was read, or from a pass over just that."""
     name, losses, _ = known
     in_order = work.plan.mode == "position" or (window_of(name) is not None and work.plan.mode != "longlora")
@@ -355,13 +367,13 @@ def _inside(work: Work, model: nn.Module, known: tuple[str, Losses | None, float
 
 
 def _reading(
-    plan: Plan,
+    plan: PerplexityPlan,
     timed: Timed,
     measured: Losses,
     truncations: Truncations,
     name: str,
     inside: PairedDifference | None,
-) -> Reading:
+) -> PerplexityReading:
     own, losses, seconds = timed
     scores = _position_scores(plan, own, losses, truncations) if plan.mode == "position" else []
     for length, scored in losses.at.items():
@@ -373,7 +385,7 @@ def _reading(
         parts = cut[best] if own == TRUNCATED and best is not None else _cut(scored.losses, weights.losses)
         versus = None if best is None or own == TRUNCATED else _difference(plan, length, parts, cut[best], len(cut))
         scores.append(
-            Score(
+            PerplexityScore(
                 kind=LENGTH,
                 start=0,
                 stop=length,
@@ -383,7 +395,7 @@ def _reading(
                 window=_window(own, best),
             )
         )
-    return Reading(
+    return PerplexityReading(
         name=own,
         scores=tuple(scores),
         in_window=inside if own == name else None,
@@ -403,7 +415,9 @@ def _window(name: str, best: int | None) -> int | None:
     return None if best is None else best if name == TRUNCATED else window_of(name)
 
 
-def _position_scores(plan: Plan, name: str, losses: Losses, truncations: Truncations) -> list[Score]:
+def _position_scores(
+    plan: PerplexityPlan, name: str, losses: Losses, truncations: Truncations
+) -> list[PerplexityScore]:
     """Mean losses between consecutive lengths; a dynamic method's come from the pass at the greater one."""
     scores = []
     for start, stop in itertools.pairwise((0, *plan.lengths)):
@@ -422,7 +436,7 @@ def _position_scores(plan: Plan, name: str, losses: Losses, truncations: Truncat
         tokens = sum(map(len, parts))
         mean = sum(part.double().sum().item() for part in parts) / tokens
         scores.append(
-            Score(
+            PerplexityScore(
                 kind=POSITIONS,
                 start=start,
                 stop=stop,
@@ -436,7 +450,7 @@ def _position_scores(plan: Plan, name: str, losses: Losses, truncations: Truncat
 
 
 def _difference(
-    plan: Plan, length: int, losses: list[Tensor], other: list[Tensor], baselines: int
+    plan: PerplexityPlan, length: int, losses: list[Tensor], other: list[Tensor], baselines: int
 ) -> PairedDifference | None:
     if plan.mode != "longlora":
         return document_difference(losses, other, baselines=baselines)
@@ -449,7 +463,7 @@ def _difference(
 def _notes(
     checkpoint: Checkpoint,
     corpus: Corpus,
-    plan: Plan,
+    plan: PerplexityPlan,
     plain: nn.Module | None,
     reference: Checkpoint | None,
     remembered: bool,
@@ -499,7 +513,7 @@ Truncations = Mapping[int, Losses]
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class Passes:
     """What can be asked of a model for one plan and corpus.
 
     Args:
@@ -510,7 +524,7 @@ class Work:
         turning_point: of the model's cost, see ``pass_cost``.
     """
 
-    plan: Plan
+    plan: PerplexityPlan
     corpus: Corpus
     spread: Spread
     progress: Progress

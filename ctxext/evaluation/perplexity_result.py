@@ -12,7 +12,7 @@ from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.provenance import Provenance
 from ctxext.evaluation.truncation import TRUNCATED, is_reference
 
-__all__ = ["FORMAT", "LENGTH", "POSITIONS", "PerplexityResult", "Reading", "Score"]
+__all__ = ["FORMAT", "LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
 
 # Format 1 held readings against the last tokens of the whole trained window alone.
 FORMAT = 2
@@ -21,7 +21,7 @@ POSITIONS, LENGTH = "positions", "length"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class PerplexityScore:
     """One number of a reading.
 
     Args:
@@ -52,7 +52,7 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class PerplexityReading:
     """One way to read the texts.
 
     Args:
@@ -68,14 +68,14 @@ class Reading:
     """
 
     name: str
-    scores: tuple[Score, ...]
+    scores: tuple[PerplexityScore, ...]
     in_window: PairedDifference | None = None
     dynamic: bool = False
     passes: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
-    def at(self, kind: str) -> tuple[Score, ...]:
+    def at(self, kind: str) -> tuple[PerplexityScore, ...]:
         """The scores of one kind, by increasing length."""
         return tuple(score for score in self.scores if score.kind == kind)
 
@@ -98,16 +98,16 @@ class PerplexityResult:
     trained_length: int
     lengths: tuple[int, ...]
     stride: int | None
-    readings: tuple[Reading, ...]
+    readings: tuple[PerplexityReading, ...]
     notes: tuple[str, ...]
     provenance: Provenance
 
-    def find(self, name: str) -> Reading | None:
+    def find(self, name: str) -> PerplexityReading | None:
         """The reading of one name, None where it was not made."""
         return next((reading for reading in self.readings if reading.name == name), None)
 
     @property
-    def extension(self) -> Reading | None:
+    def extension(self) -> PerplexityReading | None:
         """The reading of the extended model, None where the checkpoint was measured as it is."""
         return next((one for one in self.readings if not is_reference(one.name)), None)
 
@@ -128,7 +128,7 @@ class PerplexityResult:
             f"{difference} nats per token (over {difference.units} {difference.over})."
         )
 
-    def _best_window(self, score: Score) -> int:
+    def _best_window(self, score: PerplexityScore) -> int:
         """The window of the best truncation on the tokens of a score."""
         best = self.find(TRUNCATED)
         same = (score.kind, score.start, score.stop)
@@ -188,11 +188,12 @@ class PerplexityResult:
         return cls(**values)
 
 
-def _reading(saved: Mapping[str, Any]) -> Reading:
+def _reading(saved: Mapping[str, Any]) -> PerplexityReading:
     scores = tuple(
-        Score(**{**one, "versus_truncation": _difference(one["versus_truncation"])}) for one in saved["scores"]
+        PerplexityScore(**{**one, "versus_truncation": _difference(one["versus_truncation"])})
+        for one in saved["scores"]
     )
-    return Reading(**{**saved, "scores": scores, "in_window": _difference(saved["in_window"])})
+    return PerplexityReading(**{**saved, "scores": scores, "in_window": _difference(saved["in_window"])})
 
 
 def _difference(saved: Mapping[str, Any] | None) -> PairedDifference | None:

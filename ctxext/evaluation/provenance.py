@@ -24,7 +24,7 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.surgery.wrappers import base_model
 
 __all__ = [
-    "Extended",
+    "ExtensionRecord",
     "Provenance",
     "command",
     "extended",
@@ -40,7 +40,7 @@ CIRCUMSTANCES = ("command", "date", "machine", "versions", "device", "extensions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extended:
+class ExtensionRecord:
     """One extension that was measured.
 
     Args:
@@ -84,7 +84,7 @@ class Provenance:
     seed: int | None = None
     dtype: str = ""
     device: str = ""
-    extensions: Mapping[str, Extended] = field(default_factory=dict)
+    extensions: Mapping[str, ExtensionRecord] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: str = ""
     command: str = ""
@@ -113,7 +113,7 @@ class Provenance:
                 f"{', '.join(sorted(saved.keys() - known)) or 'nothing'}. It was written by another version; measure "
                 f"again."
             )
-        extensions = {name: Extended(**one) for name, one in saved["extensions"].items()}
+        extensions = {name: ExtensionRecord(**one) for name, one in saved["extensions"].items()}
         return cls(**{**saved, "documents": tuple(saved["documents"]), "extensions": extensions})
 
     def differences(self, other: Provenance) -> dict[str, tuple[Any, Any]]:
@@ -151,10 +151,10 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
     )
 
 
-def extended(model: nn.Module) -> Extended:
+def extended(model: nn.Module) -> ExtensionRecord:
     """How a model is extended now."""
     found = ctxext.describe(model)
-    return Extended(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
+    return ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
 
 
 def versions() -> dict[str, str]:

@@ -19,7 +19,7 @@ from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.forward import Progress
 from ctxext.evaluation.journal import TrialStore
-from ctxext.evaluation.provenance import Extended, Provenance
+from ctxext.evaluation.provenance import ExtensionRecord, Provenance
 from ctxext.evaluation.retrieval.readers import Panel, Reader
 
 __all__ = ["Prompt", "Survey", "Team", "Trial", "share_of", "team_of_launcher", "told_of_memory"]
@@ -197,7 +197,7 @@ class Survey:
     def with_extensions(self, provenance: Provenance) -> Provenance:
         """The same, with how every reader reads."""
         found = {
-            one.reading.name: Extended(
+            one.reading.name: ExtensionRecord(
                 method=one.reading.method, fingerprint=one.reading.fingerprint, attention=one.reading.attention
             )
             for one in self.panel.readers
@@ -219,7 +219,7 @@ def _job(reader: Reader, prompt: Prompt) -> Job:
 
 
 @runtime_checkable
-class Work(Protocol):
+class Costed(Protocol):
     """A piece of work that one process does."""
 
     @property
@@ -231,7 +231,7 @@ class Work(Protocol):
         """In the units of ``pass_cost``."""
 
 
-Piece = TypeVar("Piece", bound=Work)
+Piece = TypeVar("Piece", bound=Costed)
 
 
 def share_of(cells: Sequence[Piece], process: int, processes: int) -> tuple[Piece, ...]:

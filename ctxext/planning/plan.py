@@ -24,7 +24,7 @@ from ctxext.saved import plain_config, saved_extension, saved_method, scaling_of
 from ctxext.surgery.rope_types import restoring
 from ctxext.training.memory import Memory
 
-__all__ = ["STEP", "Breakdown", "Serving", "Training", "longest", "plan_serving", "plan_training", "reach_of"]
+__all__ = ["STEP", "Breakdown", "Serving", "TrainingPlan", "longest", "plan_serving", "plan_training", "reach_of"]
 
 STEP = 256
 """Lengths are planned in multiples of it."""
@@ -78,7 +78,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingPlan:
     """A step of LoRA training of one sequence.
 
     Args:
@@ -114,7 +114,7 @@ class Serving:
     Args:
         run: of the model.
         fixed: the weights.
-        dequantised: as for ``Training``.
+        dequantised: as for ``TrainingPlan``.
     """
 
     run: DryRun
@@ -139,7 +139,7 @@ def plan_training(
     dtype: torch.dtype = torch.bfloat16,
     quantisation: str | None = None,
     trust_remote_code: bool = False,
-) -> Training:
+) -> TrainingPlan:
     """Plan a LoRA step as ``recipes/finetune.py`` takes it: one sequence, mixed precision, AdamW.
 
     Args:
@@ -168,7 +168,7 @@ def plan_training(
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
     trained = _bytes(weight for weight in model.parameters() if weight.requires_grad)
     fixed = Breakdown(length=0, weights=weights, adapters=trained, gradients=trained, optimizer=2 * trained)
-    return Training(DryRun(model, dtype), memory, fixed, dequantised)
+    return TrainingPlan(DryRun(model, dtype), memory, fixed, dequantised)
 
 
 def plan_serving(
@@ -184,7 +184,7 @@ def plan_serving(
     return Serving(DryRun(model, dtype), Breakdown(length=0, weights=weights), dequantised)
 
 
-def longest(plan: Training | Serving, budget: int) -> Breakdown:
+def longest(plan: TrainingPlan | Serving, budget: int) -> Breakdown:
     """The longest sequence, in steps of 256 tokens, that fits; no longer than positions that a model has learned.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["STOCK_TYPES", "Export", "Extended"]
+__all__ = ["STOCK_TYPES", "Export", "ExtensionInConfig"]
 
 STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -29,7 +29,7 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extended:
+class ExtensionInConfig:
     """An extension as its config says it, independent of what wrote it.
 
     Args:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, Extended
+from ctxext.runtimes.base import Export, ExtensionInConfig
 
 __all__ = ["TABLE", "attention_factor", "flags_of", "to_llama_cpp", "verdict"]
 
@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_name("llama_cpp.json")
 CLOSE = 1e-3  # of what the extension changes: rounding in float32 reaches a twentieth of this
 
 
-def to_llama_cpp(extended: Extended) -> Export:
+def to_llama_cpp(extended: ExtensionInConfig) -> Export:
     """Flags for ``llama-server`` and ``llama-cli``, with a GGUF converted by ``convert_hf_to_gguf.py``.
 
     Raises:
@@ -75,7 +75,7 @@ def _version() -> str:
     return str(_table()["versions"]["converter"])
 
 
-def _line(extended: Extended) -> dict[str, Any]:
+def _line(extended: ExtensionInConfig) -> dict[str, Any]:
     """What was found out about this model type; empty where it was not looked at."""
     types = _table()["types"]
     found: dict[str, Any] = types.get(extended.config.model_type) or types.get(extended.text.model_type) or {}
@@ -120,7 +120,7 @@ def _runs_right(line: dict[str, Any]) -> bool:
     return any(isinstance(error, float) and error <= CLOSE * matters for error, matters in results)
 
 
-def _form(extended: Extended) -> str:
+def _form(extended: ExtensionInConfig) -> str:
     """The name under which the table holds this scaling."""
     kind = extended.rope_type
     if kind != "yarn":
@@ -129,17 +129,17 @@ def _form(extended: Extended) -> str:
     return "yarn" if usual else "yarn_attention"
 
 
-def _scales_scores(extended: Extended) -> bool:
+def _scales_scores(extended: ExtensionInConfig) -> bool:
     """Whether the temperature multiplies whole scores of latent attention instead of cos and sin."""
     return bool(extended.rope.get("mscale_all_dim")) and hasattr(extended.text, "kv_lora_rank")
 
 
-def attention_factor(extended: Extended) -> float:
+def attention_factor(extended: ExtensionInConfig) -> float:
     """What YaRN's scale is, as a multiple of the one that llama.cpp computes from the factor."""
     return extended.scale / (0.1 * math.log(extended.rope["factor"]) + 1)
 
 
-def _refuse(extended: Extended) -> None:
+def _refuse(extended: ExtensionInConfig) -> None:
     kind, model_type = extended.rope_type, extended.text.model_type
     if not extended.stock:
         raise IncompatibleError(
@@ -171,7 +171,7 @@ def _refuse(extended: Extended) -> None:
         )
 
 
-def flags_of(extended: Extended) -> tuple[str, ...]:
+def flags_of(extended: ExtensionInConfig) -> tuple[str, ...]:
     """The whole scaling as flags, those that a GGUF may hold already included."""
     rope, kind = extended.rope, extended.rope_type
     base = ("--rope-freq-base", _number(rope["rope_theta"]))
@@ -194,7 +194,7 @@ def _number(value: float | int) -> str:
     return f"{value:.9g}"  # llama.cpp reads a float32, which nine digits determine
 
 
-def _overrides(extended: Extended, line: dict[str, Any]) -> str:
+def _overrides(extended: ExtensionInConfig, line: dict[str, Any]) -> str:
     """Metadata of the GGUF that have no flag of their own."""
     arch, found = line.get("architecture"), []
     if arch and extended.unsaid:
@@ -204,7 +204,7 @@ def _overrides(extended: Extended, line: dict[str, Any]) -> str:
     return ",".join(found)
 
 
-def _losses(extended: Extended) -> tuple[list[str], bool]:
+def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
     """What llama.cpp computes otherwise, and whether that leaves it exact."""
     rope, kind, losses = extended.rope, extended.rope_type, []
     exact = True

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, Extended
+from ctxext.runtimes.base import Export, ExtensionInConfig
 
 __all__ = ["CLASSES", "TABLE", "to_vllm"]
 
@@ -28,7 +28,7 @@ TABLE = Path(__file__).with_name("vllm.json")
 MULTIPLIED = ("linear", "dynamic")
 
 
-def to_vllm(extended: Extended) -> Export:
+def to_vllm(extended: ExtensionInConfig) -> Export:
     """Flags for ``vllm serve``.
 
     Raises:
@@ -58,7 +58,7 @@ def to_vllm(extended: Extended) -> Export:
     return Export(target="vllm", flags=flags, notes=tuple(notes), exact=exact)
 
 
-def _overrides(extended: Extended) -> tuple[dict[str, Any], list[str], bool]:
+def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:
     """Config fields that vLLM needs to see otherwise than the files say, what to know about it, and whether exact."""
     rope, overrides = extended.rope, dict(extended.unsaid)
     if extended.rope_type not in MULTIPLIED and extended.target_length > _longest(extended):
@@ -96,7 +96,7 @@ def _overrides(extended: Extended) -> tuple[dict[str, Any], list[str], bool]:
     return overrides, notes, exact
 
 
-def _longest(extended: Extended) -> int:
+def _longest(extended: ExtensionInConfig) -> int:
     return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
 
 
@@ -106,7 +106,7 @@ def _table() -> dict[str, Any]:
     return table
 
 
-def _model_class(extended: Extended) -> str | None:
+def _model_class(extended: ExtensionInConfig) -> str | None:
     """Why it is not known what vLLM's class for this model does with the extension; None where it is right.
 
     Raises:
@@ -141,18 +141,18 @@ def _model_class(extended: Extended) -> str | None:
 _OTHERWISE = "Extend it by a method that the class computes, or serve it with transformers."
 
 
-def _scores_unscaled(extended: Extended) -> str | None:
+def _scores_unscaled(extended: ExtensionInConfig) -> str | None:
     """Classes that pass the config on never put YaRN's temperature on whole scores of latent attention."""
     if extended.rope.get("mscale_all_dim") and hasattr(extended.text, "kv_lora_rank"):
         return "does not apply mscale_all_dim to the attention scores"
     return None
 
 
-def _as_it_is(extended: Extended) -> str | None:
+def _as_it_is(extended: ExtensionInConfig) -> str | None:
     return None
 
 
-def _as_yarn(extended: Extended) -> str | None:
+def _as_yarn(extended: ExtensionInConfig) -> str | None:
     """DeepSeek's class and those built on it."""
     rope, kind = extended.rope, extended.rope_type
     if kind == "default":
@@ -166,7 +166,7 @@ def _as_yarn(extended: Extended) -> str | None:
     return None
 
 
-def _only_yarn(extended: Extended) -> str | None:
+def _only_yarn(extended: ExtensionInConfig) -> str | None:
     if extended.rope_type != "yarn":
         return f"computes YaRN whatever the config says, here rope_type {extended.rope_type!r}; yarn is right"
     if abs(extended.scale - (0.1 * math.log(extended.rope["factor"]) + 1)) > 1e-6:
@@ -174,17 +174,17 @@ def _only_yarn(extended: Extended) -> str | None:
     return None
 
 
-def _own_base(extended: Extended) -> str | None:
+def _own_base(extended: ExtensionInConfig) -> str | None:
     return "drops every scaling and reads its base from a field of its own"
 
 
-def _base_by_layer(extended: Extended) -> str | None:
+def _base_by_layer(extended: ExtensionInConfig) -> str | None:
     changed = extended.rope_type == "default" and getattr(extended.text, "layer_rope_theta", None) is not None
     return "takes each layer's base from layer_rope_theta" if changed else None
 
 
 # What the classes do that put something in the place of the config's rope parameters, read at the places in vllm.json.
-CLASSES: dict[str, Callable[[Extended], str | None]] = {
+CLASSES: dict[str, Callable[[ExtensionInConfig], str | None]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _as_yarn),
     **dict.fromkeys(("glm_moe_dsa", "kimi_linear", "longcat_flash"), _as_yarn),
     **dict.fromkeys(("dbrx", "mimo_v2_flash"), _own_base),
@@ -197,19 +197,19 @@ CLASSES: dict[str, Callable[[Extended], str | None]] = {
 }
 
 
-def _longrope_scale(extended: Extended) -> float:
+def _longrope_scale(extended: ExtensionInConfig) -> float:
     """What vLLM computes where the config says nothing else: it looks at the lengths only."""
     original = extended.trained_length
     stretch = max(_longest(extended), extended.target_length) / original
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
 
 
-def _whole(extended: Extended, rope: dict[str, Any]) -> dict[str, Any]:
+def _whole(extended: ExtensionInConfig, rope: dict[str, Any]) -> dict[str, Any]:
     """``rope_parameters`` complete, since an override replaces the whole dictionary."""
     return rope if extended.layer_type is None else dict(extended.text.rope_parameters) | {extended.layer_type: rope}
 
 
-def _nested(extended: Extended, overrides: dict[str, Any]) -> dict[str, Any]:
+def _nested(extended: ExtensionInConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     """Overrides at the place of the decoder's config inside a composite one."""
     if extended.text is extended.config:
         return overrides
@@ -217,7 +217,7 @@ def _nested(extended: Extended, overrides: dict[str, Any]) -> dict[str, Any]:
     return {parts[0]: overrides}
 
 
-def _notes(extended: Extended) -> list[str]:
+def _notes(extended: ExtensionInConfig) -> list[str]:
     notes = [extended.length_note] if extended.length_note else []
     read_late = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if extended.rope.get(key) is not None]
     if extended.rope_type == "yarn" and read_late:

@@ -22,7 +22,7 @@ from ctxext.surgery.generation import note_regimes, refuse_mixed_regimes
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
 from ctxext.surgery.probe import FAILURES, Layers, forward_without_data
 from ctxext.surgery.rebuild import meta_twin
-from ctxext.surgery.rotary import UNSEEN, Site
+from ctxext.surgery.rotary import UNSEEN, RotarySite
 
 __all__ = [
     "AlibiAttend",
@@ -188,7 +188,7 @@ def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
     return hashlib.sha256(slopes.float().numpy().tobytes()).hexdigest()[:12]
 
 
-def decoder_of(model: PreTrainedModel, site: Site) -> nn.Module:
+def decoder_of(model: PreTrainedModel, site: RotarySite) -> nn.Module:
     """The module that owns the rotary module: it builds the mask and calls the layers."""
     owner: nn.Module = model.get_submodule(site.path.rpartition(".")[0])
     return owner
@@ -205,7 +205,7 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
-def why_not_ours(model: PreTrainedModel, text: Any, sites: list[Site], seen: Layers) -> str | None:
+def why_not_ours(model: PreTrainedModel, text: Any, sites: list[RotarySite], seen: Layers) -> str | None:
     """Why ctxext's attention cannot take the place of this model's own; None if it can."""
     if len(sites) != 1 or sites[0].layer_type is not None:
         return "its positions differ by layer type"
@@ -239,7 +239,7 @@ class _Witness:
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def why_wiring_fails(model: PreTrainedModel, config: Any, site: Site) -> str | None:
+def why_wiring_fails(model: PreTrainedModel, config: Any, site: RotarySite) -> str | None:
     """Why a model built from ``config`` would not run on ctxext's attention; None if it would.
 
     Proven by one forward pass of a wired twin, without data: a model's own code may compute with the mask that a
@@ -261,7 +261,7 @@ def why_wiring_fails(model: PreTrainedModel, config: Any, site: Site) -> str | N
     return None if asked == len(witnesses) else f"{asked} of its {len(witnesses)} layers ask ctxext's attention"
 
 
-def wire(model: PreTrainedModel, text: Any, site: Site, attend: Any, edits: Edits) -> None:
+def wire(model: PreTrainedModel, text: Any, site: RotarySite, attend: Any, edits: Edits) -> None:
     """Give every attention layer ``attend`` and let the decoder hand it a layout."""
     decoder = decoder_of(model, site)
     edits.set(text, "_attn_implementation_internal", ATTENTION)

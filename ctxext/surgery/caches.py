@@ -222,13 +222,13 @@ class Filling:
             remember(cache, regimes=(0,))
 
 
-class _Current(threading.local):
+class _CurrentPass(threading.local):
     """The decoder's pass that this thread is inside of."""
 
     filling: Filling | None = None
 
 
-_current = _Current()
+_current = _CurrentPass()
 
 
 def current_filling() -> Filling | None:

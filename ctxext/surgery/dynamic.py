@@ -21,8 +21,8 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import note_regimes, recompute_in_generate, refuse_mixed_regimes
 from ctxext.surgery.positions import PositionedForward, declared_length
 from ctxext.surgery.rope_types import ROPE_TYPE, restoring
-from ctxext.surgery.rotary import Site
-from ctxext.surgery.stored_form import Plan, rotating
+from ctxext.surgery.rotary import RotarySite
+from ctxext.surgery.stored_form import StoredForm, rotating
 
 __all__ = ["CountedForward", "DynamicForward", "DynamicSite", "follow_length"]
 
@@ -192,7 +192,9 @@ def _joined(parts: list[Any], dim: int) -> Any:
     return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
 
 
-def follow_length(model: PreTrainedModel, method: RopeMethod, sites: list[Site], plan: Plan, edits: Edits) -> None:
+def follow_length(
+    model: PreTrainedModel, method: RopeMethod, sites: list[RotarySite], plan: StoredForm, edits: Edits
+) -> None:
     """Edit the rotary modules of a model that carries ``plan``'s config, and its generation.
 
     Raises:

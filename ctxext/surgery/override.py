@@ -14,11 +14,11 @@ from torch import nn
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 
-__all__ = ["Replicating", "StandIn", "follow_replicas"]
+__all__ = ["ForwardOverride", "Replicating", "follow_replicas"]
 
 
 @dataclass
-class StandIn:
+class ForwardOverride:
     """Stands in for ``module.forward``. An object and not a closure, so that deepcopy and pickle carry it along.
 
     Args:

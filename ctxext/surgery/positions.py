@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ctxext.attention import Layout
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.surgery.override import StandIn
+from ctxext.surgery.override import ForwardOverride
 
 __all__ = ["ATTENTION", "LayoutMask", "PositionedForward", "SharedForward", "declared_length", "layout_of"]
 
@@ -69,7 +69,7 @@ ATTENTION = "ctxext"
 
 
 @dataclass(frozen=True)
-class _Call:
+class _DecoderCall:
     """What the decoder was called with, for the mask function that runs inside it."""
 
     position_ids: Tensor | None
@@ -77,17 +77,17 @@ class _Call:
     shard: LayoutMask | None = None
 
 
-class _Current(threading.local):
+class _CurrentCall(threading.local):
     """The call that this thread is inside of. Not a context variable: torch.compile cannot trace those."""
 
-    call: _Call | None = None
+    call: _DecoderCall | None = None
 
 
-_current = _Current()
+_current = _CurrentCall()
 
 
 @dataclass
-class PositionedForward(StandIn):
+class PositionedForward(ForwardOverride):
     """Stands in for a decoder's ``forward``: notes the positions it is called with, then calls what stood there."""
 
     @classmethod
@@ -112,7 +112,7 @@ class PositionedForward(StandIn):
         if getattr(self.module.config, "_attn_implementation", None) == ATTENTION:
             kwargs = kwargs | _checked(self.module.config, given)
         outer = _current.call
-        call = _Call(None, None) if outer is None else outer
+        call = _DecoderCall(None, None) if outer is None else outer
         if given.get("position_ids") is not None:
             call = replace(call, position_ids=given["position_ids"])
         if ctxext_length is not None:
@@ -147,7 +147,7 @@ class SharedForward(PositionedForward):
         return super().run(*args, **(kwargs if shard is None else kwargs | {"ctxext_layout": shard}))
 
 
-def _shard(given: dict[str, Any], call: _Call) -> LayoutMask:
+def _shard(given: dict[str, Any], call: _DecoderCall) -> LayoutMask:
     """The layout of a shard, from the arguments of the call that holds it."""
     mask, tokens = given.get("attention_mask"), given.get("input_ids")
     if call.position_ids is None or call.length is None:

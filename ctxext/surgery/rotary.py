@@ -15,11 +15,11 @@ from ctxext.surgery.probe import Layers, look, reader_of
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.windows import is_windowed, mixes_windows
 
-__all__ = ["UNSEEN", "PinnedApply", "Site", "find_sites", "survey"]
+__all__ = ["UNSEEN", "PinnedApply", "RotarySite", "find_sites", "survey"]
 
 
 @dataclass(frozen=True)
-class Site:
+class RotarySite:
     """One set of frequencies in a model: a rotary module, and the layer type it serves (None = all layers)."""
 
     path: str
@@ -31,7 +31,7 @@ class Site:
         return "" if self.layer_type is None else f"{self.layer_type}_"
 
 
-def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
+def find_sites(model: PreTrainedModel, text: Any) -> list[RotarySite]:
     """Frequencies of the decoder that reach beyond a sliding window.
 
     Raises:
@@ -40,7 +40,7 @@ def find_sites(model: PreTrainedModel, text: Any) -> list[Site]:
     return survey(model, text)[0]
 
 
-def survey(model: PreTrainedModel, text: Any) -> tuple[list[Site], Layers]:
+def survey(model: PreTrainedModel, text: Any) -> tuple[list[RotarySite], Layers]:
     """Frequencies of the decoder that reach beyond a sliding window, and what its layers do with them.
 
     Raises:
@@ -80,7 +80,7 @@ WINDOWS_ONLY = (
 )
 
 
-def _candidates(model: PreTrainedModel, text: Any) -> list[Site]:
+def _candidates(model: PreTrainedModel, text: Any) -> list[RotarySite]:
     """Frequencies of the decoder, but for those that the config gives to windowed layers by name."""
     sites, elsewhere = [], []
     for path, module in rotaries(model):
@@ -88,7 +88,7 @@ def _candidates(model: PreTrainedModel, text: Any) -> list[Site]:
             elsewhere.append(path)
             continue
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
-        sites += [Site(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
+        sites += [RotarySite(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
     if sites:
         return sites
     if elsewhere:

@@ -18,13 +18,13 @@ from ctxext.methods.formulas import as_longrope, plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 from ctxext.surgery.rebuild import changed_scalars, meta_twin, rotaries, rotary_twin, round_trip, twin_config
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
-from ctxext.surgery.rotary import Site
+from ctxext.surgery.rotary import RotarySite
 from ctxext.surgery.verify import disagreement, module_output
 
 __all__ = [
     "LatentSpec",
-    "Plan",
     "ProportionalSpec",
+    "StoredForm",
     "checked_lengths",
     "for_scores",
     "make_plan",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Plan:
+class StoredForm:
     """A proven way to write the method into the config, before anything is edited."""
 
     fields: dict[str, Any]
@@ -51,10 +51,10 @@ class Plan:
 def make_plan(
     model: PreTrainedModel,
     method: RopeMethod,
-    sites: list[Site],
+    sites: list[RotarySite],
     specs: dict[str | None, RopeSpec],
     windows: dict[str, Any],
-) -> Plan:
+) -> StoredForm:
     """Find the first saved form that stock transformers rebuilds into what the method says."""
     text = model.config.get_text_config(decoder=True)
     reasons = []
@@ -82,7 +82,7 @@ def make_plan(
         rope_types = {layer_type: form["rope_type"] for layer_type, form in forms.items()}
         problem = _rebuilt_wrong(model, config, method, sites, specs)
         if problem is None:
-            return Plan(fields, config, specs, rope_types, stored_as)
+            return StoredForm(fields, config, specs, rope_types, stored_as)
         reasons.append(f"{stored_as}: a reload would not give the same model ({problem})")
     if not reasons:
         raise IncompatibleError(
@@ -176,7 +176,7 @@ def _rebuilt_wrong(
     model: PreTrainedModel,
     config: Any,
     method: RopeMethod,
-    sites: list[Site],
+    sites: list[RotarySite],
     specs: dict[str | None, RopeSpec],
 ) -> str | None:
     for site in sites:
@@ -200,7 +200,7 @@ def _rebuilt_wrong(
     return None
 
 
-def _rope_type(text: Any, site: Site) -> str:
+def _rope_type(text: Any, site: RotarySite) -> str:
     return str(parameters_of(text, site.layer_type)["rope_type"])
 
 
@@ -208,7 +208,7 @@ Specs = dict[str | None, RopeSpec]
 
 
 def for_scores(
-    model: PreTrainedModel, method: RopeMethod, sites: list[Site], specs: Specs, windows: dict[str, Any]
+    model: PreTrainedModel, method: RopeMethod, sites: list[RotarySite], specs: Specs, windows: dict[str, Any]
 ) -> tuple[RopeMethod, Specs]:
     """The method and the specs in the form that this model applies to whole attention scores, where it has one.
 
@@ -254,7 +254,7 @@ def for_scores(
     return method, specs
 
 
-def _score_factor(model: PreTrainedModel, config: Any, sites: list[Site]) -> float:
+def _score_factor(model: PreTrainedModel, config: Any, sites: list[RotarySite]) -> float:
     """What a config multiplies queries and keys by outside the rotation, as stock code builds the model: 1 if plain."""
     text = model.config.get_text_config(decoder=True)
     rope = dict(text.rope_parameters)
@@ -325,7 +325,7 @@ def parameters_of(text: Any, layer_type: str | None) -> dict[str, Any]:
     return dict(rope if layer_type is None else rope[layer_type])
 
 
-def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: int) -> RopeSpec:
+def plain_spec(model: PreTrainedModel, text: Any, site: RotarySite, trained_length: int) -> RopeSpec:
     """Read the site's spec off its unscaled twin, and make sure that its frequencies are the plain ones."""
     parameters = parameters_of(text, site.layer_type)
     base = parameters.get("rope_theta")
@@ -359,7 +359,7 @@ def plain_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: in
     return spec
 
 
-def trained_spec(model: PreTrainedModel, text: Any, site: Site, trained_length: int) -> RopeSpec:
+def trained_spec(model: PreTrainedModel, text: Any, site: RotarySite, trained_length: int) -> RopeSpec:
     """Read off the site's twin what a checkpoint was trained with whose positions are scaled already.
 
     That are the frequencies and the scale of cos and sin that its config gives a text of ``trained_length`` tokens,

@@ -17,7 +17,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
-from ctxext.evaluation.perplexity import Plan, make_plan, run, total_cost, window_losses
+from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import FORMAT, POSITIONS, PerplexityResult
 from ctxext.progress import Stages
 from ctxext.surgery.wrappers import base_model
@@ -42,7 +42,7 @@ class Referee:
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
-        self.plan: Plan | None = None
+        self.plan: PerplexityPlan | None = None
         evaluation = settings.evaluation
         if (evaluation.text or evaluation.passkey_lengths) and is_deepspeed_zero3_enabled():
             raise IncompatibleError(
@@ -102,7 +102,7 @@ class Referee:
             found["passkey"] = {"accuracy": keys.accuracy, "cells": [asdict(cell) for cell in keys.cells]}
         return found
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> PerplexityPlan:
         """The extension is made once to see how far it reaches, and taken off again; later the model brings it."""
         evaluation, extension = self.settings.evaluation, self.settings.extension
         lengths = [*evaluation.lengths, *([evaluation.window] if evaluation.window else [])]
@@ -110,7 +110,7 @@ class Referee:
         plan = make_plan(model, lengths=lengths, method=extension.method, arguments=extension.arguments())
         return replace(plan, method=None, arguments={}, trained_length=evaluation.window or plan.trained_length)
 
-    def _corpus(self, plan: Plan) -> Corpus:
+    def _corpus(self, plan: PerplexityPlan) -> Corpus:
         evaluation = self.settings.evaluation
         return corpus_of(
             read_documents(evaluation.text, split=evaluation.split, column=evaluation.column),
@@ -120,7 +120,7 @@ class Referee:
             limit=evaluation.documents,
         )
 
-    def _cost(self, plan: Plan) -> float:
+    def _cost(self, plan: PerplexityPlan) -> float:
         return total_cost(self.checkpoint, self.corpus, plan)
 
     def _arithmetic(self) -> torch.autocast:

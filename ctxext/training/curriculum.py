@@ -18,19 +18,19 @@ from ctxext.surgery.wrappers import base_model
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.memory import Memory
 from ctxext.training.sequences import PackedSequences, Sequences, TrainingSequences
-from ctxext.training.settings import Extension, Settings
+from ctxext.training.settings import ExtensionSettings, Settings
 
 __all__ = ["Curriculum", "StagedSequences", "sequences_of", "stages_of"]
 
 
-def stages_of(settings: Settings) -> list[tuple[int, Extension, int]]:
+def stages_of(settings: Settings) -> list[tuple[int, ExtensionSettings, int]]:
     """Steps, extension and tokens of a sequence, of each part of a run; the last is the settings' own."""
     left = settings.training.steps - sum(stage.steps for stage in settings.stages)
     given = settings.extension.model_dump() | {"factor": None, "target_length": None}
     early = [
         (
             stage.steps,
-            Extension(**given | stage.model_dump(include={"factor", "target_length"})),
+            ExtensionSettings(**given | stage.model_dump(include={"factor", "target_length"})),
             stage.length or settings.data.length,
         )
         for stage in settings.stages
@@ -132,7 +132,7 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         model: nn.Module,
-        stages: Sequence[tuple[int, Extension, int]],
+        stages: Sequence[tuple[int, ExtensionSettings, int]],
         memory: Memory,
         held: contextlib.ExitStack,
     ) -> None:

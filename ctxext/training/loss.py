@@ -30,7 +30,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import box_inputs_of_head, require_head, require_pieces, shell_of
-from ctxext.surgery.override import StandIn
+from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.parallel import is_fsdp, is_sharded
 
@@ -93,7 +93,7 @@ class ChunkedLoss:
             PatchStateError: if the model was patched since; unpatch it first.
         """
         current = getattr(self._owner, self._name, None)
-        if self._edits.lines() and isinstance(current, StandIn) and current is not self._forward:
+        if self._edits.lines() and isinstance(current, ForwardOverride) and current is not self._forward:
             raise PatchStateError(
                 f"The {type(self._forward.module).__name__} was patched after chunk_loss(model), on top of it. Call "
                 f"ctxext.unpatch(model) first."
@@ -112,7 +112,7 @@ class ChunkedLoss:
 def _innermost(causal: PreTrainedModel) -> tuple[Any, str]:
     """Where the class's own forward is called: below everything that was put around it."""
     owner, name = (causal, "_old_forward") if "_hf_hook" in causal.__dict__ else (causal, "forward")
-    while isinstance(current := vars(owner).get(name), StandIn):
+    while isinstance(current := vars(owner).get(name), ForwardOverride):
         if isinstance(current, ChunkedForward):
             raise PatchStateError(f"This {type(causal).__name__} computes its loss in chunks already.")
         owner, name = current, "inner"
@@ -126,7 +126,7 @@ def _innermost(causal: PreTrainedModel) -> tuple[Any, str]:
 
 
 @dataclass
-class ChunkedForward(StandIn):
+class ChunkedForward(ForwardOverride):
     """Stands in for a causal model's ``forward`` and returns its loss without its logits.
 
     Args:

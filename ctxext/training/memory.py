@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.override import StandIn
+from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import chunk_loss
 
@@ -140,7 +140,7 @@ def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
 
 
 @dataclass
-class TiledForward(StandIn):
+class TiledForward(ForwardOverride):
     """Stands in for the ``forward`` of a module that treats every token alike, and computes it a tile at a time.
 
     Args:

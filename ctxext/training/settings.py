@@ -20,13 +20,13 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 __all__ = [
     "Data",
     "Evaluation",
-    "Extension",
+    "ExtensionSettings",
     "Lora",
-    "Memory",
+    "MemorySettings",
     "Section",
     "Settings",
     "Stage",
-    "Training",
+    "TrainingSettings",
     "checked_settings",
     "read_settings",
 ]
@@ -45,7 +45,7 @@ def _one_of(factor: float | None, target_length: int | None) -> None:
         raise ValueError("give one of factor and target_length")
 
 
-class Extension(Section):
+class ExtensionSettings(Section):
     """What ``ctxext.patch`` is given.
 
     Args:
@@ -69,7 +69,7 @@ class Extension(Section):
     parameters: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _factor_or_length(self) -> Extension:
+    def _factor_or_length(self) -> ExtensionSettings:
         _one_of(self.factor, self.target_length)
         return self
 
@@ -143,7 +143,7 @@ class Lora(Section):
     embeddings: bool = True
 
 
-class Training(Section):
+class TrainingSettings(Section):
     """The optimisation.
 
     Args:
@@ -176,7 +176,7 @@ class Training(Section):
     keep: int = Field(2, ge=2)
 
 
-class Memory(Section):
+class MemorySettings(Section):
     """How a training step holds memory: what ``ctxext.training.Memory`` is given (explained there), and one more.
 
     Args:
@@ -265,11 +265,11 @@ class Settings(Section):
     merge: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantisation: Literal["nf4"] | None = None
-    extension: Extension
+    extension: ExtensionSettings
     data: Data
     lora: Lora = Lora()
-    memory: Memory = Memory()
-    training: Training
+    memory: MemorySettings = MemorySettings()
+    training: TrainingSettings
     evaluation: Evaluation = Evaluation()
     stages: list[Stage] = []
 

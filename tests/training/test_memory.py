@@ -108,7 +108,10 @@ def test_refused_and_nothing_changed() -> None:
     model = tiny("mixtral")
     for memory, said in (
         (Memory(offload=True), "this model is on the CPU, where they are already"),
-        (Memory(mlp_tile=16), r"MixtralDecoderLayer of MixtralForCausalLM has no plain MLP to tile \(found Mixtral"),
+        (
+            Memory(mlp_tile=16),
+            r"MixtralDecoderLayer of MixtralForCausalLM has no plain MLP to tile \(found Mixtral",
+        ),
     ):
         with pytest.raises(IncompatibleError, match=said):
             memory.apply(model)

@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training import Memory
 from ctxext.training.curriculum import Curriculum
 from ctxext.training.lora import attach_lora
-from ctxext.training.settings import Extension, Settings, Stage
+from ctxext.training.settings import ExtensionSettings, Settings, Stage
 
 
 def with_stages(settings: Settings, *stages: dict[str, Any]) -> Settings:
@@ -59,7 +59,7 @@ def test_stages_that_cannot_be(settings: Any) -> None:
 @pytest.mark.parametrize(("model_type", "method"), [("llama", "yarn"), ("llama", "alibi"), ("bloom", "pi")])
 def test_changing_stages_leaves_what_else_was_done_to_the_model(model_type: str, method: str) -> None:
     """Loss in chunks, checkpointing and the adapter stay; only the extension is another."""
-    extensions = [Extension(method=method, factor=factor) for factor in (2, 8)]
+    extensions = [ExtensionSettings(method=method, factor=factor) for factor in (2, 8)]
     model = attach_lora(ctxext.patch(tiny(model_type), method, factor=8))
     memory = Memory(loss_chunk=16)
     held = memory.apply(model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from ctxext.cli.options import Window
+from ctxext.cli.options import SlidingWindowChoice
 from ctxext.cli.outputs import check_outputs
 from ctxext.errors import InvalidParameterError
 
@@ -53,7 +53,7 @@ def set_up(
     device: str | None,
     trust: bool,
     reference: str | None,
-    sliding_window: Window | None,
+    sliding_window: SlidingWindowChoice | None,
     **panel: Any,
 ) -> Scene:
     """Load what the options name; ``panel`` goes to ``make_panel``.

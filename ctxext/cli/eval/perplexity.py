@@ -38,7 +38,7 @@ from ctxext.cli.outputs import check_outputs, write_outputs
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.corpus import Corpus
-    from ctxext.evaluation.perplexity import Plan
+    from ctxext.evaluation.perplexity import PerplexityPlan
 
 __all__ = ["perplexity"]
 
@@ -142,7 +142,7 @@ def perplexity(
 
 
 def _corpus(
-    loaded: Loaded, text: list[str] | None, plan: Plan, tokens: int | None, bos: str, texts: dict[str, Any]
+    loaded: Loaded, text: list[str] | None, plan: PerplexityPlan, tokens: int | None, bos: str, texts: dict[str, Any]
 ) -> Corpus:
     """The texts, as long as the mode reads them, with the prefix that the mode puts in front."""
     from ctxext.errors import InvalidParameterError

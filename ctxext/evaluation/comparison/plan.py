@@ -23,7 +23,7 @@ from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.journal import Journal, parsed_object, told_of_disk
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.passkey import JUDGED, Prompt
+from ctxext.evaluation.passkey import JUDGED, PasskeyPrompt
 from ctxext.evaluation.readings import Reading, Refusal, Wardrobe
 from ctxext.evaluation.statistics import edges_for
 from ctxext.evaluation.survey import share_of, told_of_memory
@@ -35,8 +35,8 @@ __all__ = [
     "PASSKEY",
     "Cell",
     "CellStore",
+    "ComparisonPlan",
     "Outcome",
-    "Plan",
     "check_lengths",
     "make_plan",
     "measure_cells",
@@ -73,7 +73,7 @@ class Cell:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ComparisonPlan:
     """A whole comparison before anything of it is measured.
 
     Args:
@@ -89,7 +89,7 @@ class Plan:
     readings: tuple[Reading, ...]
     refusals: tuple[Refusal, ...]
     documents: tuple[TokenisedDocument, ...]
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PasskeyPrompt, ...]
     trained_length: int
     lengths: tuple[int, ...]
     cells: tuple[Cell, ...]
@@ -112,12 +112,12 @@ def make_plan(
     readings: Sequence[Reading],
     refusals: Sequence[Refusal] = (),
     documents: Sequence[TokenisedDocument],
-    prompts: Sequence[Prompt] = (),
+    prompts: Sequence[PasskeyPrompt] = (),
     trained_length: int,
     lengths: Sequence[int],
     setting: Mapping[str, Any],
     turning_point: int,
-) -> Plan:
+) -> ComparisonPlan:
     """Lay out the cells.
 
     Args:
@@ -143,7 +143,9 @@ def make_plan(
         reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in (*refusals, *short))
         raise InvalidParameterError(f"No method is left to compare. {reasons}")
     cut = tuple(document.take(lengths[-1] + 1) for document in documents)
-    frame = Plan(tuple(reaching), (*refusals, *short), cut, tuple(prompts), trained_length, tuple(lengths), ())
+    frame = ComparisonPlan(
+        tuple(reaching), (*refusals, *short), cut, tuple(prompts), trained_length, tuple(lengths), ()
+    )
     cells = [cell for reading in reaching for cell in _cells(frame, reading, setting, turning_point)]
     return replace(frame, cells=tuple(cells))
 
@@ -176,7 +178,7 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
     return tuple(wanted)
 
 
-def _cells(plan: Plan, reading: Reading, setting: Mapping[str, Any], turning_point: int) -> list[Cell]:
+def _cells(plan: ComparisonPlan, reading: Reading, setting: Mapping[str, Any], turning_point: int) -> list[Cell]:
     lengths, trained, window = plan.lengths_of(reading), plan.trained_length, reading.window
     cells: list[Cell] = []
     if reading.name == TRUNCATED:
@@ -210,7 +212,12 @@ def _cells(plan: Plan, reading: Reading, setting: Mapping[str, Any], turning_poi
 
 
 def measure_cells(
-    wardrobe: Wardrobe, plan: Plan, cells: Sequence[Cell], store: CellStore, *, progress: Progress = lambda *_: None
+    wardrobe: Wardrobe,
+    plan: ComparisonPlan,
+    cells: Sequence[Cell],
+    store: CellStore,
+    *,
+    progress: Progress = lambda *_: None,
 ) -> None:
     """Compute cells and keep each as soon as it is finished. The model is at the end what it was at the start.
 
@@ -237,12 +244,12 @@ def measure_cells(
                     store.add(cell, _measured(wardrobe.model, plan, cell, where))
 
 
-def _passes(model: nn.Module, plan: Plan, cell: Cell) -> int:
+def _passes(model: nn.Module, plan: ComparisonPlan, cell: Cell) -> int:
     """Forward passes that a cell takes; for a passkey, the plan knew only how many they are at most."""
     return cell.passes if cell.kind == LOSS else passkey.passes(model, plan.prompts[cell.index].passkey)
 
 
-def _measured(model: nn.Module, plan: Plan, cell: Cell, where: str) -> Outcome:
+def _measured(model: nn.Module, plan: ComparisonPlan, cell: Cell, where: str) -> Outcome:
     began = time.perf_counter()
     with told_of_memory(where):
         outcome = _losses(model, plan, cell) if cell.kind == LOSS else _passkey(model, plan, cell)
@@ -255,7 +262,7 @@ def _measured(model: nn.Module, plan: Plan, cell: Cell, where: str) -> Outcome:
     return replace(outcome, seconds=time.perf_counter() - began)
 
 
-def _losses(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
+def _losses(model: nn.Module, plan: ComparisonPlan, cell: Cell) -> Outcome:
     document = plan.documents[cell.index].take(cell.length + 1)
     window = window_of(cell.reading)
     if window is None:
@@ -265,7 +272,7 @@ def _losses(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
     return Outcome(losses=tail[0])
 
 
-def _passkey(model: nn.Module, plan: Plan, cell: Cell) -> Outcome:
+def _passkey(model: nn.Module, plan: ComparisonPlan, cell: Cell) -> Outcome:
     window, prefix = window_of(cell.reading), plan.documents[0].prefix
     trial = passkey.ask(model, plan.prompts[cell.index], window=window, prefix=prefix)
     return Outcome(correct=trial.correct, loss=trial.loss)

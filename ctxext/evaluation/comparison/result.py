@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, CellStore, Plan
+from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, CellStore, ComparisonPlan
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import (
     CHANCE,
@@ -31,7 +31,7 @@ __all__ = [
     "NO",
     "YES",
     "ComparisonResult",
-    "Panel",
+    "FactorSeries",
     "PasskeyScore",
     "Row",
     "Score",
@@ -188,7 +188,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
+class FactorSeries:
     """What a figure of one factor shows: losses by position up to the length that the factor reaches.
 
     Args:
@@ -228,7 +228,7 @@ class ComparisonResult:
     unit: str
     rows: tuple[Row, ...]
     refusals: tuple[Refusal, ...]
-    panels: tuple[Panel, ...]
+    panels: tuple[FactorSeries, ...]
     verdicts: tuple[Verdict, ...]
     provenance: Mapping[str, Any]
     made: Mapping[str, Any]
@@ -248,7 +248,7 @@ class ComparisonResult:
 
 
 def assemble(
-    plan: Plan, store: CellStore, *, provenance: Mapping[str, Any], made: Mapping[str, Any]
+    plan: ComparisonPlan, store: CellStore, *, provenance: Mapping[str, Any], made: Mapping[str, Any]
 ) -> ComparisonResult:
     """Put finished cells together; every cell of the plan must be in the store.
 
@@ -275,7 +275,7 @@ def assemble(
 class _Shelf:
     """Losses of finished cells, read when they are asked for: all at once may not fit into memory."""
 
-    def __init__(self, plan: Plan, store: CellStore) -> None:
+    def __init__(self, plan: ComparisonPlan, store: CellStore) -> None:
         self.plan, self.store, self.lines = plan, store, store.finished()
         self.unpatched = next(reading for reading in plan.readings if reading.name == UNPATCHED)
         self.windows = {reading.window: reading for reading in plan.readings if reading.window is not None}
@@ -349,13 +349,13 @@ class _Shelf:
         return self.lines[cell.key]
 
 
-def _stretch(plan: Plan, length: int) -> int:
+def _stretch(plan: ComparisonPlan, length: int) -> int:
     """Positions that stand for a length: a quarter of the window, or what lies beyond the window if that is less."""
     quarter = max(1, plan.trained_length // 4)
     return quarter if length == plan.trained_length else min(quarter, length - plan.trained_length)
 
 
-def _row(plan: Plan, shelf: _Shelf, reading: Reading) -> Row:
+def _row(plan: ComparisonPlan, shelf: _Shelf, reading: Reading) -> Row:
     window, documents = plan.trained_length, len(plan.documents)
     own = shelf.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
     inside, plain = (shelf.losses(which, window) for which in (own, shelf.unpatched))
@@ -368,7 +368,7 @@ def _row(plan: Plan, shelf: _Shelf, reading: Reading) -> Row:
     )
 
 
-def _score(plan: Plan, shelf: _Shelf, reading: Reading, length: int) -> Score:
+def _score(plan: ComparisonPlan, shelf: _Shelf, reading: Reading, length: int) -> Score:
     start = length - _stretch(plan, length)
     window, end = shelf.stretch(reading, length, start)
     window_of_whole, whole = shelf.stretch(reading, length, 0)
@@ -389,7 +389,7 @@ def _score(plan: Plan, shelf: _Shelf, reading: Reading, length: int) -> Score:
     )
 
 
-def _verdict(plan: Plan, shelf: _Shelf, rows: Sequence[Row], length: int) -> Verdict:
+def _verdict(plan: ComparisonPlan, shelf: _Shelf, rows: Sequence[Row], length: int) -> Verdict:
     competing = [row.reading for row in rows if row.reading.is_candidate and row.at(length)]
     stretch = _stretch(plan, length)
     return judge(
@@ -400,7 +400,7 @@ def _verdict(plan: Plan, shelf: _Shelf, rows: Sequence[Row], length: int) -> Ver
     )
 
 
-def _panels(plan: Plan, shelf: _Shelf) -> tuple[Panel, ...]:
+def _panels(plan: ComparisonPlan, shelf: _Shelf) -> tuple[FactorSeries, ...]:
     methods = [reading for reading in plan.readings if not reading.is_reference]
     factors: list[float | None] = [*sorted({reading.factor for reading in methods if not reading.any_factor})]
     panels = []
@@ -422,7 +422,7 @@ def _panels(plan: Plan, shelf: _Shelf) -> tuple[Panel, ...]:
             )
             for reading in shown
         ]
-        panels.append(Panel(factor=factor, length=length, series=tuple(series)))
+        panels.append(FactorSeries(factor=factor, length=length, series=tuple(series)))
     return tuple(panels)
 
 

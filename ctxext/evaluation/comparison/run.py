@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.plan import Cell, CellStore, Plan, check_lengths, make_plan, measure_cells
+from ctxext.evaluation.comparison.plan import Cell, CellStore, ComparisonPlan, check_lengths, make_plan, measure_cells
 from ctxext.evaluation.comparison.result import ComparisonResult, assemble
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress, turning_point
@@ -37,7 +37,7 @@ class Comparison:
     checkpoint: Checkpoint
     corpus: Corpus
     wardrobe: Wardrobe
-    plan: Plan
+    plan: ComparisonPlan
     store: CellStore
     team: Team
     seed: int

@@ -16,7 +16,7 @@ from ctxext.errors import InvalidParameterError, ResultsError
 from ctxext.evaluation.comparison.result import ComparisonResult, standard_errors_needed
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.comparison_figures import drawings
-from ctxext.evaluation.report.comparison_tables import Table, csv_rows, main_table, other_tables, passkey_grids
+from ctxext.evaluation.report.comparison_tables import TextTable, csv_rows, main_table, other_tables, passkey_grids
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line, windows_in_words
 from ctxext.evaluation.report.style import VARIABLES, require_matplotlib
 from ctxext.evaluation.truncation import windows_of
@@ -71,7 +71,7 @@ def page(result: ComparisonResult) -> str:
     return _rendered("comparison.html.jinja", result, figures=figures, escape=True)
 
 
-def terminal_table(table: Table) -> RichTable:
+def terminal_table(table: TextTable) -> RichTable:
     """A table for a terminal."""
     found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(table.header):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ctxext.evaluation.comparison.result import ComparisonResult, Panel, Row, Score, Series
+from ctxext.evaluation.comparison.result import ComparisonResult, FactorSeries, Row, Score, Series
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.readings import TIMES, Reading
@@ -118,7 +118,7 @@ def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row
     axes.set_axisbelow(True)
 
 
-def _by_position(result: ComparisonResult, panel: Panel) -> Drawing:
+def _by_position(result: ComparisonResult, panel: FactorSeries) -> Drawing:
     readings = [result.row(item.name).reading for item in panel.drawn]
     looks = _looks(readings, short=True)
     ends = "; ".join(f"{looks[item.name].label} {item.buckets[-1].perplexity:.4g}" for item in panel.drawn)
@@ -139,7 +139,7 @@ def _by_position(result: ComparisonResult, panel: Panel) -> Drawing:
     )
 
 
-def _against_truncation(result: ComparisonResult, panel: Panel) -> Drawing:
+def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Drawing:
     readings = [result.row(item.name).reading for item in panel.drawn]
     looks = _looks(readings, short=True)
     names = {reading.name for reading in readings if reading.is_candidate}
@@ -258,9 +258,9 @@ def _documents(result: ComparisonResult) -> int:
     return len(result.provenance["documents"])
 
 
-def _of_factor(panel: Panel) -> str:
+def _of_factor(panel: FactorSeries) -> str:
     return "" if panel.factor is None else f", factor {panel.factor:g}"
 
 
-def _suffix(panel: Panel) -> str:
+def _suffix(panel: FactorSeries) -> str:
     return "" if panel.factor is None else f"-x{panel.factor:g}".replace(".", "_")

@@ -11,13 +11,13 @@ from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.sentences import hidden_keys, windows_in_words
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
-__all__ = ["Table", "csv_rows", "main_table", "other_tables", "passkey_grids"]
+__all__ = ["TextTable", "csv_rows", "main_table", "other_tables", "passkey_grids"]
 
 NONE = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A table with a header row and a header column.
 
     Args:
@@ -33,7 +33,7 @@ class Table:
     emphasis: tuple[str, ...]
 
 
-def main_table(result: ComparisonResult) -> Table:
+def main_table(result: ComparisonResult) -> TextTable:
     """Short context, each length against truncation, and hidden keys: one row per reading, references first."""
     beyond = [verdict.length for verdict in result.verdicts]
     window = tokens_label(result.trained_length)
@@ -54,7 +54,7 @@ def main_table(result: ComparisonResult) -> Table:
             cells.append(str(score.versus_truncation) if score and not is_itself else NONE)
         cells += [_fraction(*hidden_keys(row))] if with_keys else []
         rows.append(tuple(cells))
-    return Table(
+    return TextTable(
         caption=f"Perplexity inside the trained {window} tokens and at the end of each length; differences of loss in "
         f"nats per token ± standard error over {result.unit}; best truncation: whichever of the last "
         f"{windows_in_words(result.trained_length, 'or')} tokens predicts those best"
@@ -65,7 +65,7 @@ def main_table(result: ComparisonResult) -> Table:
     )
 
 
-def other_tables(result: ComparisonResult) -> list[Table]:
+def other_tables(result: ComparisonResult) -> list[TextTable]:
     """Whole texts, single documents and methods."""
     tables = [_whole_texts(result)]
     if len(result.provenance["documents"]) > 1:
@@ -158,7 +158,7 @@ def _emphasis(result: ComparisonResult) -> tuple[str, ...]:
     )
 
 
-def _whole_texts(result: ComparisonResult) -> Table:
+def _whole_texts(result: ComparisonResult) -> TextTable:
     lengths = [tokens_label(length) for length in result.lengths]
     rows = [
         (
@@ -173,10 +173,10 @@ def _whole_texts(result: ComparisonResult) -> Table:
     caption = (
         "Perplexity of all tokens up to each length, as published curves have it: more context and other text mixed"
     )
-    return Table(caption, ("", *lengths), tuple(rows), _emphasis(result))
+    return TextTable(caption, ("", *lengths), tuple(rows), _emphasis(result))
 
 
-def _single_documents(result: ComparisonResult) -> Table:
+def _single_documents(result: ComparisonResult) -> TextTable:
     last = result.verdicts[-1].length
     names = result.provenance["documents"]
     rows = []
@@ -187,10 +187,10 @@ def _single_documents(result: ComparisonResult) -> Table:
     caption = (
         f"Loss minus the best truncation's at the end of {tokens_label(last)} tokens, in each document, nats per token"
     )
-    return Table(caption, ("", *names), tuple(rows), _emphasis(result))
+    return TextTable(caption, ("", *names), tuple(rows), _emphasis(result))
 
 
-def _methods(result: ComparisonResult) -> Table:
+def _methods(result: ComparisonResult) -> TextTable:
     rows = []
     for row in _ordered(result):
         method = dict(row.reading.method or {})
@@ -200,7 +200,7 @@ def _methods(result: ComparisonResult) -> Table:
         notes = " ".join([*attention, *(f"{note.rstrip('.')}." for note in row.reading.notes)]) or NONE
         rows.append((row.reading.label, name, parameters, row.reading.fingerprint or NONE, notes))
     header = ("", "method", "parameters", "frequencies", "notes")
-    return Table("What was measured, with a fingerprint of its frequencies", header, tuple(rows), _emphasis(result))
+    return TextTable("What was measured, with a fingerprint of its frequencies", header, tuple(rows), _emphasis(result))
 
 
 def _with_window(row: Row, perplexity: float, window: int | None) -> str:

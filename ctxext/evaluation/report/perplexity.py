@@ -16,8 +16,8 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.labels import few_of, label_of, tokens_label
 from ctxext.evaluation.loss import PairedDifference
-from ctxext.evaluation.perplexity import Plan
-from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, Reading, Score
+from ctxext.evaluation.perplexity import PerplexityPlan
+from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.report.style import COLOURS, FAINT, STYLE, require_matplotlib
 from ctxext.evaluation.truncation import TRUNCATED, is_reference, window_name, window_of
 
@@ -33,7 +33,7 @@ TITLES = {
 }
 
 
-def announce(console: Console, checkpoint: Checkpoint, corpus: Corpus, plan: Plan) -> None:
+def announce(console: Console, checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> None:
     """Say what is about to be measured, on what."""
     short = corpus.read - len(corpus.documents)
     shown = few_of([document.name for document in corpus.documents])
@@ -94,7 +94,7 @@ def save_figure(result: PerplexityResult, path: Path) -> None:
 
 
 def _table(
-    result: PerplexityResult, kind: str, cell: Callable[[Score], str], missing: str, *, windows: bool = False
+    result: PerplexityResult, kind: str, cell: Callable[[PerplexityScore], str], missing: str, *, windows: bool = False
 ) -> Table:
     """One row per reading that has a cell, one column per span or length; ``windows`` names the best truncation's."""
     filled = {
@@ -121,7 +121,7 @@ def _difference(difference: PairedDifference | None) -> str:
     return "" if difference is None else str(difference).replace(" ± ", "\n±")
 
 
-def _span(score: Score) -> str:
+def _span(score: PerplexityScore) -> str:
     start = f"{tokens_label(score.start)}-" if score.kind == POSITIONS else ""
     return f"{start}{tokens_label(score.stop)}"
 
@@ -156,7 +156,7 @@ def _draw_perplexity(axes: Any, result: PerplexityResult, kind: str) -> None:
     axes.grid(axis="y", color=FAINT, lw=0.6)
 
 
-def _draw_differences(axes: Any, readings: list[Reading], kind: str) -> None:
+def _draw_differences(axes: Any, readings: list[PerplexityReading], kind: str) -> None:
     axes.axhline(0, color=REFERENCES["truncated"], lw=1.4, ls="--")
     shown = [one for one in readings if not is_reference(one.name)] or [
         one for one in readings if one.name == "unpatched"
@@ -174,5 +174,5 @@ def _draw_differences(axes: Any, readings: list[Reading], kind: str) -> None:
     axes.grid(axis="y", color=FAINT, lw=0.6)
 
 
-def _colour(reading: Reading) -> str:
+def _colour(reading: PerplexityReading) -> str:
     return REFERENCES.get(reading.name) or COLOURS.get(reading.name, EXTENSION)

@@ -142,7 +142,7 @@ ACROSS = 4
 
 
 @dataclass(frozen=True)
-class Panel:
+class Map:
     """One map.
 
     Args:
@@ -204,24 +204,24 @@ def save_ruler_figure(report: RulerReport, path: Path) -> None:
     )
 
 
-def _passkey_panel(reading: PasskeyResult, lengths: Sequence[int], depths: Sequence[float]) -> Panel:
+def _passkey_panel(reading: PasskeyResult, lengths: Sequence[int], depths: Sequence[float]) -> Map:
     cells = {(cell.length, cell.depth): cell for cell in reading.cells}
     grid = [[cells.get((length, depth)) for length in lengths] for depth in depths]
     low, high = reading.interval
-    return Panel(
+    return Map(
         f"{reading.label}: {reading.accuracy:.0%} found ({low:.0%} to {high:.0%})",
         [[cell.accuracy if cell else None for cell in row] for row in grid],
         [[(f"{cell.correct}/{cell.trials}", f"{cell.loss:.2f}") if cell else ("", "") for cell in row] for row in grid],
     )
 
 
-def _ruler_panel(reading: RulerResult, lengths: Sequence[int], tasks: Sequence[str]) -> Panel:
+def _ruler_panel(reading: RulerResult, lengths: Sequence[int], tasks: Sequence[str]) -> Map:
     scores = {(cell.task, cell.length): cell.score for cell in reading.cells}
     scores |= {("average", length): score for length, score in reading.averages.items()}
     grid = [[scores.get((task, length)) for length in lengths] for task in (*tasks, "average")]
     effective = reading.relative_effective_length
     reach = "0 at the shortest" if effective is None else f"keeps 85% to {tokens_label(effective)}"
-    return Panel(
+    return Map(
         f"{reading.label}: {reach}",
         [[None if score is None else score / 100 for score in row] for row in grid],
         [[("", "") if score is None else (f"{score:.0f}", "") for score in row] for row in grid],
@@ -229,7 +229,7 @@ def _ruler_panel(reading: RulerResult, lengths: Sequence[int], tasks: Sequence[s
 
 
 def _save(
-    panels: Sequence[Panel],
+    panels: Sequence[Map],
     path: Path,
     *,
     title: str,
@@ -278,7 +278,7 @@ def _save(
         figure.savefig(path, dpi=160)
 
 
-def _draw(axes: Any, panel: Panel) -> Any:
+def _draw(axes: Any, panel: Map) -> Any:
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 
