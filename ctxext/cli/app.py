@@ -58,10 +58,10 @@ app.add_typer(eval_app, name="eval")
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Give a Hugging Face checkpoint a longer context, and prove that it works."""
-    import ctxext
+    from ctxext.version import __version__
 
     if version:
-        typer.echo(ctxext.__version__)
+        typer.echo(__version__)
         raise typer.Exit()
     # It warns of every rope type that it does not know, and trying methods tries those. Where it is not imported yet,
     # the help of a command must not wait for it.

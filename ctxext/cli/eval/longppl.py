@@ -143,11 +143,11 @@ def _asked(
     loaded: Loaded, methods: list[str], factors: list[float], lengths: list[int], trained_length: int | None
 ) -> tuple[list[int], list[float]]:
     """Lengths and factors, with their defaults."""
-    import ctxext
+    from ctxext import patching
     from ctxext.errors import InvalidParameterError
     from ctxext.evaluation.retrieval.readers import factors_for
 
-    described = ctxext.describe(loaded.model)
+    described = patching.describe(loaded.model)
     trained = trained_length or described.trained_length
     if trained is None:
         raise InvalidParameterError(
