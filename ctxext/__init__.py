@@ -6,7 +6,7 @@ import sys
 import typing
 
 from ctxext import errors
-from ctxext.version import __version__
+from ctxext.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
     from ctxext import training
