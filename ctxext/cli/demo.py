@@ -41,7 +41,7 @@ from ctxext.evaluation.truncation import (
     windows_of,
 )
 from ctxext.methods import Method
-from ctxext.progress import Stages
+from ctxext.progress import StageBar
 
 __all__ = [
     "DemoPlan",
@@ -507,7 +507,7 @@ def _plays(documents: int) -> list[Path]:
 def _with_progress(
     console: Console, checkpoint: Checkpoint, passages: list[TokenisedDocument], plan: DemoPlan
 ) -> DemoResult:
-    with Stages(console, plan.cost(len(passages)), report=True) as stages:
+    with StageBar(console, plan.cost(len(passages)), report=True) as stages:
 
         def advance(name: str, cost: float) -> None:
             stages(", ".join(label_of(part) for part in name.split(", ")), cost)
