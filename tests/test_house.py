@@ -12,10 +12,28 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 # From the ground up: a room imports from those before it. The face of the library (``ctxext`` itself) knows the verbs'.
-ROOMS = (
-    "version errors files progress registry spec methods attention surgery saved architectures adapters patching "
-    "runtimes checkpoints evaluation training planning cli __main__"
-).split()
+ROOMS = [
+    "version",
+    "errors",
+    "files",
+    "progress",
+    "registry",
+    "spec",
+    "methods",
+    "attention",
+    "surgery",
+    "saved",
+    "architectures",
+    "adapters",
+    "patching",
+    "runtimes",
+    "checkpoints",
+    "evaluation",
+    "training",
+    "planning",
+    "cli",
+    "__main__",
+]
 
 
 def modules() -> dict[str, ast.Module]:
