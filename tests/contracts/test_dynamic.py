@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from _models import TRAINED_LENGTH, logits, tiny, tokens
@@ -69,16 +68,6 @@ def test_what_stock_code_makes_of_it_is_said_and_so(method: str | Method, tmp_pa
 @pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "dynamic_pi", "pi"])
 def test_nothing_of_the_kind_is_said_elsewhere(method: str) -> None:
     assert "Stock code loads it" not in notes(ctxext.patch(tiny(), method, factor=4.0))
-
-
-@pytest.fixture
-def _for_compiling() -> Iterator[None]:
-    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
-    torch._dynamo.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("_for_compiling")
