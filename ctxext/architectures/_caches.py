@@ -41,7 +41,8 @@ EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guar
 
 NOT_ONE_GRAPH = (
     "ctxext: a dynamic method reads the length of each sequence from the values of position_ids, which one compiled, "
-    "exported or traced graph cannot hold. Compile with fullgraph=False, or extend the model by a method that is not dynamic."
+    "exported or traced graph cannot hold. Compile with fullgraph=False, or extend the model by a method that is not "
+    "dynamic."
 )
 
 
