@@ -243,7 +243,7 @@ class DynamicGuard(CacheGuard):
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache that something else filled, and show what filled it to those who compute positions."""
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
         _current.filling = Filling(self.given(args, kwargs))
