@@ -104,6 +104,14 @@ def compiled_steps(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
+def test_a_trace_that_would_hold_one_length_is_refused(model_type: str, method: str) -> None:
+    model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
+    model.requires_grad_(requires_grad=False)
+    with pytest.raises(IncompatibleError, match="one compiled, exported or traced graph cannot hold"):
+        torch.jit.trace(model, (tokens(),), check_trace=False, strict=False)
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
 def test_generate_does_not_compile_by_itself(model_type: str, method: str) -> None:
     model = tiny(model_type)
     assert compiled_steps(model) > 0
