@@ -328,6 +328,12 @@ def broken(source: Path, what: str) -> None:
         case "absent tensor":
             index["weight_map"] = {"nowhere.weight": "model.safetensors"}
             (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "shard without index":
+            weights.rename(source / "model-00001-of-00002.safetensors")
+        case "shard that no index names":
+            index["weight_map"] = {}
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+            shutil.copy(weights, source / "model-00002-of-00002.safetensors")
         case "last byte":
             weights.write_bytes(weights.read_bytes()[:-1])
         case "header only":
@@ -366,6 +372,8 @@ def broken(source: Path, what: str) -> None:
         ("truncated", "unfinished download"),
         ("index of lists", "should map each tensor to its file under weight_map; found"),
         ("absent tensor", r"says that model.safetensors holds nowhere.weight, which it does not"),
+        ("shard without index", r"no index names it .found: no \*.safetensors.index.json"),
+        ("shard that no index names", r"-00002.safetensors is one of .*found: model.safetensors.index.json"),
         ("last byte", "unfinished download"),
         ("header only", "unfinished download"),
         ("garbage", "not a whole safetensors file"),
