@@ -48,7 +48,7 @@ BESIDE = frozenset({"rope_theta", "partial_rotary_factor"})
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
 # What save_pretrained calls one file of several; those of a variant (model.fp16-...) have an index of another name.
-SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
 
 @dataclass
@@ -323,6 +323,13 @@ def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set
     missing = sorted(set(weight_map.values()) - tensors.keys())
     if missing:
         raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
+    shards = sorted(name for name in set(weight_map.values()) if SHARD.fullmatch(name))
+    told = {match[1] for match in map(SHARD.fullmatch, shards) if match}
+    if shards and told != {f"{len(shards):05d}"}:
+        raise CheckpointError(
+            f"{source} is incomplete: {index.name} names {len(shards)} of the {int(max(told))} files that "
+            f"{shards[0]} is one of. Download the index again, and what it names."
+        )
     absent = [name for name, file in weight_map.items() if name not in tensors[file]]
     if absent:
         raise CheckpointError(
