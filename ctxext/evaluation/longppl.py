@@ -13,11 +13,10 @@ Source: Fang et al., arXiv:2410.23771.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -33,8 +32,9 @@ from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import PairedDifference, grouped_difference, loss_by_position, truncated_loss
 from ctxext.evaluation.provenance import Provenance, provenance_of
-from ctxext.evaluation.readings import label_for, name_for
+from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
 from ctxext.evaluation.truncation import (
+    AS_SAVED,
     TRUNCATED,
     UNPATCHED,
     best_window,
@@ -188,7 +188,6 @@ def _value(difference: PairedDifference | None, name: str) -> float | None:
     return None if difference is None else getattr(difference, name)
 
 
-AS_SAVED = "as saved"
 # As in `perplexity`: fewer documents say too little about how documents differ, and blocks of text stand in for them.
 ENOUGH_DOCUMENTS, BLOCK = 5, 64
 
@@ -238,7 +237,7 @@ def run(
         work.best(truncations),
     ]
     for name, label, method in _named(methods):
-        with _extended(checkpoint.model, method, trained_length):
+        with patched(checkpoint.model, method, trained_length=trained_length):
             check_reach(checkpoint.model, lengths[-1], beyond=False)
             provenance = provenance.with_extension(name, checkpoint.model)
             found = work.read(name, checkpoint.model, lengths)
@@ -389,9 +388,10 @@ def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequen
             f"{checkpoint.name} comes extended, and may have been trained since. Give the checkpoint that it was made "
             f"from as the reference, which reads the last tokens only."
         )
-    if reference is not None and ctxext.describe(reference.model).method is not None:
-        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
-    return checkpoint.model if reference is None else reference.model
+    if reference is None:
+        return checkpoint.model
+    check_reference(checkpoint, reference)
+    return reference.model
 
 
 def _named(methods: Sequence[Method]) -> list[tuple[str, str, Method | None]]:
@@ -412,18 +412,6 @@ def _lengths(lengths: Sequence[int], keys: KeyTokens) -> list[int]:
             f"{found[0]:,}."
         )
     return found
-
-
-@contextlib.contextmanager
-def _extended(model: nn.Module, method: Method | None, trained_length: int | None) -> Iterator[None]:
-    if method is None:
-        yield
-        return
-    ctxext.patch(model, method, trained_length=trained_length)
-    try:
-        yield
-    finally:
-        ctxext.unpatch(model)
 
 
 def _timed(length: int, losses: Callable[[], list[Tensor]]) -> _Losses:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +33,9 @@ from ctxext.evaluation.loss import (
 )
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.readings import check_reference, known_trained_length, patched
 from ctxext.evaluation.truncation import (
+    AS_SAVED,
     TRUNCATED,
     UNPATCHED,
     best_window,
@@ -46,7 +47,7 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.patching import patched_state, trained_length_of
+from ctxext.patching import patched_state
 from ctxext.saved import already_extended
 from ctxext.surgery.wrappers import base_model
 
@@ -146,12 +147,7 @@ def make_plan(
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     if method is None and given.keys() - {"trained_length"}:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method.")
-    base = base_model(model)
-    trained = given.get("trained_length") or trained_length_of(base, already_extended(base.config))
-    if trained is None:
-        raise InvalidParameterError(
-            "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
-        )
+    trained = known_trained_length(model, given.get("trained_length"))
     if method is not None and not given.keys() & {"factor", "target_length"} and max(lengths, default=0) > trained:
         given["target_length"] = max(lengths)
     reach, dynamic, regime = _extension(model, method, given, trained)
@@ -184,21 +180,16 @@ def _extension(
     model: nn.Module, method: str | None, given: Mapping[str, Any], trained: int
 ) -> tuple[int | None, bool, Callable[[int], int]]:
     """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
-    if method is not None:
-        ctxext.patch(model, method, **given)
-    try:
+    with patched(model, method, **(given if method is not None else {})):
         base = base_model(model)
-        found, patched = ctxext.describe(model), patched_state(base)
-        if patched is not None:
-            own = patched.method
+        found, state = ctxext.describe(model), patched_state(base)
+        if state is not None:
+            own = state.method
             return found.target_length, own.dynamic, lambda length: own.regime(trained, length)
         if length_dependent(base):
             return found.target_length, True, lambda length: max(length, trained)
         extended = already_extended(base.config)
         return (found.target_length if extended else None), False, lambda length: 0
-    finally:
-        if method is not None:
-            ctxext.unpatch(model)
 
 
 def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None, stride: int | None) -> tuple[int, ...]:
@@ -228,9 +219,6 @@ def _require_reach(
         )
     if method is None and length > trained:
         architecture_of(base_model(model))
-
-
-AS_SAVED = "as saved"
 
 
 def run(
@@ -280,7 +268,7 @@ def run(
     truncations = work.read_truncated(model if plain is None else plain)
     seconds = (time.perf_counter() - began) / max(1, sum(one.passes for one in truncations.values()))
     readings += [(window_name(size), one, seconds * one.passes) for size, one in truncations.items()]
-    with _patched(model, plan):
+    with patched(model, plan.method, **plan.arguments):
         provenance = provenance.with_extension(measured, model)
         found = _timed(measured, lambda: work.read(model, measured, dynamic=plan.dynamic))
         comparable = measured != UNPATCHED and (inside is not None or plain is not None)
@@ -328,26 +316,8 @@ def _plain_model(
     """The model of the references, as far as there is one."""
     if reference is None:
         return None if saved else checkpoint.model
-    if already_extended(base_model(reference.model).config):
-        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
-    if reference.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
-        raise InvalidParameterError(
-            f"The reference {reference.name} has another tokenizer than {checkpoint.name}; losses per token cannot be "
-            f"compared."
-        )
+    check_reference(checkpoint, reference)
     return reference.model
-
-
-@contextlib.contextmanager
-def _patched(model: nn.Module, plan: PerplexityPlan) -> Iterator[None]:
-    if plan.method is None:
-        yield
-        return
-    ctxext.patch(model, plan.method, **plan.arguments)
-    try:
-        yield
-    finally:
-        ctxext.unpatch(model)
 
 
 def _timed(name: str, read: Callable[[], Losses]) -> Timed:

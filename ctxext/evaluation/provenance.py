@@ -35,9 +35,6 @@ __all__ = [
     "versions",
 ]
 
-# What two runs may differ in and still be of the same thing.
-CIRCUMSTANCES = ("command", "date", "machine", "versions", "device", "extensions")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionRecord:
@@ -115,12 +112,6 @@ class Provenance:
             )
         extensions = {name: ExtensionRecord(**one) for name, one in saved["extensions"].items()}
         return cls(**{**saved, "documents": tuple(saved["documents"]), "extensions": extensions})
-
-    def differences(self, other: Provenance) -> dict[str, tuple[Any, Any]]:
-        """What makes two results incomparable, field by field; machine, versions, date and command do not count."""
-        names = [item.name for item in fields(self) if item.name not in CIRCUMSTANCES]
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed: int | None = None) -> Provenance:
