@@ -112,7 +112,7 @@ def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, whe
     from ctxext.evaluation.labels import tokens_label
     from ctxext.evaluation.report.sentences import all_of
     from ctxext.evaluation.survey import Survey, jobs_of
-    from ctxext.progress import Stages
+    from ctxext.progress import StageBar
 
     console, checkpoint, trained = session.console, session.checkpoint, session.readers[0].readings.trained_length
     journal = Journal(session.trials, session.team.process)
@@ -126,7 +126,7 @@ def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, whe
         f"Readings: {all_of([one.reading.label for one in session.readers])}; {amount_of_work(survey, mine)}. "
         + (f"Each is kept in {session.trials}." if session.trials else "--output FILE would keep each finished trial.")
     )
-    with told_on_interrupt(console, survey), Stages(Console(stderr=True, quiet=console.quiet), cost_of(mine)) as bar:
+    with told_on_interrupt(console, survey), StageBar(Console(stderr=True, quiet=console.quiet), cost_of(mine)) as bar:
         survey.measure(mine, progress=bar)
     return survey
 
