@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import ctxext
+from ctxext import patching
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
@@ -225,7 +225,7 @@ def run(
     lengths = _lengths(lengths, keys)
     work = _Work(corpus, keys, progress, turning_point(checkpoint.model))
     provenance = provenance_of(checkpoint, corpus).with_extension(UNPATCHED, plain)
-    window = ctxext.describe(plain).trained_length or keys.window
+    window = patching.describe(plain).trained_length or keys.window
     (unpatched,) = work.read(UNPATCHED, plain, [keys.window])
     truncations = {size: work.truncate(plain, size, lengths[-1]) for size in _windows(window, lengths)}
     readings = [
@@ -380,7 +380,7 @@ class _Work:
 
 def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequence[Method]) -> nn.Module:
     """The model that reads the references."""
-    extended = ctxext.describe(checkpoint.model).method is not None
+    extended = patching.describe(checkpoint.model).method is not None
     if not extended and not methods:
         raise InvalidParameterError("Nothing is extended: give at least one method, or a checkpoint saved extended.")
     if reference is None and extended:

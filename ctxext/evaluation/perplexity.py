@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import ctxext
+from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -182,7 +182,7 @@ def _extension(
     """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
     with patched(model, method, **(given if method is not None else {})):
         base = base_model(model)
-        found, state = ctxext.describe(model), patched_state(base)
+        found, state = patching.describe(model), patched_state(base)
         if state is not None:
             own = state.method
             return found.target_length, own.dynamic, lambda length: own.regime(trained, length)

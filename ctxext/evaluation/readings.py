@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-import ctxext
+from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
@@ -113,11 +113,11 @@ def patched(model: nn.Module, method: str | Method | None, **arguments: Any) -> 
     if method is None:
         yield
         return
-    ctxext.patch(model, method, **arguments)
+    patching.patch(model, method, **arguments)
     try:
         yield
     finally:
-        ctxext.unpatch(model)
+        patching.unpatch(model)
 
 
 def known_trained_length(model: nn.Module, given: int | None = None) -> int:
@@ -216,14 +216,14 @@ class Readings:
             progress(done, len(methods))
             try:
                 with self._patched(method):
-                    readings.append(_reading(method, ctxext.describe(self.model)))
+                    readings.append(_reading(method, patching.describe(self.model)))
             except CtxextError as error:
                 refused.setdefault(str(error), []).append(label_for(method))
         progress(len(methods), len(methods))
         return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
 
     def _references(self) -> tuple[Reading, ...]:
-        found = ctxext.describe(self.model)
+        found = patching.describe(self.model)
         how = f" ({found.method['method']} {TIMES}{found.method['factor']:g})" if found.method else ""
         plain = Reading(
             name=UNPATCHED,
@@ -240,13 +240,13 @@ class Readings:
     def _patched(self, method: Method) -> Iterator[None]:
         own = patched_state(base_model(self.model))
         if own is not None:
-            ctxext.unpatch(self.model)
+            patching.unpatch(self.model)
         try:
             with patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
                 yield
         finally:
             if own is not None:
-                ctxext.patch(self.model, own.method, **choices(saved_form(own.method, own.extension)))
+                patching.patch(self.model, own.method, **choices(saved_form(own.method, own.extension)))
 
 
 def _reading(method: Method, description: Description) -> Reading:
@@ -289,7 +289,7 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
             found.append(item)
             continue
         name, parameters = _parsed(item)
-        built = [ctxext.method(name, factor=factor, **parameters) for factor in sorted(set(factors))]
+        built = [patching.method(name, factor=factor, **parameters) for factor in sorted(set(factors))]
         found += built[-1:] if ignores_factor(built[-1]) else built
     if len(set(found)) != len(found):
         twice = next(method for method in found if found.count(method) > 1)
