@@ -1,4 +1,4 @@
-"""TODO."""
+"""Names of methods, references and lengths, as a reader knows them."""
 
 from __future__ import annotations
 

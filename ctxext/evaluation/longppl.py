@@ -30,9 +30,10 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress, check_reach, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.loss import PairedDifference, grouped_difference, loss_by_position, truncated_loss
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.provenance import Provenance, provenance_of
 from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
+from ctxext.evaluation.statistics import PairedDifference, grouped_difference
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,

@@ -440,12 +440,12 @@ class PasskeyResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens, ascending."""
+        """In tokens, in increasing order."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Ascending."""
+        """Of the keys, 0 to 1, in increasing order."""
         return tuple(sorted({trial.depth for trial in self.trials}))
 
     @property

@@ -19,12 +19,9 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress, cached_tokens_for, length_dependent, pass_cost, ticking, turning_point
 from ctxext.evaluation.loss import (
     STRIDE,
-    PairedDifference,
     Scored,
     Spread,
     alone,
-    document_difference,
-    grouped_difference,
     longlora,
     longlora_windows,
     loss_by_position,
@@ -34,6 +31,7 @@ from ctxext.evaluation.loss import (
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import check_reference, known_trained_length, patched
+from ctxext.evaluation.statistics import PairedDifference, document_difference, grouped_difference
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
 __all__ = ["FORMAT", "LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]

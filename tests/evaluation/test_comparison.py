@@ -24,9 +24,10 @@ from ctxext.evaluation.comparison.result import ComparisonResult, judge, standar
 from ctxext.evaluation.comparison.run import Comparison, prepare
 from ctxext.evaluation.corpus import Document, corpus_of
 from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import loss_by_position, paired_difference, truncated_loss
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
+from ctxext.evaluation.statistics import paired_difference
 from ctxext.evaluation.survey import my_share
 from ctxext.methods import ALiBi, YaRN
 

@@ -87,7 +87,7 @@ class RulerResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens, ascending."""
+        """In tokens, in increasing order."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property
