@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["comparison", "longppl", "loss", "passkey", "perplexity", "ruler"]  # noqa: F822 (see __getattr__)
+__all__ = ["comparison", "longppl", "loss", "passkey", "perplexity", "ruler"]
 
 
 def __getattr__(name: str) -> ModuleType:

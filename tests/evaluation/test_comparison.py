@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from _models import tiny
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,6 +27,7 @@ from ctxext.evaluation.comparison.run import Comparison, prepare
 from ctxext.evaluation.corpus import Document, corpus_of
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
+from ctxext.evaluation.provenance import setting_of
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
 from ctxext.evaluation.statistics import paired_difference
@@ -366,6 +369,46 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
     assert keys("loss") == losses
     assert keys("passkey").keys() == passkeys.keys()
     assert not set(keys("passkey").values()) & set(passkeys.values())
+
+
+def test_what_earlier_versions_finished_is_found_again(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The folder as they wrote it, and the keys by the rule that they were made by."""
+    comparison = planned(model, tokenizer, tmp_path, methods=["pi"], depths=(0.0,))
+    loss, key = (next(cell for cell in comparison.jobs if cell.kind == kind) for kind in ("loss", "passkey"))
+    reading, prompt = loss.reader.reading, comparison.plan.prompts[0]
+    depends = {
+        "setting": setting_of(comparison.checkpoint, None),
+        "trained_length": TRAINED,
+        "reading": ["unpatched", None, reading.fingerprint],
+        "task": ["loss", TARGET, comparison.plan.documents[0].sha256, 0],
+    }
+    named = {}
+    for cell, task in ((loss, depends["task"]), (key, ["passkey", TRAINED, prompt.passkey.sha256, 0, passkey.JUDGED])):
+        text = json.dumps(depends | {"task": task}, sort_keys=True)
+        named[cell.kind] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    identity = {
+        "made_by": "ctxext eval compare",
+        "format": 1,
+        "checkpoint": {"name": "tiny in torch.float32", "sha256": comparison.checkpoint.sha256},
+        "corpus": {"name": "One, Two", "sha256": comparison.corpus.sha256},
+    }
+    (tmp_path / "losses").mkdir()
+    (tmp_path / "comparison.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    save_file({"losses": torch.ones(TARGET)}, tmp_path / f"losses/{named['loss']}.safetensors")
+    common = {"reading": "unpatched", "seconds": 0.1}
+    lines = [
+        common | {"key": named["loss"], "kind": "loss", "item": "One", "file": f"losses/{named['loss']}.safetensors"},
+        common | {"key": named["passkey"], "kind": "passkey", "correct": True, "loss": 0.25},
+    ]
+    (tmp_path / "cells.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    pending = {cell.key for cell in comparison.begin()}
+    assert pending == comparison.keys - set(named.values())
+    assert len(pending) == len(comparison.keys) - 2
+    found = comparison.journal.finished()
+    assert torch.equal(comparison.journal.losses(found[loss.key]), torch.ones(TARGET))
+    assert found[key.key]["loss"] == 0.25
 
 
 def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
