@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from ctxext.adapters import keep_extension
 from ctxext.architectures import ARCHITECTURES, Architecture, architecture_of
 from ctxext.attention import Need, select
-from ctxext.checkpoints.limits import tokenizer_note
 from ctxext.errors import (
     BackendUnavailableError,
     IncompatibleError,
@@ -35,7 +34,7 @@ from ctxext.saved import (
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import raise_generation_limit
+from ctxext.surgery.generation import raise_generation_limit, tokenizer_note
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.own_config import give_own_config
 from ctxext.surgery.rebuild import own_defaults

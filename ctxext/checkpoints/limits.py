@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.checkpoints.source import read_json
+from ctxext.surgery.generation import tokenizer_note
 
 __all__ = ["LENGTH_FIELDS", "copy_raised", "raised_tokenizer", "tokenizer_note"]
 
@@ -56,13 +57,3 @@ def raised_tokenizer(tokenizer: Any, target: int) -> Any:
     longer = copy.deepcopy(tokenizer)
     longer.model_max_length = max(longer.model_max_length, target)
     return longer
-
-
-def tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
-    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
-    if target <= trained:
-        return ()
-    return (
-        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
-        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
-    )

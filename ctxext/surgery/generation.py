@@ -26,6 +26,7 @@ __all__ = [
     "raise_generation_limit",
     "recompute_in_generate",
     "refuse_mixed_regimes",
+    "tokenizer_note",
 ]
 
 
@@ -255,3 +256,13 @@ def raise_generation_limit(model: Any, trained: int, target: int, edits: Edits) 
     settings = getattr(model, "generation_config", None)
     if settings is not None and settings.max_length == trained < target:
         edits.set(settings, "max_length", target)
+
+
+def tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
+    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
+    if target <= trained:
+        return ()
+    return (
+        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
+        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
+    )
