@@ -187,6 +187,8 @@ PARSERS = {
 def test_the_commands_parse(page: Path, words: list[str], whole: bool) -> None:
     try:
         PARSERS[words[0]](words[1:])
+    except typer.Exit as end:  # --help and --version
+        assert end.exit_code == 0
     except typer.BadParameter as error:
         # In a sentence, the name of a command may stand without what it cannot do without.
         if whole or type(error).__name__ != "MissingParameter":
@@ -307,9 +309,11 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [place for place in places if not (ROOT / place).exists()] == []
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", text_of(ROOT / "README.md")))
-    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} == linked
+@pytest.mark.parametrize(("index", "folder"), [("README.md", "docs"), ("docs/results/README.md", "docs/results")])
+def test_every_page_is_linked_from_the_index(index: str, folder: str) -> None:
+    start = ROOT / index
+    linked = {(start.parent / link).resolve() for link in re.findall(r"\]\(([\w/-]+\.md)", text_of(start))}
+    assert [path.name for path in (ROOT / folder).glob("*.md") if path != start and path.resolve() not in linked] == []
 
 
 # Words
