@@ -56,7 +56,7 @@ class Rope(Architecture):
             raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
         scaling, read = scaling_of(model.config), trained_spec if request.scaling == "extend" else plain_spec
         specs = {site.layer_type: read(model, text, site, trained_length) for site in sites}
-        windows = window_fields(text, request, trained_length)
+        windows = window_fields(text, request, method.target_length(trained_length))
         with restoring():
             method, specs = for_scores(model, method, sites, specs, windows)
             plan = make_plan(model, method, sites, specs, windows)
@@ -199,5 +199,5 @@ def _notes(
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
-    window = window_note(text)
+    window = window_note(text, method.target_length(spec.trained_length))
     return tuple(notes + ([window] if window else []))

@@ -51,7 +51,7 @@ def retrofit(
     base = text.rope_parameters["rope_theta"]
     rope = merged(text, None, {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()})
     fields = {"rope_parameters": rope, "max_position_embeddings": target}
-    fields |= window_fields(text, request, trained_length)
+    fields |= window_fields(text, request, target)
     original = {name: copy.deepcopy(getattr(text, name)) for name in fields}
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     with restoring():
@@ -75,7 +75,7 @@ def retrofit(
     follow_replicas(model.modules(), edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
-    window = window_note(text)
+    window = window_note(text, target)
     return Extension(
         trained_length=trained_length,
         target_length=target,
