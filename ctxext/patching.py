@@ -37,6 +37,7 @@ from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import raise_generation_limit
 from ctxext.surgery.old_form import write_old_form
+from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.own_config import give_own_config
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.wrappers import base_model, unwrapped
@@ -150,6 +151,7 @@ def patch(
         )
         give_own_config(base, edits)
         extension = architecture.apply(base, chosen, request, edits)
+        follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         write_old_form(base.config, edits)
         raise_generation_limit(base, extension.trained_length, extension.target_length, edits)

@@ -16,7 +16,6 @@ from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import recompute_in_generate
-from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.positions import ATTENTION, PositionedForward
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 
@@ -88,7 +87,6 @@ class AlibiArchitecture(Architecture):
             edits.set(attention, "forward", self.forward_of(attention, attend, method))
         if method.dynamic:
             recompute_in_generate(model, method, trained_length, edits)
-        follow_replicas(model.modules(), edits)
         return Extension(
             trained_length=trained_length,
             target_length=target,

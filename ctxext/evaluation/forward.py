@@ -174,7 +174,7 @@ def regime_of(causal: PreTrainedModel) -> Callable[[int], int]:
     patched = patched_state(causal)
     if patched is not None:
         method, trained = patched.method, patched.extension.trained_length
-        return lambda length: method.regime(trained, length)
+        return lambda length: method.fitted_length(trained, length)
     if length_dependent(causal):
         return lambda length: length
     return lambda length: 0

@@ -95,7 +95,7 @@ class Method(ABC):
         """Whether the result depends on the current length, so that a KV cache must be handled with care."""
         return False
 
-    def regime(self, trained_length: int, length: int) -> int:
+    def fitted_length(self, trained_length: int, length: int) -> int:
         """Length whose positions ``length`` tokens get; what is cached of them stays right while this is the same."""
         return max(length, trained_length) if self.dynamic else trained_length
 
@@ -189,7 +189,7 @@ class GrowingMethod(Method):
     def dynamic(self) -> bool:
         return True
 
-    def regime(self, trained_length: int, length: int) -> int:
+    def fitted_length(self, trained_length: int, length: int) -> int:
         if length <= trained_length:
             return trained_length
         if self.growth == "exact":

@@ -21,7 +21,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameE
 from ctxext.methods import RopeMethod
 from ctxext.planning.dry_run import DryRun, layers_of
 from ctxext.saved import plain_config, saved_extension, saved_method, scaling_of
-from ctxext.surgery.rope_types import restoring
+from ctxext.surgery.rebuild import restoring
 from ctxext.training.memory import Memory
 
 __all__ = ["STEP", "Breakdown", "Serving", "TrainingPlan", "longest", "plan_serving", "plan_training", "reach_of"]
