@@ -35,7 +35,6 @@ from ctxext.saved import (
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import raise_generation_limit
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.own_config import give_own_config
@@ -154,7 +153,7 @@ def patch(
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         write_old_form(base.config, edits)
-        raise_generation_limit(base, extension.trained_length, extension.target_length, edits)
+        _raise_generation_limit(base, extension, edits)
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
         keep_extension(model, edits)
         _guard_caches(model, chosen, edits)
@@ -177,6 +176,13 @@ def _take_off(
     edits.delete(base.config, "ctxext")
     did: str | None = choices(saved)["scaling"]
     return did
+
+
+def _raise_generation_limit(base: PreTrainedModel, extension: Extension, edits: Edits) -> None:
+    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
+    settings = getattr(base, "generation_config", None)
+    if settings is not None and settings.max_length == extension.trained_length < extension.target_length:
+        edits.set(settings, "max_length", extension.target_length)
 
 
 def _guard_caches(model: nn.Module, chosen: Method, edits: Edits) -> None:

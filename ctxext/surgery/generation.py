@@ -31,7 +31,6 @@ __all__ = [
     "RecomputeStaleCache",
     "RefuseAssistedDecoding",
     "note_fitted_lengths",
-    "raise_generation_limit",
     "recompute_in_generate",
     "refuse_stale_cache",
 ]
@@ -260,10 +259,3 @@ def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, method, trained_length))
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, method, trained_length))
-
-
-def raise_generation_limit(model: Any, trained: int, target: int, edits: Edits) -> None:
-    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
-    settings = getattr(model, "generation_config", None)
-    if settings is not None and settings.max_length == trained < target:
-        edits.set(settings, "max_length", target)
