@@ -37,9 +37,8 @@ from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.override import follow_replicas
-from ctxext.surgery.own_config import give_own_config
 from ctxext.surgery.rebuild import own_defaults
-from ctxext.surgery.wrappers import base_model, unwrapped
+from ctxext.surgery.wrappers import base_model, give_own_config, unwrapped
 
 __all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]
 
