@@ -6,6 +6,7 @@ import sys
 import typing
 
 from ctxext import errors
+from ctxext.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
     from ctxext import training
@@ -13,8 +14,6 @@ if typing.TYPE_CHECKING:
     from ctxext.checkpoints.load import load, save
     from ctxext.methods import package as methods
     from ctxext.patching import describe, method, patch, unpatch
-
-__version__ = "0.1.0"
 
 __all__ = ["describe", "errors", "export", "load", "method", "methods", "patch", "save", "training", "unpatch"]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-__all__ = ["NAME_BYTES", "ending_cleanly", "hidden_beside", "whole_file", "write_whole"]
+__all__ = ["NAME_BYTES", "ending_cleanly", "hidden_beside", "whole_file", "write_json", "write_whole"]
 
 NAME_BYTES = 255  # of a file name, on every file system in use
 
@@ -63,3 +65,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file whole or not at all."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from ctxext.adapters import keep_extension
 from ctxext.architectures import ARCHITECTURES, Architecture, architecture_of
 from ctxext.attention import Need, select
-from ctxext.checkpoints.limits import tokenizer_note
 from ctxext.errors import (
     BackendUnavailableError,
     IncompatibleError,
@@ -227,7 +226,7 @@ def describe(model: nn.Module) -> Description:
         edits = tuple(patched.edits.lines())
         line = attention_line(base, patched.extension.attention)
         found = describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
-        notes = tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
+        notes = _tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
         return replace(found, attention=line, notes=(*found.notes, *notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
@@ -236,6 +235,16 @@ def describe(model: nn.Module) -> Description:
     if length is None and any(found().matches(base) for found in ARCHITECTURES.values()):
         length = architecture_of(base).trained_length(base.config)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
+
+
+def _tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
+    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
+    if target <= trained:
+        return ()
+    return (
+        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
+        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
+    )
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:

@@ -16,10 +16,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Later", "Stages"]
+__all__ = ["DelayedBar", "StageBar"]
 
 
-class Later:
+class DelayedBar:
     """Call it with (done, total); a bar appears on stderr once ``after`` seconds have passed, and goes at the end."""
 
     def __init__(self, *columns: str | ProgressColumn, after: float) -> None:
@@ -28,7 +28,7 @@ class Later:
         self._begins = time.monotonic() + after
         self._shown = False
 
-    def __enter__(self) -> Later:
+    def __enter__(self) -> DelayedBar:
         return self
 
     def __exit__(
@@ -45,7 +45,7 @@ class Later:
             self._bar.start()
 
 
-class Stages:
+class StageBar:
     """Call it with (stage, work done since the last call); a bar shows the stage, the time and the time left.
 
     Args:
@@ -61,7 +61,7 @@ class Stages:
         self._report = report
         self._stage: tuple[str, float] | None = None
 
-    def __enter__(self) -> Stages:
+    def __enter__(self) -> StageBar:
         self._bar.start()
         return self
 

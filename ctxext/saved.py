@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 
-import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method
 from ctxext.spec import Extension
 from ctxext.surgery.old_form import drop_old_form
 from ctxext.surgery.windows import is_windowed
+from ctxext.version import __version__
 
 __all__ = [
     "NOT_IDENTITY",
@@ -59,7 +59,7 @@ KINDS = {
 
 def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
     """What ``config.ctxext`` holds: plain JSON, enough to rebuild, to describe and to trace the extension."""
-    versions = {"ctxext": ctxext.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    versions = {"ctxext": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     saved = asdict(extension) | {"notes": list(extension.notes)}
     return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
 
@@ -85,7 +85,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     found = saved.get("format") if isinstance(saved, dict) else saved
     if not isinstance(saved, dict) or found != FORMAT:
         raise CheckpointError(
-            f"The extension in {place} has format {found!r}; ctxext {ctxext.__version__} reads format {FORMAT}. It was "
+            f"The extension in {place} has format {found!r}; ctxext {__version__} reads format {FORMAT}. It was "
             f"saved by another version of ctxext, or changed by hand."
         )
     needed = {"method", "versions", *(field.name for field in fields(Extension) if field.name not in OPTIONAL)}
@@ -115,7 +115,7 @@ def saved_method(saved: dict[str, Any]) -> Method:
     stored = saved["method"]
     if stored["method"] not in METHODS:
         raise CheckpointError(
-            f"The extension method {stored['method']!r} is unknown to ctxext {ctxext.__version__}; the checkpoint was "
+            f"The extension method {stored['method']!r} is unknown to ctxext {__version__}; the checkpoint was "
             f"saved by ctxext {saved['versions']['ctxext']}. Install that version."
         )
     return METHODS[stored["method"]].from_dict(stored)

@@ -21,18 +21,19 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 import ctxext
 from ctxext.errors import CtxextError
-from ctxext.evaluation.provenance import command, git_state, machine, versions
+from ctxext.evaluation.provenance import command, git_state, machine, now, versions
+from ctxext.files import write_json
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
-from ctxext.training.before_after import Referee, gain, summary
+from ctxext.training.before_after import BeforeAndAfter, gain, summary
 from ctxext.training.checkpoint import load_base, require_device, with_all_weights
 from ctxext.training.checkpoints import CompleteCheckpoints, resume_point, saving
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
-from ctxext.training.lora import attach_lora, merged
+from ctxext.training.lora import attach_lora, merged, trained_weights
+from ctxext.training.memory import peak_memory
 from ctxext.training.parallel import launched_parallelism
 from ctxext.training.progress import TrainingProgress
-from ctxext.training.report import now, peak_memory, trained_weights, write_json
 from ctxext.training.sequences import require_separate
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.trainer import LongTrainer
@@ -62,7 +63,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     # 1. The model, extended, then its adapter.
     loaded = load_base(settings, arguments.device)
     model, tokenizer = loaded.model, loaded.tokenizer
-    referee = Referee(loaded, settings)
+    measured = BeforeAndAfter(loaded, settings)
     ctxext.patch(model, settings.extension.method, **settings.extension.arguments())
     description = ctxext.describe(model)
     if settings.data.positions == "packed":
@@ -98,7 +99,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     if trainer.is_world_process_zero():
         say(f"{description}\n\n{sequences}\n{trained_weights(model)}\n")
     with saving(output):
-        before = referee.before(model, output / "before.json")
+        before = measured.before(model, output / "before.json")
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finally:
@@ -108,7 +109,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     with saving(output):
         trainer.save_model(str(output / "adapter"))  # in all processes: each may hold a part of the weights only
-    after = referee.measure(model)
+    after = measured.measure(model)
     if not trainer.is_world_process_zero():
         return
     model.config.use_cache = True

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import fields, is_dataclass
 
-from ctxext.attention.base import AttentionBackend, Need
+from ctxext.attention.base import AttentionBackend, Call, Need
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, UnknownNameError
 from ctxext.registry import discover
@@ -15,6 +15,7 @@ __all__ = [
     "BACKENDS",
     "PREFERENCE",
     "AttentionBackend",
+    "Call",
     "Layout",
     "Need",
     "check_name",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 
-__all__ = ["AttentionBackend", "Need", "expand_heads"]
+__all__ = ["AttentionBackend", "Call", "Need", "expand_heads"]
 
 
 @functools.cache
@@ -76,27 +76,63 @@ class Need:
         """Whether there are keys that no query of this call stands at."""
         return self.query_length != self.key_length
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One attention call: the tensors, where they stand, and how they are weighed. ``Call.of`` makes one, checked.
+
+    Args:
+        q: ``[batch, heads, query, head_dim]``.
+        k: ``[batch, kv_heads, key, head_dim]``, ``kv_heads`` divides ``heads``.
+        v: as ``k``.
+        layout: where queries and keys stand.
+        scale: multiplies ``q . k``; above 0.
+        slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
+        window: tokens that a query sees, itself included, at least 1; None for all.
+        dropout: probability that a weight is dropped, in [0, 1).
+        need: the same without tensors: what a backend is chosen by.
+    """
+
+    q: Float[Tensor, "batch heads query head_dim"]
+    k: Float[Tensor, "batch kv_heads key head_dim"]
+    v: Float[Tensor, "batch kv_heads key head_dim"]
+    layout: Layout
+    scale: float
+    slopes: Float[Tensor, " heads"] | None
+    window: int | None
+    dropout: float
+    need: Need
+
     @classmethod
     def of(
         cls,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        layout: Layout,
+        layout: Layout | None = None,
         *,
-        biased: bool,
-        training: bool | None = None,
+        scale: float,
+        slopes: Tensor | None = None,
         window: int | None = None,
         dropout: float = 0.0,
-    ) -> Need:
-        """Describe a call by its tensors; ``training`` None looks at autograd."""
+    ) -> Call:
+        """Check the arguments, which are those of the class, and put them together; no layout is ``Layout.causal``.
+
+        Raises:
+            InvalidParameterError: for arguments that contradict each other or lie outside their range.
+        """
+        _require_tensors(q, k, v)
+        if layout is None:
+            layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
+        _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+        if window is not None and layout.consecutive and window >= layout.key_length:
+            window = None
         order: Literal["consecutive", "increasing", "free", "external"] = "free"
         if layout.external_causality:
             order = "external"
         elif layout.spans is not None:
             order = "consecutive" if layout.consecutive else "increasing"
-        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        return cls(
+        need = Need(
             device=q.device.type,
             capability=_capability(q.device) if q.device.type == "cuda" else None,
             dtype=q.dtype,
@@ -105,14 +141,15 @@ class Need:
             kv_heads=k.shape[1],
             query_length=q.shape[2],
             key_length=k.shape[2],
-            training=learns if training is None else training,
-            biased=biased,
+            training=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            biased=slopes is not None,
             order=order,
             blocks=not layout.whole,
             window=window,
             dropout=dropout,
             compiling=torch.compiler.is_compiling(),
         )
+        return cls(q=q, k=k, v=v, layout=layout, scale=scale, slopes=slopes, window=window, dropout=dropout, need=need)
 
 
 class AttentionBackend(ABC):
@@ -135,62 +172,23 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def attend(
-        self,
-        q: Float[Tensor, "batch heads query head_dim"],
-        k: Float[Tensor, "batch kv_heads key head_dim"],
-        v: Float[Tensor, "batch kv_heads key head_dim"],
-        layout: Layout,
-        *,
-        scale: float,
-        slopes: Float[Tensor, " heads"] | None,
-        window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "batch heads query head_dim"]:
-        """Compute the checked call. Called by ``__call__`` only."""
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+        """Compute a call that this backend serves. Called by ``run`` only."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout | None = None,
-        *,
-        scale: float,
-        slopes: Tensor | None = None,
-        window: int | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        """Compute attention.
-
-        Args:
-            q: ``[batch, heads, query, head_dim]``.
-            k: ``[batch, kv_heads, key, head_dim]``, ``kv_heads`` divides ``heads``.
-            v: as ``k``.
-            layout: where queries and keys stand; None means ``Layout.causal``.
-            scale: multiplies ``q . k``; above 0.
-            slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
-            window: tokens that a query sees, itself included, at least 1; None for all.
-            dropout: probability that a weight is dropped, in [0, 1).
-
-        Returns:
-            ``[batch, heads, query, head_dim]``, in q's dtype.
+    def run(self, call: Call) -> Tensor:
+        """Compute a call: ``[batch, heads, query, head_dim]``, in q's dtype.
 
         Raises:
-            InvalidParameterError: for arguments that contradict each other or lie outside their range.
             BackendUnavailableError: if this backend cannot serve the call, with the reason.
         """
-        _require_tensors(q, k, v)
-        if layout is None:
-            layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
-        _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
-        if window is not None and layout.consecutive and window >= layout.key_length:
-            window = None
-        need = Need.of(q, k, v, layout, biased=slopes is not None, window=window, dropout=dropout)
-        reason = self.why_not(need)
+        reason = self.why_not(call.need)
         if reason is not None:
             raise BackendUnavailableError(f"Attention backend {self.name!r} cannot serve this call: {reason}")
-        return self.attend(q, k, v, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+        return self.attend(call)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, **how: Any) -> Tensor:
+        """``run`` of ``Call.of`` with these arguments, which may raise what both raise."""
+        return self.run(Call.of(q, k, v, layout, **how))
 
 
 def expand_heads(

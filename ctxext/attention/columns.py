@@ -35,13 +35,15 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ctxext.attention.base import Call, expand_heads
 from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["COLUMNS", "HALF_RANGE", "alibi_columns", "layout_columns"]
+__all__ = ["COLUMNS", "HALF_RANGE", "alibi_columns", "layout_columns", "with_columns"]
 
 COLUMNS = 8
 """Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""
@@ -120,6 +122,22 @@ def layout_columns(
         )
 
     return layout.memo(("columns", scale, dtype), build, owner=slopes)
+
+
+def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a call with slopes: the columns in front of q and k, and as many zeros behind v.
+
+    v is padded because kernels have no fused case for head dimensions that differ; key heads are repeated to the
+    number of query heads because each of these has a slope of its own.
+    """
+    assert call.slopes is not None
+    columns = layout_columns(call.layout, call.slopes, scale=call.scale, dtype=call.q.dtype)
+    heads = call.q.shape[1]
+    return (
+        torch.cat([columns[0], call.q], -1),
+        torch.cat([columns[1], expand_heads(call.k, heads)], -1),
+        F.pad(expand_heads(call.v, heads), (0, COLUMNS)),
+    )
 
 
 def _require_half(reach: int, slope: float, scale: float) -> None:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Need, expand_heads
-from ctxext.attention.columns import COLUMNS, layout_columns
+from ctxext.attention.base import AttentionBackend, Call, Need
+from ctxext.attention.columns import COLUMNS, with_columns
 from ctxext.attention.layout import Layout
 
 __all__ = ["INSTALLED", "Flash", "Flash3", "Flash4", "cache_lengths", "token_indices"]
@@ -77,38 +77,23 @@ class _FlashFamily(AttentionBackend):
     def lacks(self, need: Need) -> str | None:
         """Return what this version, beyond the family, cannot do for ``need``."""
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch heads query head_dim"],
-        k: Float[Tensor, "batch kv_heads key head_dim"],
-        v: Float[Tensor, "batch kv_heads key head_dim"],
-        layout: Layout,
-        *,
-        scale: float,
-        slopes: Float[Tensor, " heads"] | None,
-        window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "batch heads query head_dim"]:
-        options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
-        if window is not None:
-            options["window_size"] = (window - 1, 0)
-        head_dim = q.shape[-1]
-        q, k, v, extra = self.with_bias(q, k, v, layout, scale=scale, slopes=slopes, dropout=dropout)
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+        options: dict[str, Any] = {"softmax_scale": call.scale, "causal": True}
+        if call.window is not None:
+            options["window_size"] = (call.window - 1, 0)
+        q, k, v, extra = self.with_bias(call)
         module = importlib.import_module(self.module)
         options |= extra
-        filled = cache_lengths(layout) if self.reads_cache and not dropout else None
-        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if filled is not None and not learns:
+        filled = cache_lengths(call.layout) if self.reads_cache and not call.dropout else None
+        if filled is not None and not call.need.training:
             options.pop("dropout_p", None)
             out = _from_cache(module, q, k, v, filled, options)
         else:
-            out = _call(module, q, k, v, layout, options)
-        return out[..., :head_dim]
+            out = _call(module, q, k, v, call.layout, options)
+        return out[..., : call.need.head_dim]
 
     @abstractmethod
-    def with_bias(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, dropout: float
-    ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
         """Return the tensors and the keywords by which this version learns of slopes and dropout."""
 
 
@@ -132,10 +117,9 @@ class Flash(_FlashFamily):
             return "its ALiBi counts distance by index, but positions do not step by one. 'sdpa' uses positions."
         return None
 
-    def with_bias(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, dropout: float
-    ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
-        return q, k, v, {"dropout_p": dropout, "alibi_slopes": None if slopes is None else slopes.float()}
+    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        slopes = None if call.slopes is None else call.slopes.float()
+        return call.q, call.k, call.v, {"dropout_p": call.dropout, "alibi_slopes": slopes}
 
 
 class _Columned(_FlashFamily):
@@ -154,15 +138,8 @@ class _Columned(_FlashFamily):
     def widest_for(self, need: Need) -> int:
         """Return the widest head that the kernels take on the device."""
 
-    def with_bias(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, dropout: float
-    ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
-        if slopes is None:
-            return q, k, v, {}
-        query_columns, key_columns = layout_columns(layout, slopes, scale=scale, dtype=q.dtype)
-        heads = q.shape[1]
-        k = torch.cat([key_columns, expand_heads(k, heads)], -1)
-        return torch.cat([query_columns, q], -1), k, F.pad(expand_heads(v, heads), (0, COLUMNS)), {}
+    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        return (call.q, call.k, call.v, {}) if call.slopes is None else (*with_columns(call), {})
 
 
 class Flash3(_Columned):

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ctxext.attention.base import AttentionBackend, Need
+from ctxext.attention.base import AttentionBackend, Call, Need
 from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
@@ -98,18 +98,8 @@ class Flex(AttentionBackend):
             )
         return None
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch heads query head_dim"],
-        k: Float[Tensor, "batch kv_heads key head_dim"],
-        v: Float[Tensor, "batch kv_heads key head_dim"],
-        layout: Layout,
-        *,
-        scale: float,
-        slopes: Float[Tensor, " heads"] | None,
-        window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "batch heads query head_dim"]:
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+        q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
         if not torch.is_grad_enabled():  # on CPU it refuses tensors that could need a gradient, even if none is taken
             q, k, v = q.detach(), k.detach(), v.detach()
         cutoff = None if slopes is None else self.cutoff
@@ -124,7 +114,7 @@ class Flex(AttentionBackend):
         if q.shape[1] != k.shape[1]:
             grouped = True
         score_mod = None if slopes is None else _score_mod(slopes.float(), layout)
-        out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+        out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, enable_gqa=grouped)
         return out
 
 

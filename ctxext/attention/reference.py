@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Need, expand_heads
-from ctxext.attention.layout import Layout
+from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
 
 __all__ = ["Reference"]
 
@@ -29,27 +28,17 @@ class Reference(AttentionBackend):
             return "it masks by itself, but the layout says that an engine around the kernel does."
         return None
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch heads query head_dim"],
-        k: Float[Tensor, "batch kv_heads key head_dim"],
-        v: Float[Tensor, "batch kv_heads key head_dim"],
-        layout: Layout,
-        *,
-        scale: float,
-        slopes: Float[Tensor, " heads"] | None,
-        window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "batch heads query head_dim"]:
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+        q, k, v, layout = call.q, call.k, call.v, call.layout
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         k, v = expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
-        scores = q.to(dtype) @ k.transpose(-1, -2) * scale
-        if slopes is not None:
+        scores = q.to(dtype) @ k.transpose(-1, -2) * call.scale
+        if call.slopes is not None:
             distance = layout.query_positions[:, None, :, None] - layout.key_positions[:, None, None, :]
-            scores = scores - slopes.to(dtype)[None, :, None, None] * distance
-        hidden = ~layout.visible(window)[:, None]
+            scores = scores - call.slopes.to(dtype)[None, :, None, None] * distance
+        hidden = ~layout.visible(call.window)[:, None]
         # A row of -inf only would be NaN in the softmax and in its gradient: let it see everything, then erase it.
         nothing = hidden.all(-1, keepdim=True)
         weights = torch.softmax(scores.masked_fill(hidden & ~nothing, -math.inf), -1)
-        weights = torch.dropout(weights.masked_fill(nothing, 0.0), dropout, train=dropout > 0)
+        weights = torch.dropout(weights.masked_fill(nothing, 0.0), call.dropout, train=call.dropout > 0)
         return (weights @ v).to(q.dtype)

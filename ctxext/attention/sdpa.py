@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ctxext.attention.base import AttentionBackend, Need, expand_heads
-from ctxext.attention.columns import COLUMNS, layout_columns
+from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
+from ctxext.attention.columns import with_columns
 from ctxext.attention.layout import Layout, Span
 
 __all__ = ["Sdpa", "kernel_order"]
@@ -61,31 +61,18 @@ class Sdpa(AttentionBackend):
             return "a sharded layout is square: as many keys as queries."
         return None
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch heads query head_dim"],
-        k: Float[Tensor, "batch kv_heads key head_dim"],
-        v: Float[Tensor, "batch kv_heads key head_dim"],
-        layout: Layout,
-        *,
-        scale: float,
-        slopes: Float[Tensor, " heads"] | None,
-        window: int | None,
-        dropout: float,
-    ) -> Float[Tensor, "batch heads query head_dim"]:
-        call = _KernelCall(
-            Need.of(q, k, v, layout, biased=slopes is not None, window=window, dropout=dropout), scale, dropout
-        )
+    def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
+        kernel = _Kernel(call.need, call.scale, call.dropout)
+        q, k, v, layout = call.q, call.k, call.v, call.layout
         if q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]:
-            return _dense(call, q, k, v, layout, slopes, window)
-        head_dim = q.shape[-1]
-        if slopes is not None:
-            q, k, v = _augment(q, k, v, layout, slopes, scale)
-        if window is None and layout.spans is not None and self._blocks_pay(layout):
-            out = _by_blocks(call, q, k, v, layout.spans)
+            return _dense(kernel, call)
+        if call.slopes is not None:
+            q, k, v = with_columns(call)
+        if call.window is None and layout.spans is not None and self._blocks_pay(layout):
+            out = _by_blocks(kernel, q, k, v, layout.spans)
         else:
-            out = _masked(call, q, k, v, layout, window)
-        return out[..., :head_dim] if slopes is not None else out
+            out = _masked(kernel, q, k, v, layout, call.window)
+        return out[..., : call.need.head_dim] if call.slopes is not None else out
 
     def _blocks_pay(self, layout: Layout) -> bool:
         if layout.whole or layout.external_causality:
@@ -100,8 +87,8 @@ class Sdpa(AttentionBackend):
 
 
 @dataclass(frozen=True)
-class _KernelCall:
-    """One kernel call's constants."""
+class _Kernel:
+    """torch's kernel with what stays the same in all blocks of one call."""
 
     need: Need
     scale: float
@@ -127,31 +114,13 @@ class _KernelCall:
         return contextlib.nullcontext()
 
 
-def _augment(
-    q: Float[Tensor, "batch heads query head_dim"],
-    k: Float[Tensor, "batch kv_heads key head_dim"],
-    v: Float[Tensor, "batch kv_heads key head_dim"],
-    layout: Layout,
-    slopes: Float[Tensor, " heads"],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the ALiBi columns in front of q and k and pad v by as many zeros: unequal head dims are no fused case."""
-    query_columns, key_columns = layout_columns(layout, slopes, scale=scale, dtype=q.dtype)
-    heads = q.shape[1]
-    return (
-        torch.cat([query_columns, q], -1),
-        torch.cat([key_columns, expand_heads(k, heads)], -1),
-        F.pad(expand_heads(v, heads), (0, COLUMNS)),
-    )
-
-
-def _by_blocks(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> Tensor:
+def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> Tensor:
     """Run every span by itself and put zeros where there is none. Splits, so that the backward stays linear."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         groups.setdefault(span.rows, []).append(span)
     if list(groups) == [(0, q.shape[0])] and len(spans) == 1 and _covers(spans[0], q, k):
-        return _block(call, q, k, v)
+        return _block(kernel, q, k, v)
     rows, covered = _sections(list(groups), q.shape[0])
     parts: list[Tensor] = []
     row_parts = zip(covered, torch.split(q, rows), torch.split(k, rows), torch.split(v, rows), strict=True)
@@ -159,11 +128,11 @@ def _by_blocks(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, spans: tuple[
         if where is None:
             parts.append(torch.zeros_like(q_rows))
         else:
-            parts.append(_row_blocks(call, q_rows, k_rows, v_rows, groups[where]))
+            parts.append(_row_blocks(kernel, q_rows, k_rows, v_rows, groups[where]))
     return torch.cat(parts)
 
 
-def _row_blocks(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
+def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
     """``_by_blocks`` for rows that share their spans."""
     q_sizes, q_covered = _sections([span.query for span in spans], q.shape[2])
     k_sizes, k_covered = _sections(sorted(span.key for span in spans), k.shape[2])
@@ -171,22 +140,24 @@ def _row_blocks(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, spans: list[
     v_parts = dict(zip(k_covered, torch.split(v, k_sizes, 2), strict=True))
     key_of = {span.query: span.key for span in spans}
     parts = [
-        torch.zeros_like(part) if where is None else _block(call, part, k_parts[key_of[where]], v_parts[key_of[where]])
+        torch.zeros_like(part)
+        if where is None
+        else _block(kernel, part, k_parts[key_of[where]], v_parts[key_of[where]])
         for where, part in zip(q_covered, torch.split(q, q_sizes, 2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _block(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain causal attention with the last query at the last key."""
     query, key = q.shape[2], k.shape[2]
     if query == key:
-        return call(q, k, v, causal=True)
+        return kernel(q, k, v, causal=True)
     if query == 1:
-        return call(q, k, v)
+        return kernel(q, k, v)
     # is_causal would align the *first* query with the first key.
     mask = torch.ones(query, key, dtype=torch.bool, device=q.device).tril(key - query)
-    return call(q, k, v, mask[None, None])
+    return kernel(q, k, v, mask[None, None])
 
 
 def _covers(span: Span, q: Tensor, k: Tensor) -> bool:
@@ -224,28 +195,27 @@ def _seen(
     return layout.memo(("mask", window), build)
 
 
-def _masked(call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
+def _masked(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
     """The form for any layout: one byte per pair, shared by all heads."""
     mask, some = _seen(layout, window)
-    return torch.where(some, call(q, k, v, mask), 0.0)
+    return torch.where(some, kernel(q, k, v, mask), 0.0)
 
 
-def _dense(
-    call: _KernelCall, q: Tensor, k: Tensor, v: Tensor, layout: Layout, slopes: Tensor | None, window: int | None
-) -> Tensor:
+def _dense(kernel: _Kernel, call: Call) -> Tensor:
     """Few queries over a long cache: k and v are read in place, the bias is as small as the scores.
 
     Query heads that share a key head become rows of one query block, so that GQA copies nothing.
     """
+    q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
     batch, heads, query, head_dim = q.shape
     kv_heads = k.shape[1]
     folded = q.reshape(batch, kv_heads, heads // kv_heads * query, head_dim)
     if slopes is None and query == 1 and window is None and layout.whole:
-        return call(folded, k, v).reshape(q.shape)
+        return kernel(folded, k, v).reshape(q.shape)
     mask, some = _seen(layout, window)
     if slopes is None:
         shared = mask.expand(batch, heads // kv_heads, query, -1).reshape(batch, 1, folded.shape[2], -1)
-        return torch.where(some, call(folded, k, v, shared).reshape(q.shape), 0.0)
+        return torch.where(some, kernel(folded, k, v, shared).reshape(q.shape), 0.0)
 
     def build() -> Tensor:
         distance = layout.query_positions[:, :, None] - layout.key_positions[:, None, :]
@@ -257,4 +227,4 @@ def _dense(
 
     bias = layout.memo(("bias", q.device, q.dtype, window), build, owner=slopes)
     rows = bias.reshape(batch, kv_heads, folded.shape[2], -1)
-    return torch.where(some, call(folded, k, v, rows).reshape(q.shape), 0.0)
+    return torch.where(some, kernel(folded, k, v, rows).reshape(q.shape), 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ctxext.checkpoints.source import read_json
 
-__all__ = ["LENGTH_FIELDS", "copy_raised", "raised_tokenizer", "tokenizer_note"]
+__all__ = ["LENGTH_FIELDS", "copy_raised", "raised_tokenizer"]
 
 LENGTH_FIELDS = {
     "tokenizer_config.json": "model_max_length",
@@ -56,13 +56,3 @@ def raised_tokenizer(tokenizer: Any, target: int) -> Any:
     longer = copy.deepcopy(tokenizer)
     longer.model_max_length = max(longer.model_max_length, target)
     return longer
-
-
-def tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
-    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
-    if target <= trained:
-        return ()
-    return (
-        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
-        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
-    )

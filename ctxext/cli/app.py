@@ -34,7 +34,7 @@ from ctxext.cli.options import (
 from ctxext.cli.plan import plan
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
-from ctxext.progress import Later
+from ctxext.progress import DelayedBar
 
 if TYPE_CHECKING:
     from ctxext.methods import Method
@@ -58,10 +58,10 @@ app.add_typer(eval_app, name="eval")
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Give a Hugging Face checkpoint a longer context, and prove that it works."""
-    import ctxext
+    from ctxext.version import __version__
 
     if version:
-        typer.echo(ctxext.__version__)
+        typer.echo(__version__)
         raise typer.Exit()
     # It warns of every rope type that it does not know, and trying methods tries those. Where it is not imported yet,
     # the help of a command must not wait for it.
@@ -101,7 +101,7 @@ def inspect(
         with Console(stderr=True).status("reading GGUF metadata ..."):
             scaling = scaling_in_gguf(place)
     location = {"gguf_file": place.name} if gguf else {}
-    with Later("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
+    with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
         found = inspect_checkpoint(
             place.parent if gguf else checkpoint,
             trained_length=trained_length,
@@ -147,7 +147,7 @@ def patch(
     from ctxext.checkpoints.write import patch_checkpoint
     from ctxext.cli import show
 
-    with Later("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
+    with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         written = patch_checkpoint(
             source,
             destination,

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from torch import Tensor, nn
 
-import ctxext
+from ctxext import patching
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
@@ -41,7 +41,7 @@ from ctxext.evaluation.truncation import (
     windows_of,
 )
 from ctxext.methods import Method
-from ctxext.progress import Stages
+from ctxext.progress import StageBar
 
 __all__ = [
     "DemoPlan",
@@ -137,12 +137,12 @@ def make_plan(
         UnknownNameError: an unknown method.
         InvalidParameterError: a factor or length out of range, a method twice, or no method at all.
     """
-    trained = ctxext.describe(model).trained_length
+    trained = patching.describe(model).trained_length
     if trained is None:
         raise InvalidParameterError("The checkpoint's config does not say for how many tokens it was trained.")
     if not methods or len(set(methods)) != len(methods):
         raise InvalidParameterError(f"Give each method once, and at least one; found {', '.join(methods) or 'none'}.")
-    built = tuple(ctxext.method(name, factor=factor) for name in methods)
+    built = tuple(patching.method(name, factor=factor) for name in methods)
     reach = int(trained * factor + 1e-6)
     wanted = reach if length is None else length
     if not trained < wanted <= reach:
@@ -203,16 +203,16 @@ def run_demo(
     passkeys = [_ask(model, UNPATCHED, prompts, plan, progress)] if prompts else []
     fingerprints = {}
     for index, method in enumerate(plan.methods):
-        ctxext.patch(model, method)
+        patching.patch(model, method)
         try:
-            fingerprints[method.name] = ctxext.describe(model).fingerprint
+            fingerprints[method.name] = patching.describe(model).fingerprint
             start = time.perf_counter()
             losses = _whole(model, passages, method.name, progress)
             measured.append(series(method.name, losses, time.perf_counter() - start, method.dynamic))
             if index == plan.passkey_method:
                 passkeys.append(_ask(model, method.name, prompts, plan, progress))
         finally:
-            ctxext.unpatch(model)
+            patching.unpatch(model)
     return DemoResult(
         checkpoint=checkpoint.name,
         texts=tuple(passage.name for passage in passages),
@@ -507,7 +507,7 @@ def _plays(documents: int) -> list[Path]:
 def _with_progress(
     console: Console, checkpoint: Checkpoint, passages: list[TokenisedDocument], plan: DemoPlan
 ) -> DemoResult:
-    with Stages(console, plan.cost(len(passages)), report=True) as stages:
+    with StageBar(console, plan.cost(len(passages)), report=True) as stages:
 
         def advance(name: str, cost: float) -> None:
             stages(", ".join(label_of(part) for part in name.split(", ")), cost)

@@ -30,6 +30,7 @@ __all__ = [
     "extended",
     "git_state",
     "machine",
+    "now",
     "provenance_of",
     "setting_of",
     "versions",
@@ -146,7 +147,7 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
         versions=versions(),
         machine=machine(base.device.type),
         command=command(),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=now(),
         **texts,
     )
 
@@ -218,3 +219,8 @@ def setting_of(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, 
         "sliding_window": sliding_window,
         "versions": {name: version for name, version in found.versions.items() if name != "python"},
     }
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

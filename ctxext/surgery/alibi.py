@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.attention import AttentionBackend, Layout, Need, named, require_usable, select
+from ctxext.attention import AttentionBackend, Call, Layout, Need, named, require_usable, select
 from ctxext.errors import IncompatibleError
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
@@ -65,12 +65,14 @@ class AlibiAttend:
         """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         layout = mask.layout
         q, k, v = _as_autocast_wants(q, k, v)
+        how: dict[str, Any] = {"scale": scale, "window": window, "dropout": dropout}
         if not self.method.dynamic:
-            return self._run(q, k, v, layout, self.slopes(self.alibi.trained_length, q.device), scale, window, dropout)
+            slopes = self.slopes(self.alibi.trained_length, q.device)
+            return self._run(Call.of(q, k, v, layout, slopes=slopes, **how))
         rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(mask))
         fitted_lengths = {fitted for documents in rows for fitted in documents.values()}
         if len(fitted_lengths) == 1:
-            return self._run(q, k, v, layout, self.slopes(fitted_lengths.pop(), q.device), scale, window, dropout)
+            return self._run(Call.of(q, k, v, layout, slopes=self.slopes(fitted_lengths.pop(), q.device), **how))
         parts = []
         for row, documents in enumerate(rows):
             one = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
@@ -78,7 +80,7 @@ class AlibiAttend:
             out = torch.zeros_like(q[here])
             for fitted in sorted(set(documents.values())):
                 slopes = self.slopes(fitted, q.device)
-                found = self._run(q[here], k[here], v[here], one, slopes, scale, window, dropout)
+                found = self._run(Call.of(q[here], k[here], v[here], one, slopes=slopes, **how))
                 out = torch.where(_standing_in(one, documents, fitted), found, out)
             parts.append(out)
         return torch.cat(parts)
@@ -111,19 +113,8 @@ class AlibiAttend:
                 found = self._slopes[length, device] = self.method.slopes(self.alibi, length).to(device)
         return found
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        slopes: Tensor,
-        scale: float,
-        window: int | None,
-        dropout: float,
-    ) -> Tensor:
-        backend = choose(self._chosen, self.backend, q, k, v, layout, biased=True, window=window, dropout=dropout)
-        return backend(q, k, v, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
+    def _run(self, call: Call) -> Tensor:
+        return choose(self._chosen, self.backend, call.need).run(call)
 
 
 def _as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -158,20 +149,8 @@ def _extremes(positions: Tensor, documents: Tensor | None, which: str) -> list[d
     return rows
 
 
-def choose(
-    chosen: dict[Need, AttentionBackend],
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    *,
-    biased: bool,
-    window: int | None,
-    dropout: float,
-) -> AttentionBackend:
+def choose(chosen: dict[Need, AttentionBackend], name: str, need: Need) -> AttentionBackend:
     """The backend for a call; asked once per kind of call."""
-    need = Need.of(q, k, v, layout, biased=biased, window=window, dropout=dropout)
     if torch.compiler.is_compiling():
         return select(name, need)[0]
     found = chosen.get(need)

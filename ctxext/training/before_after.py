@@ -19,16 +19,16 @@ from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
 from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import FORMAT, POSITIONS, PerplexityResult
-from ctxext.progress import Stages
+from ctxext.files import write_json
+from ctxext.progress import StageBar
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.figure import Gain
-from ctxext.training.report import write_json
 from ctxext.training.settings import Settings
 
-__all__ = ["Referee", "gain", "summary"]
+__all__ = ["BeforeAndAfter", "gain", "summary"]
 
 
-class Referee:
+class BeforeAndAfter:
     """Measures a model that is being trained, as ``settings.evaluation`` says.
 
     Args:
@@ -130,9 +130,9 @@ class Referee:
         return torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
 
 
-def _bar(total: float) -> Stages:
+def _bar(total: float) -> StageBar:
     """Of the first process; the others measure the same, since engines that share weights need all of them."""
-    return Stages(Console(stderr=True, quiet=not PartialState().is_main_process), total)
+    return StageBar(Console(stderr=True, quiet=not PartialState().is_main_process), total)
 
 
 def summary(found: dict[str, Any]) -> str:

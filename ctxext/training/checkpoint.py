@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
-import ctxext
+from ctxext import patching
 from ctxext.adapters import ADAPTER_FILE, is_adapter
 from ctxext.checkpoints.source import checked_path, read_any_config, read_json
 from ctxext.errors import BackendUnavailableError, CheckpointError
@@ -101,9 +101,9 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
 def _load_plain(settings: Settings, device: torch.device | str) -> Checkpoint:
     """Load the run's checkpoint, and take off the extension that it was saved with, if there is one."""
     checkpoint = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=device)
-    if ctxext.describe(checkpoint.model).method is None:
+    if patching.describe(checkpoint.model).method is None:
         return checkpoint
-    ctxext.unpatch(checkpoint.model)
+    patching.unpatch(checkpoint.model)
     return replace(checkpoint, sha256="")  # which counts the config too
 
 
@@ -142,7 +142,7 @@ def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
         return model
     with _without_deepspeed():
         plain = _load_plain(settings, "cpu").model
-    ctxext.patch(plain, settings.extension.method, **settings.extension.arguments())
+    patching.patch(plain, settings.extension.method, **settings.extension.arguments())
     return reattach_lora(plain, adapter)
 
 

@@ -14,10 +14,10 @@ from transformers.trainer_callback import ExportableState
 
 from ctxext.adapters import keep_extension
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
+from ctxext.files import write_json
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.wrappers import base_model
-from ctxext.training.report import write_json
 from ctxext.training.settings import Settings, checked_settings
 
 __all__ = ["CompleteCheckpoints", "ExtensionCallback", "last_checkpoint", "resume_point", "saving"]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-import ctxext
+from ctxext import patching
 from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state, resolve
 from ctxext.surgery.wrappers import base_model
@@ -159,7 +159,7 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
         wanted = self.extensions[min(bisect.bisect_right(self._stops, step), len(self.extensions) - 1)]
         if wanted is not self._current:
             self.held.close()
-            ctxext.unpatch(self.base)
-            ctxext.patch(self.base, wanted.method, **wanted.arguments())
+            patching.unpatch(self.base)
+            patching.patch(self.base, wanted.method, **wanted.arguments())
             self.held = self.memory.apply(self.base)
             self._current = wanted

@@ -24,7 +24,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["attach_lora", "linear_layers", "merged", "norm_layers", "reattach_lora"]
+__all__ = ["attach_lora", "linear_layers", "merged", "norm_layers", "reattach_lora", "trained_weights"]
 
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then
@@ -179,3 +179,9 @@ def _endings(model: nn.Module, chosen: set[str]) -> list[str]:
         if not any(name.endswith(tuple(short)) for name in others):
             return sorted(short)
     return sorted(chosen)
+
+
+def trained_weights(adapted: Any) -> str:
+    """How much of a ``peft.PeftModel`` is trained."""
+    some, total = adapted.get_nb_trainable_parameters()  # counts weights of 4 bits, too
+    return f"{some:,} of {total:,} weights are trained"

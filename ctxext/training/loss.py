@@ -33,11 +33,9 @@ from ctxext.surgery.head import box_inputs_of_head, require_head, require_pieces
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.parallel import is_fsdp, is_sharded
+from ctxext.training.sequences import IGNORED
 
 __all__ = ["ChunkedLoss", "Pieces", "WithGradients", "chunk_loss", "cross_entropy_and_gradient"]
-
-IGNORED = -100
-"""The label that counts for nothing, as everywhere in transformers."""
 
 
 def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +24,7 @@ from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import chunk_loss
 
-__all__ = ["MOST_KEPT", "Memory", "return_freed_memory"]
+__all__ = ["MOST_KEPT", "Memory", "peak_memory", "return_freed_memory"]
 
 ATTENTION_KERNELS = frozenset(
     {
@@ -210,3 +212,11 @@ def return_freed_memory(*, above: int = 2**20) -> bool:
         return False
     mmap_threshold = -3  # M_MMAP_THRESHOLD in malloc.h
     return bool(ctypes.CDLL(None).mallopt(mmap_threshold, above))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU's memory, or the largest resident size of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention import Layout, Need
+from ctxext.attention import Call, Layout, Need
 from ctxext.attention.flash import INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
 from ctxext.attention.reference import Reference
 from ctxext.errors import BackendUnavailableError
@@ -87,14 +87,15 @@ def test_arguments_mean_what_the_call_asked(
 ) -> None:
     """Nothing is served that is not right: a window counts positions, whatever the indices are."""
     one = case(layout, torch.bfloat16, biased=biased, window=window)
-    need = Need.of(one.q, one.k, one.v, one.layout, biased=biased, training=training, window=window)
-    reason = backend.why_not(Need(**(vars(need) | {"device": "cuda", "capability": (9, 0)})))
+    call = Call.of(one.q, one.k, one.v, one.layout, scale=one.scale, slopes=one.slopes, window=window)
+    there = {"device": "cuda", "capability": (9, 0), "training": training}
+    reason = backend.why_not(Need(**(vars(call.need) | there)))
     if reason is not None:
         assert layout in ("permuted", "skipping positions", "packed by resets")
         return
     inputs = one.tensors()
     with torch.set_grad_enabled(training):
-        out = backend.attend(*inputs, one.layout, scale=one.scale, slopes=one.slopes, window=window, dropout=0.0)
+        out = backend.attend(Call.of(*inputs, one.layout, scale=one.scale, slopes=one.slopes, window=window))
     found = [out.detach()]
     if training and CALLS:
         found += torch.autograd.grad(out, inputs, one.grad)
@@ -108,12 +109,13 @@ def test_a_gradient_for_one_of_the_three_is_not_lost(backend, learns: str) -> No
     """The kernel that reads a cache has no backward: what learns, be it the values alone, goes another way."""
     one = case("static cache", torch.bfloat16, biased=False)
     inputs = {name: getattr(one, name).requires_grad_(name == learns) for name in "qkv"}
-    assert Need.of(*inputs.values(), one.layout, biased=False).training
-    out = backend.attend(*inputs.values(), one.layout, scale=one.scale, slopes=None, window=None, dropout=0.0)
+    call = Call.of(*inputs.values(), one.layout, scale=one.scale)
+    assert call.need.training
+    out = backend.attend(call)
     assert "kvcache" not in CALLS
     assert torch.autograd.grad(out, inputs[learns], one.grad)[0].norm() > 0
     with torch.no_grad():
-        assert not Need.of(*inputs.values(), one.layout, biased=False).training
+        assert not Call.of(*inputs.values(), one.layout, scale=one.scale).need.training
 
 
 def test_which_entry_point() -> None:
@@ -121,7 +123,7 @@ def test_which_entry_point() -> None:
         CALLS.clear()
         one = case(layout, torch.bfloat16, biased=True)
         with torch.set_grad_enabled(training):
-            Flash().attend(*one.tensors(), one.layout, scale=1.0, slopes=one.slopes, window=None, dropout=0.0)
+            Flash().attend(Call.of(*one.tensors(), one.layout, scale=1.0, slopes=one.slopes))
         return list(CALLS)
 
     assert calls("causal", training=False) == ["plain"]
@@ -138,7 +140,7 @@ def test_window_and_dropout_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> No
         sys.modules[Flash.module], "flash_attn_func", lambda q, k, v, **options: (seen.update(options), q)[1]
     )
     one = case("causal", torch.bfloat16, biased=False, kv_heads=4)
-    Flash().attend(*one.tensors(), one.layout, scale=0.5, slopes=None, window=8, dropout=0.25)
+    Flash().attend(Call.of(*one.tensors(), one.layout, scale=0.5, window=8, dropout=0.25))
     assert seen == {
         "softmax_scale": 0.5, "causal": True, "window_size": (7, 0), "dropout_p": 0.25, "alibi_slopes": None
     }  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from conftest import SHAPE, TRAINED
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
@@ -206,10 +207,35 @@ def test_llama_cpp_attention_factor_is_multiplied_back(llama: Path) -> None:
 def test_what_llama_cpp_was_seen_to_do_decides(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(IncompatibleError, match=r"loses rope_type 'llama3'.*yarn"):
         export(checkpoints["gemma3"], to="llama.cpp", method="llama3", factor=4.0)
+
+
+def test_flags_that_cannot_say_it_all_are_not_exact(checkpoints: dict[str, Path]) -> None:
+    """What a converter bakes into a tensor of the extended checkpoint is not in a GGUF of the original."""
     arguments: dict[str, Any] = {"to": "llama.cpp", "method": "llama3", "factor": 4.0, "sliding_window": "keep"}
     made = export(checkpoints["mistral"], **arguments)
     assert not made.exact
     assert "convert that one" in made.notes[0]
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "GemmaConfig", "CohereConfig"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        METHODS["ntk"].from_dict({"factor": 4.0}),
+        METHODS["pi"].from_dict({"factor": 4.0}),
+        METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}),
+    ],
+    ids=label,
+)
+def test_exact_is_what_the_flags_make_of_the_gguf(name: str, method: Method) -> None:
+    """Converters of Gemma and Cohere write neither base nor scaling; what Llama's says of YaRN's betas is not read."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    config = getattr(transformers, name)(**SHAPE, head_dim=16, rope_parameters=plain)
+    extended = extended_config(config, method)
+    made = export_config(extended, to="llama.cpp")
+    gguf = converted(extended.to_dict()) if name == "LlamaConfig" else {"context_length": TARGET}
+    assert made.exact
+    assert same(llama_cpp(pairs(made), gguf), wanted(method, TARGET))
 
 
 # What the converter of llama_cpp_python 0.3.36 wrote for tiny checkpoints and a real llama.cpp computed from it.
@@ -481,7 +507,7 @@ def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_pat
     path = tmp_path / "long" / "config.json"
     written = json.loads(path.read_text())
     export(tmp_path / "long", to="vllm")
-    for name in ("rope_parameters", "rope_scaling"):  # the second is for older readers
+    for name in written.keys() & {"rope_parameters", "rope_scaling"}:  # the second is for older readers
         written[name]["factor"] = 8.0
     path.write_text(json.dumps(written))
     for target in ("vllm", "llama.cpp"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ctxext.attention import BACKENDS, AttentionBackend, Layout, Need, flex
+from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, flex
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from tests.attention.cases import LAYOUTS, Case, case, error, naive, truth
 
@@ -55,9 +55,9 @@ def _run(backend: AttentionBackend, case: Case, *, backward: bool) -> list[torch
 
 def _refuses(backend: AttentionBackend, case: Case, *, backward: bool) -> bool:
     """Whether ``why_not`` refuses; then the call must raise with that very reason."""
-    asked = {"biased": case.slopes is not None, "training": backward, "window": case.window}
-    need = Need.of(case.q, case.k, case.v, case.layout, **asked)
-    reason = backend.why_not(need)
+    with torch.set_grad_enabled(backward):
+        call = Call.of(*case.tensors(), case.layout, scale=case.scale, slopes=case.slopes, window=case.window)
+    reason = backend.why_not(call.need)
     if reason is None:
         return False
     with pytest.raises(BackendUnavailableError) as caught:

@@ -132,6 +132,21 @@ def test_references_and_differences_by_hand(make: Make) -> None:
     assert not any("read by the extended model" in note for note in found.notes)
 
 
+def test_what_beats_the_last_window_may_still_lose_to_the_best_truncation(make: Make) -> None:
+    """From its last 48 tokens this model predicts better than from all 64 that it was trained for; PI lies between."""
+    checkpoint, corpus = make(257)
+    plan = make_plan(checkpoint.model, method="pi", lengths=[128, 256], arguments={"factor": 4.0})
+    found = run(checkpoint, corpus, plan)
+    cut = cut_to(checkpoint.model, [one.input_ids for one in corpus.documents])
+    losses = {window: mean([part[:, 64:128] for part in own]) for window, own in cut.items()}
+    assert found.extension is not None
+    beyond = found.extension.at(POSITIONS)[1]
+    assert (beyond.start, beyond.stop) == (64, 128)
+    assert losses[48] + 0.05 < beyond.loss < losses[64] - 0.05
+    assert beyond.versus_truncation is not None
+    assert beyond.versus_truncation.mean == pytest.approx(beyond.loss - losses[48], abs=1e-6)
+
+
 def test_the_original_may_be_remembered(make: Make) -> None:
     """A model in training has no original beside it: what that read inside the window is kept from before."""
     checkpoint, corpus = make(129)

@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.training import before_after
-from ctxext.training.before_after import Referee
+from ctxext.training.before_after import BeforeAndAfter
 
 LONG = (0, 2)  # the documents that are longer than the extended window of 128
 PASSKEY = ("--passkey_lengths", "400", "--passkey_depths", "0.5", "--passkey_trials", "2")
@@ -63,9 +63,9 @@ def test_nothing_is_measured_of_weights_that_are_shared_out(settings: Any, monke
     """DeepSpeed puts an id on each of them, and what is left has no values."""
     loaded = load_checkpoint(settings().checkpoint, dtype="fp32")
     monkeypatch.setattr(before_after, "is_deepspeed_zero3_enabled", lambda: True)
-    Referee(loaded, settings())
+    BeforeAndAfter(loaded, settings())
     with pytest.raises(IncompatibleError, match="before the first step no process has whole weights"):
-        Referee(loaded, settings(*PASSKEY))
+        BeforeAndAfter(loaded, settings(*PASSKEY))
     assert weights_digest(loaded.model) == loaded.sha256
     next(loaded.model.parameters()).ds_id = 0
     assert weights_digest(loaded.model) == "unknown"
@@ -78,16 +78,18 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     nothing = settings()
     loaded: Checkpoint = load_checkpoint(nothing.checkpoint, dtype="fp32")
     kept = tmp_path / "before.json"
-    assert Referee(loaded, nothing).before(loaded.model, kept) == {}
+    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
     kept.write_text(kept.read_text(encoding="utf-8").replace("{}", '{"kept": 1}'), encoding="utf-8")
-    assert Referee(loaded, nothing).before(loaded.model, kept) == {"kept": 1}
-    assert Referee(loaded, settings("--passkey_trials", "2")).before(loaded.model, kept) == {}, "asked something else"
+    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {"kept": 1}
+    assert BeforeAndAfter(loaded, settings("--passkey_trials", "2")).before(loaded.model, kept) == {}, (
+        "asked something else"
+    )
     # What an earlier version kept, against the last tokens of the whole window alone, is measured again.
     earlier = json.loads(kept.read_text(encoding="utf-8"))
     kept.write_text(json.dumps({"evaluation": nothing.evaluation.model_dump(), "found": {"kept": 1}}), encoding="utf-8")
-    assert Referee(loaded, nothing).before(loaded.model, kept) == {}
+    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
     kept.write_text(json.dumps(earlier | {"evaluation": earlier["evaluation"] | {"format": 1}}), encoding="utf-8")
-    assert Referee(loaded, nothing).before(loaded.model, kept) == {}
+    assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
 
 
 def test_what_cannot_be_measured_is_said_before_anything_is_trained(

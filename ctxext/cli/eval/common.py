@@ -98,7 +98,7 @@ def conduct(scene: Scene, made_by: str, prompts: Sequence[Prompt], *, where: str
     from ctxext.evaluation.labels import tokens_label
     from ctxext.evaluation.report.sentences import all_of
     from ctxext.evaluation.survey import Survey
-    from ctxext.progress import Stages
+    from ctxext.progress import StageBar
 
     console, panel = scene.console, scene.panel
     store = TrialStore(scene.trials, scene.team.process)
@@ -117,7 +117,7 @@ def conduct(scene: Scene, made_by: str, prompts: Sequence[Prompt], *, where: str
         + (f". Each is kept in {scene.trials}." if scene.trials else ". --output FILE would keep each finished trial.")
     )
     try:
-        with Stages(Console(stderr=True, quiet=console.quiet), sum(job.cost for job in mine)) as bar:
+        with StageBar(Console(stderr=True, quiet=console.quiet), sum(job.cost for job in mine)) as bar:
             survey.measure(mine, progress=bar)
     except KeyboardInterrupt:
         kept = len(survey.keys & survey.store.finished().keys()) if scene.trials else 0

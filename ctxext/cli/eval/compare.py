@@ -93,14 +93,14 @@ def compare(
     from ctxext.evaluation.passkey import DEPTHS
     from ctxext.evaluation.report.comparison import require_report
     from ctxext.evaluation.survey import team_of_launcher
-    from ctxext.progress import Later
+    from ctxext.progress import DelayedBar
 
     require_report()
     team = team_of_launcher()
     console = Console(quiet=not team.is_main, highlight=False)
     with console.status("Loading the checkpoint ..."):
         loaded = load_checkpoint(checkpoint, dtype=dtype, device=device or team.device, trust_remote_code=trust)
-    with Later("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
+    with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
         comparison = prepare(
             loaded,
             lambda tokens: read_corpus(
@@ -170,12 +170,12 @@ def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -
     import time
 
     from ctxext.evaluation.comparison.plan import PASSKEY
-    from ctxext.progress import Stages
+    from ctxext.progress import StageBar
 
     total = sum(cell.cost for cell in mine)
     began, done, told = time.monotonic(), 0.0, False
 
-    with Stages(console, total, report=not console.is_terminal) as bar:
+    with StageBar(console, total, report=not console.is_terminal) as bar:
 
         def advance(name: str, cost: float) -> None:
             nonlocal done, told

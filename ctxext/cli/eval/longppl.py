@@ -98,7 +98,7 @@ def longppl(
     from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.readings import chosen_methods
     from ctxext.evaluation.report.longppl import save_figure, show
-    from ctxext.progress import Stages
+    from ctxext.progress import StageBar
 
     check_outputs(output, as_json, as_csv)
     if keys is not None and not keys.parent.is_dir():
@@ -116,7 +116,7 @@ def longppl(
     search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
     found = _key_tokens(console, finder, corpus, keys, {k: v for k, v in search.items() if v is not None})
     total = evaluation.total_cost(loaded, corpus, found, lengths=lengths, methods=max(1, len(methods)))
-    with Stages(Console(stderr=True), total) as bar:
+    with StageBar(Console(stderr=True), total) as bar:
         result = evaluation.run(
             loaded,
             corpus,
@@ -143,11 +143,11 @@ def _asked(
     loaded: Loaded, methods: list[str], factors: list[float], lengths: list[int], trained_length: int | None
 ) -> tuple[list[int], list[float]]:
     """Lengths and factors, with their defaults."""
-    import ctxext
+    from ctxext import patching
     from ctxext.errors import InvalidParameterError
     from ctxext.evaluation.retrieval.readers import factors_for
 
-    described = ctxext.describe(loaded.model)
+    described = patching.describe(loaded.model)
     trained = trained_length or described.trained_length
     if trained is None:
         raise InvalidParameterError(
@@ -168,7 +168,7 @@ def _key_tokens(
     from ctxext.evaluation.journal import told_of_disk
     from ctxext.evaluation.key_tokens import KeyTokens, find_key_tokens, search_cost
     from ctxext.files import write_whole
-    from ctxext.progress import Stages
+    from ctxext.progress import StageBar
 
     if path is not None and path.exists():
         found = KeyTokens.load(path)
@@ -181,7 +181,7 @@ def _key_tokens(
         console.print(f"{found.tokens:,} key tokens out of {path}, found by {found.evaluator}.")
         return found
     sizes = {name: search[name] for name in ("window", "short", "stride") if name in search}
-    with Stages(Console(stderr=True), search_cost(finder.model, len(corpus.documents), **sizes)) as bar:
+    with StageBar(Console(stderr=True), search_cost(finder.model, len(corpus.documents), **sizes)) as bar:
         found = find_key_tokens(finder, corpus, **search, progress=bar)
     if path is not None:
         with told_of_disk(path, lambda: 0, "key tokens"):

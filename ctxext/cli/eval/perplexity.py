@@ -100,7 +100,7 @@ def perplexity(
     from ctxext.evaluation.perplexity import make_plan, run, total_cost
     from ctxext.evaluation.report.perplexity import announce, save_figure, show
     from ctxext.evaluation.survey import team_of_launcher
-    from ctxext.progress import Stages
+    from ctxext.progress import StageBar
 
     check_outputs(output, as_json, as_csv)
     budget = None if memory is None else parse_bytes(memory)
@@ -125,7 +125,7 @@ def perplexity(
     corpus = _corpus(loaded, text, plan, tokens, bos, texts)
     announce(console, loaded, corpus, plan)
     cost = total_cost(loaded, corpus, plan) / team.processes
-    with Stages(Console(stderr=True, quiet=not team.is_main), cost) as bar:
+    with StageBar(Console(stderr=True, quiet=not team.is_main), cost) as bar:
         result = run(loaded, corpus, plan, reference=original, spread=team.spread, progress=bar)
     if not team.is_main:
         return

@@ -1,0 +1,124 @@
+"""The rule by which the code is divided: rooms that know only those below, no private file of another room, no circle.
+
+Every import counts, at the top of a file or inside a function; what only a type checker reads does not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up: a room imports from those before it. The face of the library (``ctxext`` itself) knows the verbs'.
+ROOMS = [
+    "version",
+    "errors",
+    "files",
+    "progress",
+    "registry",
+    "spec",
+    "methods",
+    "attention",
+    "surgery",
+    "saved",
+    "architectures",
+    "adapters",
+    "patching",
+    "runtimes",
+    "checkpoints",
+    "evaluation",
+    "training",
+    "planning",
+    "cli",
+    "__main__",
+]
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name, a package by the name of its folder."""
+    found = {}
+    for path in sorted((ROOT / "ctxext").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+MODULES = modules()
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules of this package that ``tree`` imports, wherever in the file."""
+    for_checkers = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in for_checkers:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & MODULES.keys()
+            if names - MODULES.keys():
+                found.add(node.module)
+    return {name for name in found if name.split(".")[0] == "ctxext"}
+
+
+IMPORTS = {name: imported(tree) for name, tree in MODULES.items()}
+PAIRS = [(name, other) for name, others in IMPORTS.items() for other in sorted(others)]
+
+
+def room(name: str) -> str:
+    """The folder or file at the top of the package; empty for the package's own face."""
+    return name.partition(".")[2].partition(".")[0]
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(PAIRS) >= 300
+    assert {room(name) for name in MODULES} - {""} == set(ROOMS)
+
+
+def test_no_import_runs_upwards() -> None:
+    """Nor through the face, which imports everything."""
+    upward = [
+        f"{name} -> {other}"
+        for name, other in PAIRS
+        if name != "ctxext" and (room(other) == "" or ROOMS.index(room(name)) < ROOMS.index(room(other)))
+    ]
+    assert upward == []
+
+
+def test_no_circle() -> None:
+    left = {name: {other for other in others if other in MODULES} for name, others in IMPORTS.items()}
+    while True:
+        ended = {name for name, others in left.items() if not others}
+        if not ended:
+            break
+        left = {name: others - ended for name, others in left.items() if name not in ended}
+    assert sorted(left) == []
+
+
+def test_a_private_file_is_imported_in_its_own_folder_only() -> None:
+    across = [
+        f"{name} -> {other}"
+        for name, other in PAIRS
+        if other.rpartition(".")[2].startswith("_") and other.rpartition(".")[0] != name.rpartition(".")[0]
+    ]
+    assert [pair for pair in across if "__main__" not in pair] == []
+
+
+def test_a_class_name_exists_once() -> None:
+    places = defaultdict(list)
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    assert len(places) >= 150
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
