@@ -109,7 +109,7 @@ def patch(
             Required for a checkpoint that is already extended. One that ctxext extended: the length before that, and
             the new method replaces the old one. One whose config scales its rotary positions (Llama 3.1, gpt-oss,
             Phi-3): the length with that scaling, and the new method extends the frequencies that it gives.
-        sliding_window: for models whose every attention layer has one: "lift" or "keep".
+        sliding_window: "lift" or "keep", needed where every attention layer has one narrower than the extension.
         scaling: for a checkpoint whose config scales its rotary positions: "extend", if its weights were trained with
             that scaling, starts from its frequencies and its scale of cos and sin (the default where
             ``trained_length`` is the scaled length); "replace", if it was put on afterwards, takes it off.

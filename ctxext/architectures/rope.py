@@ -44,7 +44,7 @@ class Rope(Architecture):
             raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
         scaling = scaling_of(model.config)
         sites = specified(model, places, trained_length, scaled=request.scaling == "extend")
-        form = score_form(model, method, sites, window_fields(text, request, trained_length))
+        form = score_form(model, method, sites, window_fields(text, request, method.target_length(trained_length)))
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
         _edit(model, form, request, edits)
         _prove(model, form)
@@ -173,5 +173,5 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
-    window = window_note(text)
+    window = window_note(text, method.target_length(spec.trained_length))
     return tuple(notes + ([window] if window else []))

@@ -51,7 +51,7 @@ def replace_rotation(
     if getattr(method, "bias", "exact") != "exact":
         raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
     place, target = places[0], method.target_length(trained_length)
-    rebuild = _unrotated(model, method, place, target, window_fields(text, request, trained_length))
+    rebuild = _unrotated(model, method, place, target, window_fields(text, request, target))
     reason = why_install_fails(rebuild, place)
     if reason:
         raise IncompatibleError(_refusal(method, text, reason))
@@ -66,7 +66,7 @@ def replace_rotation(
         recompute_in_generate(model, method, trained_length, edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
-    window = window_note(text)
+    window = window_note(text, target)
     return Extension(
         trained_length=trained_length,
         target_length=target,

@@ -33,6 +33,8 @@ from ctxext.surgery.windows import window_fields, window_note
 __all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
 
 Progress = Callable[[int, int], None]
+TRIED = 4
+"""The factor that methods are tried at, of ``Method.example``."""
 # What examples are made for where the model has no rotary positions to make them for.
 LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
 
@@ -120,7 +122,7 @@ def inspect_checkpoint(
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
     known = trained_length or trained_length_of(model, extended)
-    window, caps = _window(text, known or 1)
+    window, caps = _window(text, known)
     positions, reason, spec = _positions(model, known or 1)
     verdicts = _verdicts(model, known if extended else trained_length, spec, caps, progress)
     saved = getattr(config, "ctxext", None)
@@ -195,12 +197,13 @@ def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     return model
 
 
-def _window(text: Any, trained_length: int) -> tuple[str | None, bool]:
+def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:
+    target = None if trained_length is None else TRIED * trained_length
     try:
-        window_fields(text, Request(), trained_length)
+        window_fields(text, Request(), target)
     except IncompatibleError as error:
         return str(error), True
-    return window_note(text), False
+    return window_note(text, target), False
 
 
 def _positions(

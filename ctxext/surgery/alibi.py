@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedModel
 
 from ctxext.attention import AttentionBackend, Call, Layout, Need, named, require_usable, select
@@ -110,7 +111,10 @@ class AlibiAttend:
             if len(self._slopes) > 64:
                 self._slopes.clear()
             with torch.inference_mode(False):  # what is made in it could not be used in training, and this is kept
-                found = self._slopes[length, device] = self.method.slopes(self.alibi, length).to(device)
+                found = self.method.slopes(self.alibi, length).to(device)
+            # A tensor without data, as torch.export traces with, would stay behind in the live model.
+            if torch.compiler.is_dynamo_compiling() or not is_fake(found):
+                self._slopes[length, device] = found
         return found
 
     def _run(self, call: Call) -> Tensor:

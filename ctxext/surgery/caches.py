@@ -40,8 +40,9 @@ ARGUMENT = "past_key_values"
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
 
 NOT_ONE_GRAPH = (
-    "ctxext: a dynamic method reads the length of each sequence from the values of position_ids, which one compiled or "
-    "exported graph cannot hold. Compile with fullgraph=False, or extend the model by a method that is not dynamic."
+    "ctxext: a dynamic method reads the length of each sequence from the values of position_ids, which one compiled, "
+    "exported or traced graph cannot hold. Compile with fullgraph=False, or extend the model by a method that is not "
+    "dynamic."
 )
 
 
@@ -242,7 +243,7 @@ class DynamicGuard(CacheGuard):
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache that something else filled, and show what filled it to those who compute positions."""
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
         _current.filling = Filling(self.given(args, kwargs))

@@ -28,6 +28,7 @@ from ctxext.surgery.caches import Filled, current_filling, empty, filled, guards
 from ctxext.surgery.edits import Edits
 
 __all__ = [
+    "NeverCompiles",
     "RecomputeStaleCache",
     "RefuseAssistedDecoding",
     "note_fitted_lengths",
@@ -248,14 +249,22 @@ class RefuseAssistedDecoding:
         )
 
 
-def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length: int, edits: Edits) -> None:
-    """Let ``model.generate`` follow a dynamic method.
+class NeverCompiles:
+    """Stands in for ``model._valid_auto_compile_criteria``: generate() compiles nothing by itself.
 
-    On CUDA, generate() compiles calls with a static cache by itself; positions that follow the length would break such
-    a graph at every layer.
+    On CUDA it does so for static caches; positions that follow the length would break such a graph at every layer. The
+    model's ``generation_config`` could say so too, but it is saved with the model and belongs to the user.
     """
-    if getattr(model, "generation_config", None) is not None:
-        edits.set(model.generation_config, "disable_compile", True)
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        """Arguments and result of transformers' own method."""
+        return False
+
+
+def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length: int, edits: Edits) -> None:
+    """Let ``model.generate`` follow a dynamic method."""
+    if hasattr(model, "_valid_auto_compile_criteria"):
+        edits.set(model, "_valid_auto_compile_criteria", NeverCompiles())
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, method, trained_length))
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, method, trained_length))

@@ -290,7 +290,7 @@ def _layout(
         device: where the layout is built.
     """
     if not torch.compiler.is_compiling():
-        q_offset = int(q_offset)
+        q_offset = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
         if attention_mask is not None and _hides_nothing(attention_mask, kv_offset + key):
             attention_mask = None  # the same as none, and those who see none have faster kernels
     is_counted = isinstance(q_offset, int)

@@ -57,10 +57,13 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
     """
     config = model.config
+    text = config.get_text_config(decoder=True)
     own = sum(value is config for module in model.modules() for value in vars(module).values())
-    if sys.getrefcount(config) == own + 2:  # this function's name for it, and the argument: nobody else holds it
+    if text is config and sys.getrefcount(config) == own + 3:  # two names here, and the argument: nobody else holds it
         return
-    if not any(other.config is config and _are_apart(model, other) for other in _live_models()):
+    # The text part is edited, too: a vision-language config keeps the object that it was made from.
+    holders = (other for other in _live_models() if other.config is config or other.config is text)
+    if not any(_are_apart(model, other) for other in holders):
         return
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)  # fills in the copy of every part, under the part's id

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from _models import TRAINED_LENGTH, logits, tiny, tokens
@@ -299,13 +298,3 @@ def test_compiled_whole_a_static_method_still_remembers() -> None:
     torch.testing.assert_close(torch.cat([first, read(compiled, edited()[:, KEPT:-1], cache)], 1), expected[:, :-1])
     last = read(model, edited()[:, -1:], cache)
     torch.testing.assert_close(last, expected[:, -1:], atol=3e-4, rtol=0)
-
-
-@pytest.fixture
-def _for_compiling() -> Iterator[None]:
-    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
-    torch._dynamo.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()
