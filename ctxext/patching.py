@@ -10,11 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.adapters import keep_extension
-from ctxext.architectures import ARCHITECTURES, Architecture, architecture_of
+from ctxext.architectures import Architecture, architecture_of, find_architecture
 from ctxext.attention import Need, select
 from ctxext.errors import (
     BackendUnavailableError,
-    IncompatibleError,
     InvalidParameterError,
     PatchStateError,
     UnknownNameError,
@@ -232,8 +231,8 @@ def describe(model: nn.Module) -> Description:
     if saved:
         return describe_saved(saved, model_type)
     length = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if length is None and any(found().matches(base) for found in ARCHITECTURES.values()):
-        length = architecture_of(base).trained_length(base.config)
+    if length is None and (architecture := find_architecture(base)) is not None:
+        length = architecture.trained_length(base.config)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 
 
@@ -360,12 +359,5 @@ def trained_length_of(model: PreTrainedModel, extended: str | None) -> int | Non
     scaling = scaling_of(config)
     if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
         return scaling.window
-    return architecture_of(model).trained_length(config) if _has_architecture(model) else None
-
-
-def _has_architecture(model: PreTrainedModel) -> bool:
-    try:
-        architecture_of(model)
-    except IncompatibleError:
-        return False
-    return True
+    architecture = find_architecture(model)
+    return None if architecture is None else architecture.trained_length(config)

@@ -18,9 +18,17 @@ from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import Rebuild, rotaries
-from ctxext.surgery.rotary import UNSEEN, LatentSpec, PinnedApply, ProportionalSpec, specified, survey
+from ctxext.surgery.rotary import (
+    UNSEEN,
+    LatentSpec,
+    PinnedApply,
+    ProportionalSpec,
+    disagreement,
+    module_output,
+    specified,
+    survey,
+)
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
-from ctxext.surgery.verify import disagreement, module_output
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["Rope"]
@@ -111,7 +119,7 @@ def _edit(model: PreTrainedModel, form: StoredForm, request: Request, edits: Edi
 
 
 def _prove(model: PreTrainedModel, form: StoredForm) -> None:
-    """Compare the live cos and sin with the method's own mathematics; see ``surgery/verify.py``."""
+    """Compare the live cos and sin with the method's own mathematics."""
     method = form.method
     for site in form.sites:
         rotary = model.get_submodule(site.path)

@@ -16,8 +16,7 @@ from ctxext.methods.formulas import as_longrope
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
-from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite
-from ctxext.surgery.verify import disagreement, module_output
+from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement, module_output
 
 __all__ = ["StoredForm", "checked_lengths", "find_stored_form", "score_form"]
 
