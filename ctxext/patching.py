@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ctxext.adapters import keep_extension
 from ctxext.architectures import Architecture, architecture_of, find_architecture
-from ctxext.attention import Need, select
+from ctxext.attention import Call, select
 from ctxext.errors import (
     BackendUnavailableError,
     InvalidParameterError,
@@ -260,20 +260,13 @@ def attention_line(base: PreTrainedModel, name: str | None) -> str:
         return ""
     config = base.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    need = Need(
-        device=base.device.type,
-        capability=torch.cuda.get_device_capability(base.device) if base.device.type == "cuda" else None,
-        dtype=base.dtype,
-        head_dim=head_dim,
-        heads=heads,
-        kv_heads=heads,
-        query_length=128,
-        key_length=128,
-        biased=True,
-    )
+    like = {"dtype": base.dtype, "device": base.device}
+    q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
+    slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)
     try:
-        backend, passed_over = select(name, need)
+        backend, passed_over = select(name, Call.of(q, k, k, scale=1.0, slopes=slopes).need)
     except BackendUnavailableError as error:  # a forward pass raises it; a description says it
         return f"{name} ({error})"
     reasons = "; ".join(f"{other}: {why}" for other, why in passed_over.items())

@@ -60,6 +60,8 @@ class AlibiArchitecture(Architecture):
 
     def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
         """Raise ``IncompatibleError`` for what this family cannot do."""
+        if getattr(method, "bias", "exact") == "stock":
+            raise IncompatibleError("bias='stock' is for BLOOM: it reproduces the rounding of BLOOM's own bias.")
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         config = model.config

@@ -13,8 +13,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention, FalconMo
 
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import IncompatibleError
-from ctxext.methods import BiasMethod, Method
-from ctxext.methods.alibi import ALiBi
+from ctxext.methods import Method
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.alibi import AlibiAttend
@@ -44,10 +43,6 @@ class Falcon(AlibiArchitecture):
         heads = model.config.num_attention_heads
         bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
         return bias.reshape(heads, 2)[:, 1].double() / math.sqrt(model.config.hidden_size // heads)
-
-    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
-        if isinstance(method, ALiBi) and method.bias == "stock":
-            raise IncompatibleError("bias='stock' is for BLOOM.")
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> FalconForward:
         return FalconForward(attention, attend)

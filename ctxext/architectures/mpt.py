@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.errors import IncompatibleError
-from ctxext.methods import BiasMethod, Method
-from ctxext.methods.alibi import ALiBi
+from ctxext.methods import Method
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.positions import layout_of
@@ -34,10 +32,6 @@ class Mpt(AlibiArchitecture):
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         bias: Tensor = build_mpt_alibi_tensor(model.config.n_heads, 2)
         return -bias[:, 0, 0].double()
-
-    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
-        if isinstance(method, ALiBi) and method.bias == "stock":
-            raise IncompatibleError("bias='stock' is for BLOOM; transformers computes MPT's bias in float32 already.")
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> MptForward:
         return MptForward(attention, attend)
