@@ -75,9 +75,7 @@ class AlibiArchitecture(Architecture):
                 f"sliding_window is for models that have one; this {config.model_type} has not."
             )
         self.refuse(model, method)
-        trained_length = request.trained_length or self.trained_length(config)
-        if trained_length is None:
-            raise IncompatibleError(f"The config of this {config.model_type} names no length. Pass trained_length=...")
+        trained_length = self.known_length(config, request)
         alibi = self.spec(model, trained_length)
         problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(model))
         if problem:

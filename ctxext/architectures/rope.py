@@ -45,7 +45,7 @@ class Rope(Architecture):
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         text = model.config.get_text_config(decoder=True)
         places, layers = survey(model)
-        trained_length = self._trained_length(model, text, request)
+        trained_length = self.known_length(model.config, request)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(model, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
@@ -79,14 +79,6 @@ class Rope(Architecture):
 
     def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
         Rebuild(model, original).apply(edits)
-
-    def _trained_length(self, model: PreTrainedModel, text: Any, request: Request) -> int:
-        length = request.trained_length or self.trained_length(model.config)
-        if length is None:
-            raise IncompatibleError(
-                f"The config of this {text.model_type} has no max_position_embeddings. Pass trained_length=..."
-            )
-        return length
 
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
