@@ -56,7 +56,7 @@ class Architecture(ABC):
         length = request.trained_length or self.trained_length(config)
         if length is None:
             raise IncompatibleError(
-                f"The config of this {config.model_type} names no length that it was trained for. Pass trained_length=..."
+                f"The config of this {config.model_type} does not say how long its texts were. Pass trained_length=..."
             )
         return length
 
