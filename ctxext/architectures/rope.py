@@ -24,8 +24,8 @@ from ctxext.surgery.rotary import (
     PinnedApply,
     ProportionalSpec,
     disagreement,
+    find_sites,
     module_output,
-    specified,
     survey,
 )
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
@@ -35,7 +35,7 @@ __all__ = ["Rope"]
 
 
 class Rope(Architecture):
-    """Rotary models. Facts are read from the modules and proven on twins, never from a list of names."""
+    """Rotary models. Facts are read from the modules and proven on a rebuild, never from a list of names."""
 
     name: ClassVar[str] = "rope"
 
@@ -51,7 +51,7 @@ class Rope(Architecture):
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
         scaling = scaling_of(model.config)
-        sites = specified(model, places, trained_length, scaled=request.scaling == "extend")
+        sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
         form = score_form(model, method, sites, window_fields(text, request, method.target_length(trained_length)))
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
         _edit(model, form, request, edits)

@@ -33,7 +33,6 @@ __all__ = [
     "find_sites",
     "module_output",
     "rotating",
-    "specified",
     "survey",
 ]
 
@@ -124,18 +123,23 @@ class RotarySite(RotaryPlace):
         return lambda length: rotating(self.spec, method.frequencies(self.spec, length))
 
 
-def find_sites(model: PreTrainedModel, trained_length: int, *, scaled: bool = False) -> list[RotarySite]:
+def find_sites(
+    model: PreTrainedModel, trained_length: int, *, scaled: bool = False, places: Sequence[RotaryPlace] = ()
+) -> list[RotarySite]:
     """Frequencies of the decoder that reach beyond a sliding window, with what an extension starts from.
 
     Args:
         model: a model with rotary positions.
         trained_length: tokens that its weights were trained for.
         scaled: whether they were trained with the scaling that the config has, rather than with plain frequencies.
+        places: where they are, from ``survey``; found if left out.
 
     Raises:
         IncompatibleError: if there are none, or none that a method could extend.
     """
-    return specified(model, survey(model)[0], trained_length, scaled=scaled)
+    read = _trained_spec if scaled else _plain_spec
+    places = places or survey(model)[0]
+    return [RotarySite(place.path, place.layer_type, read(model, place, trained_length)) for place in places]
 
 
 def survey(model: PreTrainedModel) -> tuple[list[RotaryPlace], Layers]:
@@ -203,14 +207,6 @@ def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
 def _is_copy(config: Any, text: Any) -> bool:
     """Whether a config is a changed copy of the text config, which some models hand to their modules."""
     return type(config) is type(text) and getattr(config, "layer_types", None) == getattr(text, "layer_types", None)
-
-
-def specified(
-    model: PreTrainedModel, places: Sequence[RotaryPlace], trained_length: int, *, scaled: bool
-) -> list[RotarySite]:
-    """The places with their specs; see ``find_sites``."""
-    read = _trained_spec if scaled else _plain_spec
-    return [RotarySite(place.path, place.layer_type, read(model, place, trained_length)) for place in places]
 
 
 def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
