@@ -1,4 +1,4 @@
-"""Fill the marked blocks of README.md from the code and from the measured results, or check that they are current.
+"""Fill the marked blocks of README.md and docs/ from the code and the measured results, or check that they are current.
 
     python scripts/update_readme.py            # rewrite
     python scripts/update_readme.py --check    # exit 1 if a block is not what the code and the results say
@@ -8,31 +8,154 @@ A block stands between ``<!-- name -->`` and ``<!-- /name -->``.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import os
 import re
+import typing
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
+from pydantic import BaseModel
+from typer.main import get_command
 
+from ctxext.cli.app import app
+from ctxext.cli.demo import demo
 from ctxext.cli.show import methods_markdown
+from ctxext.methods import METHODS
+from ctxext.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "scripts" / "results"
-README = ROOT / "README.md"
+RESULTS = ROOT / "docs" / "results"
 CONFIGS = ROOT / "recipes" / "configs"
+FACTOR = "target_length / trained_length"
+LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
 
-def blocks() -> dict[str, str]:
-    """Return the text of every block by its name."""
-    measured = {name: (RESULTS / f"{name}.md").read_text() for name in ("demo", "coverage", "bloom")}
+def pages() -> list[Path]:
+    """README.md and the pages of docs/; what lies in docs/results is what was measured, and has no blocks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks() -> dict[str, tuple[str, Path]]:
+    """Return the text of every block by its name, with the folder that links in it start from."""
+    measured = {name: ((RESULTS / f"{name}.md").read_text(), RESULTS) for name in ("demo", "coverage", "bloom")}
     source = (ROOT / "ctxext" / "methods" / "abf.py").read_text()
-    return {
-        **measured,
-        "recipes": recipes_markdown(),
-        "methods": methods_markdown(),
+    made = {
         "abf": f"```python\n{source.rstrip()}\n```",
+        "commands": commands_markdown(),
+        "methods": methods_markdown(),
+        "parameters": parameters_markdown(),
+        "recipes": recipes_markdown(),
+        "settings": settings_markdown(),
     }
+    return measured | {name: (text, ROOT) for name, text in made.items()}
+
+
+def arguments_of(documented: Any) -> dict[str, str]:
+    """What the ``Args:`` of a docstring say, by name, with line breaks joined."""
+    section = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(documented)}\n", re.MULTILINE)
+    entries = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
+    return {
+        name: " ".join(text.split()).replace("``", "`") for name, text in zip(entries[::2], entries[1::2], strict=True)
+    }
+
+
+def parameters_markdown() -> str:
+    """A table of what each method can be given beside its factor."""
+    lines = ["| method | parameter | default | meaning |", "|---|---|---|---|"]
+    for name, kind in METHODS.items():
+        meanings = arguments_of(kind)
+        for field in dataclasses.fields(kind):
+            if field.name != "factor" or not meanings["factor"].startswith(FACTOR):
+                default = "-" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+                lines.append(f"| `{name}` | `{field.name}` | {default} | {_cell(meanings[field.name])} |")
+    return "\n".join(lines)
+
+
+def settings_markdown() -> str:
+    """A table of every setting of the recipe."""
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    lines += [f"| `{name}` | {default} | {_cell(meaning)} |" for name, default, meaning in _settings(Settings)]
+    return "\n".join(lines)
+
+
+def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    meanings = arguments_of(section)
+    inner = {
+        name: field.annotation
+        for name, field in section.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+    for name, field in section.model_fields.items():
+        if name not in inner:
+            default = "needed" if field.is_required() else f"`{_yaml(field.default)}`"
+            yield f"{prefix}{name}", default, meanings[name]
+    for name, kind in inner.items():
+        yield from _settings(kind, f"{prefix}{name}.")
+
+
+def _yaml(value: Any) -> str:
+    """A value as it stands in a config, on one line."""
+    return yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
+
+
+def commands_markdown() -> str:
+    """Every command of ``ctxext`` with its options, as ``--help`` says them."""
+    own = typer.Typer(add_completion=False)
+    own.command()(demo)
+    found = [*_commands(get_command(app), "ctxext"), ("ctxext demo", get_command(own))]
+    return "\n\n".join(_command_markdown(name, command) for name, command in found)
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for part, inner in sorted(getattr(command, "commands", {}).items()):
+        if hasattr(inner, "commands"):
+            yield from _commands(inner, f"{name} {part}")
+        elif part != "demo":
+            yield f"{name} {part}", inner
+
+
+def _command_markdown(name: str, command: Any) -> str:
+    paragraphs = [" ".join(part.split()) for part in (command.help or "").split("\n\n")]
+    says = [part for part in paragraphs if not part.startswith("[bold]Example")]
+    shown = [part.partition(": ")[2] for part in paragraphs if part.startswith("[bold]Example")]
+    arguments = [one for one in command.params if one.param_type_name == "argument" and not one.hidden]
+    options = [one for one in command.params if one.param_type_name == "option" and one.name != "help"]
+    lines = [f"### `{name}`", "", "\n\n".join(says), ""]
+    lines += ["```bash", *shown, "```", ""] if shown else []
+    lines += ["| argument or option | default | meaning |", "|---|---|---|"]
+    rows = [(f"`{one.metavar or one.name.upper()}`", one) for one in arguments]
+    rows += [(", ".join(f"`{flag}`" for flag in [*one.opts, *one.secondary_opts]), one) for one in options]
+    lines += [
+        f"| {flags} | {_default(one)} | {_cell(one.help or '')}{_choices(command, one.name)} |" for flags, one in rows
+    ]
+    return "\n".join(lines)
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "needed"
+    default = parameter.default
+    if isinstance(default, bool):
+        return f"`{(parameter.opts if default else parameter.secondary_opts)[0]}`" if parameter.secondary_opts else ""
+    return "" if default is None or callable(default) else f"`{default}`"
+
+
+def _choices(command: Any, name: str) -> str:
+    """What a parameter that is one of a few words may be."""
+    hint = typing.get_type_hints(command.callback)[name]
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)]
+    words = [f"`{one.value}`" for kind in kinds for one in kind]
+    return f" One of {', '.join(words)}." if words else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
 
 
 def header_of(config: Path) -> dict[str, str]:
@@ -69,29 +192,38 @@ def _short(text: str) -> str:
     return f"{number}({mark})"
 
 
-def filled(readme: str) -> str:
-    """Return ``readme`` with every block replaced.
+def filled(page: Path, text: str) -> str:
+    """Return ``text`` of ``page`` with every block in it replaced, links made to start from the page's folder.
 
     Raises:
-        ValueError: if a block has no place in it.
+        ValueError: if the page has a block that nothing fills.
     """
-    for name, text in blocks().items():
+    known = blocks()
+    for name in re.findall(r"^<!-- (\w+) -->$", text, re.MULTILINE):
+        if name not in known:
+            raise ValueError(f"{page.name} has a block {name!r}; known are {', '.join(known)}.")
+        content, home = known[name]
+        moved = LINK.sub(lambda link, home=home: f"{link[1]}{_from(page.parent, home, link[2])}", content.rstrip())
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        readme, count = pattern.subn(lambda match, text=text: f"{match[1]}{text.rstrip()}\n{match[2]}", readme)
-        if count != 1:
-            raise ValueError(f"README.md has {count} places for the block {name!r}, expected 1.")
-    return readme
+        text = pattern.sub(lambda match, moved=moved: f"{match[1]}{moved}\n{match[2]}", text)
+    return text
+
+
+def _from(folder: Path, home: Path, target: str) -> str:
+    """The link ``target``, relative to ``home``, as it reads in ``folder``."""
+    return target if "://" in target else os.path.relpath(home / target, folder)
 
 
 def main(check: Annotated[bool, typer.Option(help="only say whether it is current")] = False) -> None:
-    """Fill the blocks of README.md."""
-    before = README.read_text()
-    after = filled(before)
-    if check and after != before:
-        typer.echo("README.md is not current: run python scripts/update_readme.py", err=True)
-        raise typer.Exit(1)
-    if not check:
-        README.write_text(after)
+    """Fill the blocks of README.md and docs/."""
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        after = filled(page, before)
+        if check and after != before:
+            typer.echo(f"{page.relative_to(ROOT)} is not current: run python scripts/update_readme.py", err=True)
+            raise typer.Exit(1)
+        if not check:
+            page.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ process that never imports ctxext, compared (difference exactly 0, or a hard err
 reloaded by ``ctxext.load``, compared, unpatched bit for bit. A refusal counts only when it is a ``CtxextError`` with
 its reason.
 
-    python -m scripts.walk_architectures --jobs 2 --markdown scripts/results/architectures.md \
-        --coverage scripts/results/coverage.md
+    python -m scripts.walk_architectures --jobs 2 --markdown docs/results/architectures.md \
+        --coverage docs/results/coverage.md
 
 Finished types are kept in a JSONL file and not walked again until the code changes; Ctrl-C loses nothing but the types
 in progress.
@@ -188,7 +188,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes; each brings one of stock transformers with it.")] = 2,
     results: Annotated[Path, typer.Option(help="Where finished types are kept.")] = Path("runs/walk.jsonl"),
     markdown: Annotated[Path | None, typer.Option(help="Write the table here too.")] = None,
-    coverage: Annotated[Path | None, typer.Option(help="Write the README's block here.")] = None,
+    coverage: Annotated[Path | None, typer.Option(help="Write the block of docs/models.md here.")] = None,
 ) -> None:
     """Walk the model types, print the table, exit with 1 if anything is wrong."""
     chosen = types.split(",") if types else model_types()
@@ -237,8 +237,8 @@ def _walk(chosen: list[str], names: list[str] | None, jobs: int, console: Consol
 HEADER = """\
 # Every rotary architecture
 
-Made by `python scripts/walk_architectures.py --markdown scripts/results/architectures.md --coverage
-scripts/results/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}. Walked:
+Made by `python scripts/walk_architectures.py --markdown docs/results/architectures.md --coverage
+docs/results/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}. Walked:
 every type that the installed transformers knows as a causal, masked, sequence-to-sequence or speech-to-text
 language model and that rotates, at a tiny size with random weights.
 
@@ -258,7 +258,7 @@ alone.
 COVERAGE = """\
 transformers {transformers}: **{right} model types right, {refused} refused by a named reason, {wrong}
 wrong**{more}, causal, masked and encoder-decoder types, by the checks that
-[scripts/results/architectures.md](scripts/results/architectures.md) lists with every type: which layers rotate,
+[architectures.md](architectures.md) lists with every type: which layers rotate,
 causality, stock reload, unpatching ({checks_right} pairs of method and model type right, {checks_refused}
 refused; ALiBi in the place of rotation on {alibi} types). Single and per-layer-type rotary modules (Gemma 3),
 partial and interleaved rotation (GPT-NeoX, Cohere), latent attention (DeepSeek), mRoPE text models, windows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 from _models import tiny
@@ -38,3 +40,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("plain")
     tiny().save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def _for_compiling() -> Iterator[None]:
+    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
+    torch._dynamo.reset()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()

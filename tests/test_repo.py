@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from ctxext.attention import BACKENDS
 from ctxext.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # scripts/ is not part of the installed package
 SOURCES = sorted((ROOT / "ctxext").rglob("*.py"))
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".json", ".cfg", ""}
 
@@ -62,19 +60,3 @@ def _is_about(path: Path, part: str) -> bool:
     stem = path.stem.removeprefix("test_")
     shared = re.search(rf'parametrize\("\w+", \[[^\]]*"{part}"', path.read_text(encoding="utf-8"))
     return stem == part or stem.startswith(f"{part}_") or shared is not None
-
-
-def test_the_readme_says_what_the_code_and_the_results_say() -> None:
-    from scripts.update_readme import filled
-
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert filled(readme) == readme, "run python scripts/update_readme.py"
-    assert len(METHODS) >= 12
-    assert [name for name in METHODS if f"`{name}`" not in readme] == []
-
-
-def test_the_readme_links_to_what_is_there() -> None:
-    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    local = [link for link in links if "://" not in link]
-    assert len(local) >= 3
-    assert [link for link in local if not (ROOT / link).exists()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 import torch
 from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
@@ -305,6 +313,34 @@ def test_two_models_that_share_a_config() -> None:
     alone = tiny()
     own = alone.config
     assert ctxext.patch(alone, "yarn", factor=4).config is own
+
+
+def vision_language(text: LlamaConfig) -> LlavaForConditionalGeneration:
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
+
+
+@pytest.mark.parametrize("extended", ["whole", "text"])
+def test_models_that_share_the_text_part_of_a_config(extended: str) -> None:
+    text = tiny()
+    one, other = vision_language(text.config), vision_language(text.config)
+    models = {"whole": one, "text": text, "other": other}
+    shared = text.config
+    assert one.config.text_config is other.config.text_config is shared
+    ctxext.patch(models[extended], "yarn", factor=4)
+    assert not hasattr(shared, "ctxext")
+    assert shared.max_position_embeddings == TRAINED_LENGTH
+    assert shared.rope_parameters["rope_type"] == "default"
+    for name, model in models.items():
+        assert model.config.get_text_config() is (shared if name != extended else model.get_decoder().config)
+        assert (ctxext.describe(model).method is None) is (name != extended)
+    ctxext.unpatch(models[extended])
+    assert models[extended].config.get_text_config() is shared
+    alone = vision_language(copy.deepcopy(shared))
+    own = alone.config.text_config
+    assert ctxext.patch(alone, "yarn", factor=4).config.text_config is own
 
 
 @pytest.mark.parametrize("name", ["yarn", "pi", "ntk", "dynamic_yarn", "abf"])

@@ -26,14 +26,15 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import Description, Request, RopeSpec
-from ctxext.surgery.rope_types import restoring
+from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import parameters_of, plain_spec, trained_spec
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
 
 Progress = Callable[[int, int], None]
+TRIED = 4
+"""The factor that methods are tried at, of ``Method.example``."""
 # What examples are made for where the model has no rotary positions to make them for.
 LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
 
@@ -121,7 +122,7 @@ def inspect_checkpoint(
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
     known = trained_length or trained_length_of(model, extended)
-    window, caps = _window(text, known or 1)
+    window, caps = _window(text, known)
     positions, reason, spec = _positions(model, known or 1)
     verdicts = _verdicts(model, known if extended else trained_length, spec, caps, progress)
     saved = getattr(config, "ctxext", None)
@@ -196,12 +197,13 @@ def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     return model
 
 
-def _window(text: Any, trained_length: int) -> tuple[str | None, bool]:
+def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:
+    target = None if trained_length is None else TRIED * trained_length
     try:
-        window_fields(text, Request(), trained_length)
+        window_fields(text, Request(), target)
     except IncompatibleError as error:
         return str(error), True
-    return window_note(text), False
+    return window_note(text, target), False
 
 
 def _positions(
@@ -209,22 +211,19 @@ def _positions(
 ) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
     """The sites of an extension, or why there are none, and the spec of the first."""
     text = model.config.get_text_config(decoder=True)
-    found, spec = [], None
+    found = []
     try:
         architecture = architecture_of(model)
         if isinstance(architecture, AlibiArchitecture):
             return (), f"none: this {model.config.model_type} has ALiBi", None
-        for site in find_sites(model, text):
-            read = plain_spec if getattr(model.config, "ctxext", None) else trained_spec
-            here = read(model, text, site, trained_length)
-            spec = spec or here
-            kind = str(parameters_of(text, site.layer_type).get("rope_type", "default"))
-            found.append(
-                Positions(layer_type=site.layer_type, rope_type=kind, base=here.base, rotary_dim=here.rotary_dim)
-            )
+        sites = find_sites(model, trained_length, scaled=not getattr(model.config, "ctxext", None))
+        for site in sites:
+            kind = str(site.rope_dict(text).get("rope_type", "default"))
+            base, rotary_dim = site.spec.base, site.spec.rotary_dim
+            found.append(Positions(layer_type=site.layer_type, rope_type=kind, base=base, rotary_dim=rotary_dim))
     except IncompatibleError as error:
         return (), str(error), None
-    return tuple(dict.fromkeys(found)), None, spec
+    return tuple(dict.fromkeys(found)), None, sites[0].spec
 
 
 def _verdicts(

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,8 @@ OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgp
 BESIDE = frozenset({"rope_theta", "partial_rotary_factor"})
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
+# What save_pretrained calls one file of several; those of a variant (model.fp16-...) have an index of another name.
+SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
 
 @dataclass
@@ -298,12 +301,19 @@ def _check_weights(source: Path, contents: Contents) -> None:
             f".save_pretrained(NEW)."
         )
     tensors = {path.name: _tensor_names(path) for path in contents.weights}
-    for index in source.glob("*.safetensors.index.json"):
-        if not _is_other(index):
-            _check_index(source, index, tensors)
+    indices = [index for index in source.glob("*.safetensors.index.json") if not _is_other(index)]
+    named = {file for index in indices for file in _check_index(source, index, tensors)}
+    unnamed = sorted(name for name in tensors.keys() - named if SHARD.fullmatch(name))
+    if unnamed:  # nothing but an index tells how many there are, and what is in them
+        found = ", ".join(index.name for index in indices) or "no *.safetensors.index.json"
+        raise CheckpointError(
+            f"{source} is incomplete, or two checkpoints in one: {unnamed[0]} is one of several files, and no index "
+            f"names it (found: {found}). Download what is missing, or remove what is left over."
+        )
 
 
-def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> None:
+def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set[str]:
+    """The files that an index names; each is there, with what the index says is in it."""
     weight_map = read_json(index).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
@@ -313,12 +323,20 @@ def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> Non
     missing = sorted(set(weight_map.values()) - tensors.keys())
     if missing:
         raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
+    shards = sorted(name for name in set(weight_map.values()) if SHARD.fullmatch(name))
+    told = {match[1] for match in map(SHARD.fullmatch, shards) if match}
+    if shards and told != {f"{len(shards):05d}"}:
+        raise CheckpointError(
+            f"{source} is incomplete: {index.name} names {len(shards)} of the {int(max(told))} files that "
+            f"{shards[0]} is one of. Download the index again, and what it names."
+        )
     absent = [name for name, file in weight_map.items() if name not in tensors[file]]
     if absent:
         raise CheckpointError(
             f"{source} is incomplete: {index.name} says that {weight_map[absent[0]]} holds {absent[0]}, which it does "
             f"not ({len(absent)} such tensors). Download both again."
         )
+    return set(weight_map.values())
 
 
 def _tensor_names(path: Path) -> set[str]:

@@ -218,7 +218,7 @@ app.command(cls=Once)(plan)
 
 @app.command(cls=Once)
 def methods(
-    as_json: Json = False, markdown: Annotated[bool, typer.Option("--markdown", help="As in the README.")] = False
+    as_json: Json = False, markdown: Annotated[bool, typer.Option("--markdown", help="As in docs/methods.md.")] = False
 ) -> None:
     """List every method: what it does, when to pick it, and how stock transformers calls it.
 

@@ -78,7 +78,7 @@ def plan(
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.source import checked_path, read_config, read_json
     from ctxext.evaluation.forward import parse_bytes
-    from ctxext.planning.plan import plan_serving, plan_training, reach_of
+    from ctxext.planning.plan import plan_serving, plan_training, reach_of, stored_as
     from ctxext.training.memory import Memory
 
     if importlib.util.find_spec("peft") is None:
@@ -106,12 +106,28 @@ def plan(
             training: Breakdown | str = _planned(plan_training(config, **trained, **common), budget, length)
         except (IncompatibleError, InvalidParameterError) as error:
             training = str(error)
-    found, reach = {"training": training, "serving": serving}, reach_of(config)
+    found, reach, stored = {"training": training, "serving": serving}, reach_of(config), stored_as(config)
     if as_json:
-        typer.echo(json.dumps(_plain(found, checkpoint, name, budget) | {"reach": reach}, indent=2))
+        beside = {"reach": reach, "stored_as": stored}
+        typer.echo(json.dumps(_plain(found, checkpoint, name, budget) | beside, indent=2))
         return
     _show(found, f"{checkpoint}, {name}{f', {quantisation}' if quantisation else ''}", budget)
+    if stored is not None and quantisation is None:
+        _show_stored(stored, name)
     _show_reach(found, reach, config.model_type)
+
+
+def _show_stored(stored: str, dtype: str) -> None:
+    """Say how weights that come quantised were counted."""
+    from ctxext.training.plan import EXPERTS
+
+    said = f"Its weights are stored as {stored}, and counted in {dtype}, as if unpacked: in use they may take less."
+    if stored in EXPERTS:
+        said = (
+            f"Its experts are stored as {stored} and counted so in use, which needs a device that transformers has "
+            f"kernels for: elsewhere it unpacks them to {dtype}. Training is counted with them unpacked."
+        )
+    Console(highlight=False).print(said, style="yellow", soft_wrap=True)
 
 
 def _show_reach(found: Mapping[str, Breakdown | str], reach: int | None, model_type: str) -> None:

@@ -72,7 +72,7 @@ def methods_table() -> Table:
 
 
 def methods_markdown() -> str:
-    """The methods, for the README."""
+    """The methods, for docs/methods.md."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for row in method_rows():
         link = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["source"])

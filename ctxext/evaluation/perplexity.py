@@ -183,7 +183,7 @@ def _extension(
         found, state = patching.describe(model), patched_state(base)
         if state is not None:
             own = state.method
-            return found.target_length, own.dynamic, lambda length: own.regime(trained, length)
+            return found.target_length, own.dynamic, lambda length: own.fitted_length(trained, length)
         if length_dependent(base):
             return found.target_length, True, lambda length: max(length, trained)
         extended = already_extended(base.config)

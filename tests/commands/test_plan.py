@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from conftest import SHAPE
-from transformers import LlamaConfig, MixtralConfig
+from ctxext.training.plan import plan_serving
+from transformers import GptOssConfig, LlamaConfig, MixtralConfig
 from typer.testing import Result
 
 Cli = Callable[..., Result]
@@ -41,6 +44,35 @@ def test_no_weights_and_no_training(cli: Cli, tmp_path: Path) -> None:
     printed = cli("plan", tmp_path, "--length", 512).stdout
     assert "training: MixtralForCausalLM has no linear layers of the kind 'mlp' to adapt." in printed
     assert "keys and values of all layers" in printed
+
+
+def gpt_oss(**changes: Any) -> GptOssConfig:
+    packing = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return GptOssConfig(**{"quantization_config": packing} | changes)
+
+
+def test_the_published_weights_of_gpt_oss() -> None:
+    """``total_size`` of openai/gpt-oss-20b's and -120b's model.safetensors.index.json."""
+    for layers, experts, published in ((24, 32, 13_761_264_768), (36, 128, 65_248_815_744)):
+        shape = gpt_oss(num_hidden_layers=layers, num_local_experts=experts)
+        assert plan_serving(shape, dtype=torch.bfloat16).fixed.weights == published
+
+
+def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
+    gpt_oss(**small, vocab_size=128).save_pretrained(tmp_path / "mxfp4")
+    printed = cli("plan", tmp_path / "mxfp4", "--length", 512).stdout
+    assert "Its experts are stored as mxfp4 and counted so in use" in printed
+    found = json.loads(cli("plan", tmp_path / "mxfp4", "--length", 512, "--json").stdout)
+    assert found["stored_as"] == "mxfp4"
+    fp8 = LlamaConfig(**SHAPE, quantization_config={"quant_method": "fp8"})
+    fp8.save_pretrained(tmp_path / "fp8")
+    assert "weights are stored as fp8, and counted in bf16" in cli("plan", tmp_path / "fp8", "--length", 512).stdout
+    refused = cli("plan", tmp_path / "fp8", "--length", 512, "--quantisation", "nf4")
+    assert (refused.exit_code, "come quantised (fp8)" in refused.stderr) == (1, True)
+    plain = cli("plan", llama, "--length", 512)
+    assert "stored as" not in plain.stdout
+    assert json.loads(cli("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
 
 
 def test_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from _models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
@@ -24,7 +23,6 @@ from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.check import Stock, check_model
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]
@@ -34,8 +32,8 @@ every_model = pytest.mark.parametrize("model_type", MODELS)
 
 
 def example(method: type[RopeMethod], model: PreTrainedModel) -> RopeMethod:
-    text = model.config.get_text_config(decoder=True)
-    return method.example(plain_spec(model, text, find_sites(model, text)[0], TRAINED_LENGTH))
+    model.config.get_text_config(decoder=True)
+    return method.example(find_sites(model, TRAINED_LENGTH)[0].spec)
 
 
 def patched(method: type[RopeMethod], model_type: str = "llama") -> PreTrainedModel:
@@ -196,16 +194,6 @@ def test_a_row_does_not_depend_on_padding_or_its_batch(method: type[RopeMethod])
     # Float32 sums in another order; what a wrong length or shift would do to these logits is above 0.1.
     torch.testing.assert_close(found[1:, padding:], alone, atol=2e-4, rtol=0)
     torch.testing.assert_close(found[:1], logits(model, long), atol=2e-4, rtol=0)
-
-
-@pytest.fixture
-def _for_compiling() -> Iterator[None]:
-    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
-    torch._dynamo.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()
 
 
 @every_method

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from _models import TRAINED_LENGTH, logits, tiny, tokens
@@ -113,7 +112,7 @@ def test_a_cropped_cache_is_refused_in_a_loop_and_recomputed_in_generate(
 
 
 @following
-def test_a_cache_cropped_inside_one_regime_goes_on(model_type: str, method: dict[str, Any]) -> None:
+def test_a_cache_cropped_inside_one_fitted_length_goes_on(model_type: str, method: dict[str, Any]) -> None:
     model = build(model_type, method)
     cache = filled_by(model, TRAINED_LENGTH - 4)
     cache.crop(KEPT - TRAINED_LENGTH + 4)
@@ -299,13 +298,3 @@ def test_compiled_whole_a_static_method_still_remembers() -> None:
     torch.testing.assert_close(torch.cat([first, read(compiled, edited()[:, KEPT:-1], cache)], 1), expected[:, :-1])
     last = read(model, edited()[:, -1:], cache)
     torch.testing.assert_close(last, expected[:, -1:], atol=3e-4, rtol=0)
-
-
-@pytest.fixture
-def _for_compiling() -> Iterator[None]:
-    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
-    torch._dynamo.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()

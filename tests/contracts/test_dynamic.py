@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2VLConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CompileConfig,
+    PreTrainedModel,
+    Qwen2VLConfig,
+)
 
 import ctxext
 from ctxext.errors import IncompatibleError
@@ -71,16 +76,6 @@ def test_nothing_of_the_kind_is_said_elsewhere(method: str) -> None:
     assert "Stock code loads it" not in notes(ctxext.patch(tiny(), method, factor=4.0))
 
 
-@pytest.fixture
-def _for_compiling() -> Iterator[None]:
-    """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
-    torch._dynamo.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("_for_compiling")
 def test_one_graph_is_refused_in_a_sentence() -> None:
     model = ctxext.patch(tiny(), "dynamic_ntk", factor=4.0)
@@ -91,17 +86,58 @@ def test_one_graph_is_refused_in_a_sentence() -> None:
         torch.export.export(model, (tokens(),), {"use_cache": False}, strict=False)
 
 
+def compiled_steps(model: PreTrainedModel) -> int:
+    """How often generate(), with a cache that it may compile with, asks for a compiled forward pass."""
+    asked: list[Any] = []
+
+    def compiled_call(settings: Any) -> Any:
+        asked.append(settings)
+        return model.__call__
+
+    model.get_compiled_call = compiled_call
+    everywhere = CompileConfig(backend="eager")
+    everywhere._compile_all_devices = True
+    greedy = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "compile_config": everywhere}
+    model.generate(tokens(40), cache_implementation="static", **greedy)
+    del model.get_compiled_call
+    return len(asked)
+
+
 @pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
-@pytest.mark.parametrize("before", [None, False])
-def test_generate_does_not_compile_by_itself(model_type: str, method: str, before: bool | None) -> None:
+def test_a_trace_that_would_hold_one_length_is_refused(model_type: str, method: str) -> None:
+    model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
+    model.requires_grad_(requires_grad=False)
+    with pytest.raises(IncompatibleError, match="one compiled, exported or traced graph cannot hold"):
+        torch.jit.trace(model, (tokens(),), check_trace=False, strict=False)
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
+def test_generate_does_not_compile_by_itself(model_type: str, method: str) -> None:
     model = tiny(model_type)
-    model.generation_config.disable_compile = before
+    assert compiled_steps(model) > 0
     ctxext.patch(model, method, factor=4.0, trained_length=TRAINED_LENGTH)
-    assert model.generation_config.disable_compile is True
+    assert compiled_steps(model) == 0
     ctxext.unpatch(model)
-    assert model.generation_config.disable_compile is before
+    assert compiled_steps(model) > 0
     ctxext.patch(model, "pi", factor=4.0, trained_length=TRAINED_LENGTH)
-    assert model.generation_config.disable_compile is before
+    assert compiled_steps(model) > 0
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
+@pytest.mark.parametrize("chosen", [None, False, True])
+def test_what_generate_may_compile_is_saved_as_the_user_chose_it(
+    model_type: str, method: str, chosen: bool | None, tmp_path: Path
+) -> None:
+    """Stock code, or ctxext with another method, may load what is saved and compile it."""
+    model = tiny(model_type)
+    model.generation_config.disable_compile = chosen
+    saved = []
+    for place in ("plain", "extended"):
+        model.save_pretrained(tmp_path / place)
+        saved.append((tmp_path / place / "generation_config.json").read_text(encoding="utf-8"))
+        if place == "plain":
+            ctxext.patch(model, method, factor=4.0, trained_length=TRAINED_LENGTH)
+    assert saved[0] == saved[1]
 
 
 IMAGE = torch.tensor([[7, *[5] * 16, 8]])  # 16 patches in 4 rows: they take 4 positions

@@ -1,0 +1,349 @@
+"""What README and docs/ say: tables are current, commands parse, snippets name what exists, links lead somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from packaging.requirements import Requirement
+from typer.main import get_command
+
+import ctxext
+from ctxext.cli.app import app
+from ctxext.cli.demo import demo
+from ctxext.methods import METHODS
+from ctxext.training.settings import Settings, read_settings
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # they are not part of the installed package
+
+from scripts.update_readme import blocks, filled, pages  # noqa: E402
+
+PAGES = [*pages(), *sorted((ROOT / "docs" / "results").rglob("*.md"))]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FOREIGN = {"lm_eval"}  # programs that are not ours and need not be installed
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(text_of(page)) if kind == language]
+
+
+def inline(page: Path) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", text_of(page)))]
+
+
+# Tables that are made
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_what_is_filled_in_is_current(page: Path) -> None:
+    assert filled(page, text_of(page)) == text_of(page), "run python scripts/update_readme.py"
+
+
+def test_everything_that_can_be_filled_in_stands_somewhere() -> None:
+    shown = {name for page in pages() for name in re.findall(r"^<!-- (\w+) -->$", text_of(page), re.MULTILINE)}
+    assert shown == set(blocks())
+    assert len(METHODS) >= 12
+    assert [name for name in METHODS if f"| `{name}` |" not in text_of(ROOT / "docs" / "methods.md")] == []
+
+
+# Commands
+
+
+def words_of(block: str) -> Iterator[list[str]]:
+    """The words of each command in a block of shell, without comments, with variables put in."""
+    variables: dict[str, str] = {}
+    for line in block.replace("\\\n", " ").splitlines():
+        for name, value in variables.items():
+            line = line.replace(f"${name}", value)
+        words = shlex.split(line, comments=True)
+        while "&&" in words:
+            yield words[: words.index("&&")]
+            words = words[words.index("&&") + 1 :]
+        if len(words) == 1 and (assigned := re.fullmatch(r"([A-Z]+)=(.*)", words[0])):
+            variables[assigned[1]] = assigned[2]
+        elif words:
+            yield words
+
+
+PROGRAMS = ("ctxext ", "python ", "accelerate ", "make ", "pip ")
+SHELL = [(page, words) for page in PAGES for block in fenced(page, "bash") for words in words_of(block)]
+COMMANDS = [
+    *((page, words, True) for page, words in SHELL if words[0] not in FOREIGN),
+    *((page, shlex.split(code), False) for page in PAGES for code in inline(page) if code.startswith(PROGRAMS)),
+]
+
+
+def parse(command: Any, arguments: list[str], name: str) -> None:
+    """Parse a command line as typer does, without running it; an unknown option or a bad value raises."""
+    is_group = hasattr(command, "commands")
+    if is_group and not arguments:
+        return  # it prints its help
+    context = command.make_context(name, list(arguments))
+    if is_group:
+        found, inner, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        parse(inner, rest, found)
+
+
+def command_of(function: Any) -> Any:
+    single = typer.Typer(add_completion=False)
+    single.command()(function)
+    return get_command(single)
+
+
+def parse_ctxext(arguments: list[str]) -> None:
+    if arguments[:1] == ["demo"]:
+        parse(command_of(demo), arguments[1:], "demo")
+    else:
+        parse(get_command(app), arguments, "ctxext")
+
+
+def parse_recipe(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--resume", action="store_true")
+    known, rest = parser.parse_known_args(arguments)
+    read_settings(ROOT / known.config, rest)
+
+
+def parse_script(path: str, arguments: list[str]) -> None:
+    assert (ROOT / path).is_file()
+    if path == "recipes/finetune.py":
+        return parse_recipe(arguments)
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    parse(command_of(getattr(module, "main", None) or getattr(module, Path(path).stem)), arguments, path)
+    return None
+
+
+def parse_python(arguments: list[str]) -> None:
+    if arguments[:2] == ["-m", "ctxext"]:
+        parse_ctxext(arguments[2:])
+    elif arguments[:2] == ["-m", "pytest"]:
+        assert [path for path in arguments[2:] if not (ROOT / path).exists()] == []
+    elif arguments[0] == "-m":
+        parse_script(f"{arguments[1].replace('.', '/')}.py", arguments[2:])
+    else:
+        parse_script(arguments[0], arguments[1:])
+
+
+def parse_launch(arguments: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert arguments[0] == "launch"
+    script = next(word for word in arguments if word.endswith(".py") or word == "-m")
+    before = arguments[1 : arguments.index(script)]
+    known = launch_command_parser().parse_args([*before, "script.py"])
+    assert known.config_file is None or (ROOT / known.config_file).is_file()
+    parse_python(arguments[arguments.index(script) :])
+
+
+def parse_make(targets: list[str]) -> None:
+    known = re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE)
+    assert set(targets) <= set(known)
+
+
+def parse_pip(arguments: list[str]) -> None:
+    assert arguments[0] == "install"
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    for word in arguments[1:]:
+        if not word.startswith("-"):
+            wanted = Requirement(word.replace(".[", "ctxext[")) if word != "." else Requirement("ctxext")
+            assert wanted.name != "ctxext" or wanted.extras <= set(extras)
+
+
+PARSERS = {
+    "ctxext": parse_ctxext,
+    "python": parse_python,
+    "accelerate": parse_launch,
+    "make": parse_make,
+    "pip": parse_pip,
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "whole"), COMMANDS, ids=[f"{page.name}-{shlex.join(words)[:60]}" for page, words, _ in COMMANDS]
+)
+def test_the_commands_parse(page: Path, words: list[str], whole: bool) -> None:
+    try:
+        PARSERS[words[0]](words[1:])
+    except typer.Exit as end:
+        if end.exit_code:  # not --help or --version
+            raise
+    except typer.BadParameter as error:
+        # In a sentence, the name of a command may stand without what it cannot do without.
+        if whole or type(error).__name__ != "MissingParameter":
+            raise
+
+
+def test_there_are_commands_and_a_wrong_one_is_seen() -> None:
+    assert len(COMMANDS) >= 60
+    wrong_ones = ("ctxext patch a b --method yarn --facto 2", "ctxext evil", "python scripts/bench_models.py --modle x")
+    for wrong in wrong_ones:
+        with pytest.raises(Exception, match=r"(?i)no such (option|command)"):
+            PARSERS[wrong.split()[0]](wrong.split()[1:])
+    with pytest.raises(LookupError, match="setting"):
+        parse_recipe(["--config", "recipes/configs/bloom-560m-16k-pi.yaml", "--fator", "2"])
+
+
+# Python
+
+
+def resolved(dotted: str) -> Any:
+    """What ``ctxext.a.b`` is."""
+    names = dotted.split(".")
+    found: Any = ctxext
+    for depth, name in enumerate(names[1:], start=1):
+        if isinstance(found, ModuleType) and not hasattr(found, name):
+            importlib.import_module(".".join(names[: depth + 1]))
+        found = getattr(found, name)
+    return found
+
+
+def dotted_name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted_name(node.value)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def check_call(call: ast.Call, known: dict[str, Any]) -> None:
+    """A call of ours takes these arguments, and a method has these parameters."""
+    name = dotted_name(call.func) or ""
+    function = known.get(name) or (resolved(name) if name.startswith("ctxext.") else None)
+    if function is None:
+        return
+    keywords = {one.arg: None for one in call.keywords if one.arg}
+    inspect.signature(function).bind(*(None for _ in call.args), **keywords)
+    values = [*call.args[1:2], *(one.value for one in call.keywords if one.arg == "method")]
+    chosen = [one.value for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    if name in ("ctxext.patch", "ctxext.load") and chosen:
+        own = {field.name for field in dataclasses.fields(METHODS[chosen[0]])}
+        assert set(keywords) <= own | set(inspect.signature(function).parameters)
+
+
+def check_python(code: str) -> None:
+    """Compile ``code``, and look up every name of ctxext in it."""
+    tree = ast.parse(code)
+    known: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ctxext":
+            module = importlib.import_module(node.module or "")
+            known |= {one.asname or one.name: getattr(module, one.name) for one in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (dotted_name(node) or "").startswith("ctxext."):
+            resolved(dotted_name(node) or "")
+        if isinstance(node, ast.Call):
+            check_call(node, known)
+
+
+@by_page
+def test_python_names_what_exists(page: Path) -> None:
+    for code in fenced(page, "python"):
+        check_python(code)
+    for code in inline(page):
+        if code.startswith("ctxext."):
+            check_python(code)
+        elif code in METHODS or code.startswith(tuple(f"{section}." for section in SECTIONS)):
+            assert code in METHODS or code.split(": ")[0] in SETTINGS, code
+
+
+SECTIONS = ("extension", "data", "lora", "memory", "training", "evaluation")
+SETTINGS = {
+    *(f"{section}.{name}" for section in SECTIONS for name in Settings.model_fields[section].annotation.model_fields),
+    "extension.parameters.base",
+}
+
+
+def test_a_wrong_name_is_seen() -> None:
+    for wrong in ("ctxext.pathc(model)", "ctxext.patch(model, 'yarn', fator=4)", "from ctxext.spec import Nothing"):
+        with pytest.raises((AttributeError, AssertionError, ImportError)):
+            check_python(wrong)
+
+
+# Links and places
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of ``page`` is called on GitHub."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(page)))
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            assert link.startswith("https://")
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@by_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    places = [code for code in inline(page) if re.fullmatch(r"(ctxext|recipes|scripts|docs|tests)/[\w./-]*", code)]
+    assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+@pytest.mark.parametrize(("index", "folder"), [("README.md", "docs"), ("docs/results/README.md", "docs/results")])
+def test_every_page_is_linked_from_the_index(index: str, folder: str) -> None:
+    start = ROOT / index
+    linked = {(start.parent / link).resolve() for link in re.findall(r"\]\(([\w/-]+\.md)", text_of(start))}
+    assert [path.name for path in (ROOT / folder).glob("*.md") if path != start and path.resolve() not in linked] == []
+
+
+# Words
+
+
+def test_the_layout_names_every_room() -> None:
+    rooms = {path.parent.name for path in (ROOT / "ctxext").glob("*/__init__.py")}
+    assert len(rooms) >= 8
+    named = set(re.findall(r"^\| `ctxext/(\w+)/`", text_of(ROOT / "docs" / "extending.md"), re.MULTILINE))
+    assert named == rooms
+
+
+def test_the_glossary_is_of_the_code() -> None:
+    glossary = text_of(ROOT / "docs" / "extending.md").partition("## Glossary")[2]
+    words = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE)))
+    sources = "\n".join(text_of(path) for path in sorted((ROOT / "ctxext").rglob("*.py")))
+    assert len(words) >= 25
+    assert [word for word in words if word[0].isupper() and not re.search(rf"^class {word}\b", sources, re.M)] == []
+    assert [word for word in words if not re.search(rf"\b{word}\b", sources)] == []
+
+
+def test_the_citation_is_valid() -> None:
+    # By hand, from the schema of the Citation File Format 1.2.0: what it needs, and no key that it does not know.
+    found = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
+    assert {"cff-version", "message", "title", "authors"} <= set(found)
+    optional = {"type", "abstract", "version", "license", "keywords"}
+    assert set(found) <= optional | {"cff-version", "message", "title", "authors"}
+    assert found["cff-version"] == "1.2.0"
+    assert found["type"] == "software"
+    assert all(set(author) == {"name"} and author["name"] for author in found["authors"])
+    assert (found["version"], found["license"]) == (ctxext.__version__, PYPROJECT["project"]["license"])
+    assert all(isinstance(word, str) for word in found["keywords"])
