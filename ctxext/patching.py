@@ -10,11 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.adapters import keep_extension
-from ctxext.architectures import ARCHITECTURES, Architecture, architecture_of
-from ctxext.attention import Need, select
+from ctxext.architectures import Architecture, architecture_of, find_architecture
+from ctxext.attention import Call, select
 from ctxext.errors import (
     BackendUnavailableError,
-    IncompatibleError,
     InvalidParameterError,
     PatchStateError,
     UnknownNameError,
@@ -34,11 +33,10 @@ from ctxext.saved import (
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import raise_generation_limit, tokenizer_note
 from ctxext.surgery.old_form import write_old_form
-from ctxext.surgery.own_config import give_own_config
+from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.rebuild import own_defaults
-from ctxext.surgery.wrappers import base_model, unwrapped
+from ctxext.surgery.wrappers import base_model, give_own_config, unwrapped
 
 __all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]
 
@@ -149,9 +147,10 @@ def patch(
         )
         give_own_config(base, edits)
         extension = architecture.apply(base, chosen, request, edits)
+        follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         write_old_form(base.config, edits)
-        raise_generation_limit(base, extension.trained_length, extension.target_length, edits)
+        _raise_generation_limit(base, extension, edits)
         edits.set(base, "_ctxext", Patched(chosen, extension, edits))
         keep_extension(model, edits)
         _guard_caches(model, chosen, edits)
@@ -174,6 +173,13 @@ def _take_off(
     edits.delete(base.config, "ctxext")
     did: str | None = choices(saved)["scaling"]
     return did
+
+
+def _raise_generation_limit(base: PreTrainedModel, extension: Extension, edits: Edits) -> None:
+    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
+    settings = getattr(base, "generation_config", None)
+    if settings is not None and settings.max_length == extension.trained_length < extension.target_length:
+        edits.set(settings, "max_length", extension.target_length)
 
 
 def _guard_caches(model: nn.Module, chosen: Method, edits: Edits) -> None:
@@ -219,15 +225,25 @@ def describe(model: nn.Module) -> Description:
         edits = tuple(patched.edits.lines())
         line = attention_line(base, patched.extension.attention)
         found = describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
-        notes = tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
+        notes = _tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
         return replace(found, attention=line, notes=(*found.notes, *notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)
     length = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if length is None and any(found().matches(base) for found in ARCHITECTURES.values()):
-        length = architecture_of(base).trained_length(base.config)
+    if length is None and (architecture := find_architecture(base)) is not None:
+        length = architecture.trained_length(base.config)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
+
+
+def _tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
+    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
+    if target <= trained:
+        return ()
+    return (
+        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
+        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
+    )
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
@@ -244,20 +260,13 @@ def attention_line(base: PreTrainedModel, name: str | None) -> str:
         return ""
     config = base.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    need = Need(
-        device=base.device.type,
-        capability=torch.cuda.get_device_capability(base.device) if base.device.type == "cuda" else None,
-        dtype=base.dtype,
-        head_dim=head_dim,
-        heads=heads,
-        kv_heads=heads,
-        query_length=128,
-        key_length=128,
-        biased=True,
-    )
+    like = {"dtype": base.dtype, "device": base.device}
+    q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
+    slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)
     try:
-        backend, passed_over = select(name, need)
+        backend, passed_over = select(name, Call.of(q, k, k, scale=1.0, slopes=slopes).need)
     except BackendUnavailableError as error:  # a forward pass raises it; a description says it
         return f"{name} ({error})"
     reasons = "; ".join(f"{other}: {why}" for other, why in passed_over.items())
@@ -343,12 +352,5 @@ def trained_length_of(model: PreTrainedModel, extended: str | None) -> int | Non
     scaling = scaling_of(config)
     if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
         return scaling.window
-    return architecture_of(model).trained_length(config) if _has_architecture(model) else None
-
-
-def _has_architecture(model: PreTrainedModel) -> bool:
-    try:
-        architecture_of(model)
-    except IncompatibleError:
-        return False
-    return True
+    architecture = find_architecture(model)
+    return None if architecture is None else architecture.trained_length(config)

@@ -164,8 +164,8 @@ def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, An
 
 def _scaling_before(saved: dict[str, Any]) -> str | None:
     """What an extension did to a scaling before that was said: it replaced it."""
-    rope = saved["original"].get("rope_parameters") or {}
-    kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    before = saved["original"].get("rope_parameters") or {}
+    kinds = {rope.get("rope_type", "default") for _, rope in rope_dicts(before)}
     return "replace" if kinds & set(SCALED) else None
 
 
@@ -242,8 +242,12 @@ class Scaling:
 
 
 def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield each rope dict of a text config with the layer type that it is for, None where one serves all layers."""
-    rope = getattr(text, "rope_parameters", None) or {}
+    """Yield each rope dict of a text config with the layer type that it is for, None where one serves all layers.
+
+    Args:
+        text: the text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
+    """
+    rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
     if nested and not rope.get("rope_type"):
         yield from nested.items()

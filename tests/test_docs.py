@@ -189,8 +189,8 @@ PARSERS = {
 def test_the_commands_parse(page: Path, words: list[str], whole: bool) -> None:
     try:
         PARSERS[words[0]](words[1:])
-    except typer.Exit as end:  # --help and --version end a command with 0
-        if end.exit_code:
+    except typer.Exit as end:
+        if end.exit_code:  # not --help or --version
             raise
     except typer.BadParameter as error:
         # In a sentence, the name of a command may stand without what it cannot do without.

@@ -25,7 +25,6 @@ from ctxext.errors import (
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.check import Stock
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -41,7 +40,7 @@ def example(name: str) -> Method:
     model, cls = tiny(), METHODS[name]
     if not issubclass(cls, RopeMethod):
         return cls(factor=4)
-    return cls.example(plain_spec(model, model.config, find_sites(model, model.config)[0], TRAINED_LENGTH))
+    return cls.example(find_sites(model, TRAINED_LENGTH)[0].spec)
 
 
 def unpatched(loaded: PreTrainedModel, before: State, plain: Path) -> None:

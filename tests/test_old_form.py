@@ -24,7 +24,6 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.old_form import OLD_GUARD, with_old_form
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import plain_spec
 
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}
 
@@ -97,7 +96,7 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 def test_an_older_reader_reads_the_same_or_fails(name: str, base: float, tmp_path: Path) -> None:
     model = tiny(rope_parameters={"rope_type": "default", "rope_theta": base})
-    spec = plain_spec(model, model.config, find_sites(model, model.config)[0], TRAINED_LENGTH)
+    spec = find_sites(model, TRAINED_LENGTH)[0].spec
     cls = METHODS[name]
     assert issubclass(cls, RopeMethod)
     model.save_pretrained(tmp_path / "plain")  # saving fills in fields of the config

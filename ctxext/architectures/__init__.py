@@ -10,9 +10,14 @@ from ctxext.architectures.base import Architecture, why_absent
 from ctxext.errors import IncompatibleError
 from ctxext.registry import discover
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "find_architecture"]
 
 ARCHITECTURES: dict[str, type[Architecture]] = discover(sys.modules[__name__], Architecture)  # type: ignore[type-abstract]
+
+
+def find_architecture(base: PreTrainedModel) -> Architecture | None:
+    """The first architecture whose structure is found in the model; None if its positions live elsewhere."""
+    return next((found for architecture in ARCHITECTURES.values() if (found := architecture()).matches(base)), None)
 
 
 def architecture_of(base: PreTrainedModel) -> Architecture:
@@ -21,9 +26,8 @@ def architecture_of(base: PreTrainedModel) -> Architecture:
     Raises:
         IncompatibleError: if positions live nowhere that ctxext knows.
     """
-    for architecture in ARCHITECTURES.values():
-        if (found := architecture()).matches(base):
-            return found
+    if (found := find_architecture(base)) is not None:
+        return found
     raise IncompatibleError(
         f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: "
         f"{why_absent(base)}. Known families: {', '.join(ARCHITECTURES)}."

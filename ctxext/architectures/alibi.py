@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,7 +16,6 @@ from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import recompute_in_generate
-from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.positions import ATTENTION, PositionedForward
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 
@@ -24,15 +23,17 @@ __all__ = ["AlibiArchitecture", "slopes_differ"]
 
 
 class AlibiArchitecture(Architecture):
-    """A family whose attention adds ALiBi by itself, eagerly; every attention module gets a forward of ours."""
+    """A family whose attention adds ALiBi by itself, eagerly; every attention module gets a forward of ours.
 
-    @abstractmethod
-    def decoder(self, model: PreTrainedModel) -> nn.Module:
-        """The module that builds the mask and calls the layers."""
+    Class attributes of a family:
+        decoder_class: transformers' class of the module that builds the mask and calls the layers.
+        attention_class: transformers' class of its attention modules.
+        length_field: the config field that says how long the model may read.
+    """
 
-    @abstractmethod
-    def attentions(self, model: PreTrainedModel) -> list[nn.Module]:
-        """The attention modules, in order."""
+    decoder_class: ClassVar[type[nn.Module]]
+    attention_class: ClassVar[type[nn.Module]]
+    length_field: ClassVar[str]
 
     @abstractmethod
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> Any:
@@ -46,12 +47,21 @@ class AlibiArchitecture(Architecture):
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         """The slopes that transformers' own code uses, float64 [heads]; proves ``spec``."""
 
-    @abstractmethod
-    def lengths(self, target_length: int) -> dict[str, Any]:
-        """Config fields that say how long the model may read."""
+    def matches(self, model: PreTrainedModel) -> bool:
+        return any(isinstance(module, self.decoder_class) and self.has_alibi(module) for module in model.modules())
+
+    def has_alibi(self, decoder: nn.Module) -> bool:
+        """Whether a decoder of this class has ALiBi; some have other positions where their config says so."""
+        return True
+
+    def trained_length(self, config: Any) -> int | None:
+        length = getattr(config, self.length_field, None)
+        return int(length) if length else None
 
     def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
         """Raise ``IncompatibleError`` for what this family cannot do."""
+        if getattr(method, "bias", "exact") == "stock":
+            raise IncompatibleError("bias='stock' is for BLOOM: it reproduces the rounding of BLOOM's own bias.")
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         config = model.config
@@ -65,30 +75,27 @@ class AlibiArchitecture(Architecture):
                 f"sliding_window is for models that have one; this {config.model_type} has not."
             )
         self.refuse(model, method)
-        trained_length = request.trained_length or self.trained_length(config)
-        if trained_length is None:
-            raise IncompatibleError(f"The config of this {config.model_type} names no length. Pass trained_length=...")
+        trained_length = self.known_length(config, request)
         alibi = self.spec(model, trained_length)
         problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(model))
         if problem:
             raise VerificationError(f"The slopes of this {config.model_type} are not what ctxext expects: {problem}")
         target = method.target_length(trained_length)
         plain = not method.dynamic and bool((method.slopes(alibi, target) == trained_slopes(alibi)).all())
-        fields = self.lengths(target)
-        original = {name: getattr(config, name, None) for name in (*fields, *([] if plain else [GUARDED_FIELD]))}
+        changed = [self.length_field] if plain else [self.length_field, GUARDED_FIELD]
+        original = {name: getattr(config, name, None) for name in changed}
         attend = AlibiAttend(method, alibi, request.attention or "auto")
-        for name, value in fields.items():
-            edits.set(config, name, value)
+        edits.set(config, self.length_field, target)
         if not plain:
             edits.set_unchecked(config, GUARDED_FIELD, GUARD)
         edits.set(config, "_attn_implementation_internal", ATTENTION)
-        for module in dict.fromkeys((model, self.decoder(model))):  # stock heads do not hand position_ids on
-            edits.set(module, "forward", PositionedForward.around(module))
-        for attention in self.attentions(model):
-            edits.set(attention, "forward", self.forward_of(attention, attend, method))
+        for module in list(model.modules()):
+            if module is model or isinstance(module, self.decoder_class):  # stock heads do not hand position_ids on
+                edits.set(module, "forward", PositionedForward.around(module))
+            elif isinstance(module, self.attention_class):
+                edits.set(module, "forward", self.forward_of(module, attend, method))
         if method.dynamic:
             recompute_in_generate(model, method, trained_length, edits)
-        follow_replicas(model.modules(), edits)
         return Extension(
             trained_length=trained_length,
             target_length=target,

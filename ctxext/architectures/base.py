@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
@@ -45,6 +46,19 @@ class Architecture(ABC):
         """Tokens that ``config`` says the checkpoint was trained for, None where it does not say."""
         length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(length) if length else None
+
+    def known_length(self, config: Any, request: Request) -> int:
+        """Tokens that the checkpoint was trained for, as the user says or else its config.
+
+        Raises:
+            IncompatibleError: if neither does.
+        """
+        length = request.trained_length or self.trained_length(config)
+        if length is None:
+            raise IncompatibleError(
+                f"The config of this {config.model_type} does not say how long its texts were. Pass trained_length=..."
+            )
+        return length
 
 
 TABLE = re.compile(r"pos|wpe")

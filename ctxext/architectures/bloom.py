@@ -29,16 +29,9 @@ class Bloom(AlibiArchitecture):
     """BLOOM and BLOOMZ of every size."""
 
     name: ClassVar[str] = "bloom"
-
-    def matches(self, model: PreTrainedModel) -> bool:
-        return any(isinstance(module, BloomAttention) for module in model.modules())
-
-    def decoder(self, model: PreTrainedModel) -> nn.Module:
-        found: nn.Module = next(module for module in model.modules() if isinstance(module, BloomModel))
-        return found
-
-    def attentions(self, model: PreTrainedModel) -> list[nn.Module]:
-        return [module for module in model.modules() if isinstance(module, BloomAttention)]
+    decoder_class: ClassVar[type[nn.Module]] = BloomModel
+    attention_class: ClassVar[type[nn.Module]] = BloomAttention
+    length_field: ClassVar[str] = "seq_length"
 
     def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
         return AlibiSpec(num_heads=model.config.n_head, trained_length=trained_length)
@@ -47,9 +40,6 @@ class Bloom(AlibiArchitecture):
         heads = model.config.n_head
         bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
         return bias.reshape(heads, 2)[:, 1].double()
-
-    def lengths(self, target_length: int) -> dict[str, Any]:
-        return {"seq_length": target_length}
 
     def trained_length(self, config: Any) -> int | None:
         saved = getattr(config, "ctxext", None)

@@ -13,8 +13,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention, FalconMo
 
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import IncompatibleError
-from ctxext.methods import BiasMethod, Method
-from ctxext.methods.alibi import ALiBi
+from ctxext.methods import Method
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.alibi import AlibiAttend
@@ -27,16 +26,12 @@ class Falcon(AlibiArchitecture):
     """Falcon whose config says ``alibi``; the others are rotary models."""
 
     name: ClassVar[str] = "falcon"
+    decoder_class: ClassVar[type[nn.Module]] = FalconModel
+    attention_class: ClassVar[type[nn.Module]] = FalconAttention
+    length_field: ClassVar[str] = "max_position_embeddings"
 
-    def matches(self, model: PreTrainedModel) -> bool:
-        return any(isinstance(module, FalconModel) and module.use_alibi for module in model.modules())
-
-    def decoder(self, model: PreTrainedModel) -> nn.Module:
-        found: nn.Module = next(module for module in model.modules() if isinstance(module, FalconModel))
-        return found
-
-    def attentions(self, model: PreTrainedModel) -> list[nn.Module]:
-        return [module for module in model.modules() if isinstance(module, FalconAttention)]
+    def has_alibi(self, decoder: nn.Module) -> bool:
+        return bool(decoder.use_alibi)
 
     def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
         heads = model.config.num_attention_heads
@@ -48,13 +43,6 @@ class Falcon(AlibiArchitecture):
         heads = model.config.num_attention_heads
         bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
         return bias.reshape(heads, 2)[:, 1].double() / math.sqrt(model.config.hidden_size // heads)
-
-    def lengths(self, target_length: int) -> dict[str, Any]:
-        return {"max_position_embeddings": target_length}
-
-    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
-        if isinstance(method, ALiBi) and method.bias == "stock":
-            raise IncompatibleError("bias='stock' is for BLOOM.")
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> FalconForward:
         return FalconForward(attention, attend)

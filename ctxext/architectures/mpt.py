@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.errors import IncompatibleError
-from ctxext.methods import BiasMethod, Method
-from ctxext.methods.alibi import ALiBi
+from ctxext.methods import Method
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.positions import layout_of
@@ -24,16 +22,9 @@ class Mpt(AlibiArchitecture):
     """MPT of every size."""
 
     name: ClassVar[str] = "mpt"
-
-    def matches(self, model: PreTrainedModel) -> bool:
-        return any(isinstance(module, MptAttention) for module in model.modules())
-
-    def decoder(self, model: PreTrainedModel) -> nn.Module:
-        found: nn.Module = next(module for module in model.modules() if isinstance(module, MptModel))
-        return found
-
-    def attentions(self, model: PreTrainedModel) -> list[nn.Module]:
-        return [module for module in model.modules() if isinstance(module, MptAttention)]
+    decoder_class: ClassVar[type[nn.Module]] = MptModel
+    attention_class: ClassVar[type[nn.Module]] = MptAttention
+    length_field: ClassVar[str] = "max_seq_len"
 
     def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
         return AlibiSpec(num_heads=model.config.n_heads, trained_length=trained_length)
@@ -41,16 +32,6 @@ class Mpt(AlibiArchitecture):
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         bias: Tensor = build_mpt_alibi_tensor(model.config.n_heads, 2)
         return -bias[:, 0, 0].double()
-
-    def lengths(self, target_length: int) -> dict[str, Any]:
-        return {"max_seq_len": target_length}
-
-    def trained_length(self, config: Any) -> int | None:
-        return int(config.max_seq_len)
-
-    def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
-        if isinstance(method, ALiBi) and method.bias == "stock":
-            raise IncompatibleError("bias='stock' is for BLOOM; transformers computes MPT's bias in float32 already.")
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> MptForward:
         return MptForward(attention, attend)

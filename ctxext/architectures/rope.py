@@ -10,36 +10,32 @@ import torch
 from transformers import PreTrainedModel
 
 from ctxext.architectures.base import Architecture
-from ctxext.architectures.rope_alibi import retrofit
+from ctxext.architectures.rope_alibi import replace_rotation
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.saved import Scaling, scaling_of
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.override import follow_replicas
-from ctxext.surgery.rebuild import carry_over, rotaries, round_trip
-from ctxext.surgery.rope_types import ROPE_TYPE, restoring
-from ctxext.surgery.rotary import UNSEEN, PinnedApply, RotarySite, survey
-from ctxext.surgery.stored_form import (
+from ctxext.surgery.rebuild import Rebuild, rotaries
+from ctxext.surgery.rotary import (
+    UNSEEN,
     LatentSpec,
+    PinnedApply,
     ProportionalSpec,
-    StoredForm,
-    checked_lengths,
-    for_scores,
-    make_plan,
-    mathematics,
-    plain_spec,
-    trained_spec,
+    disagreement,
+    find_sites,
+    module_output,
+    survey,
 )
-from ctxext.surgery.verify import disagreement, module_output
+from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["Rope"]
 
 
 class Rope(Architecture):
-    """Rotary models. Facts are read from the modules and proven on twins, never from a list of names."""
+    """Rotary models. Facts are read from the modules and proven on a rebuild, never from a list of names."""
 
     name: ClassVar[str] = "rope"
 
@@ -48,27 +44,21 @@ class Rope(Architecture):
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         text = model.config.get_text_config(decoder=True)
-        sites, layers = survey(model, text)
-        trained_length = self._trained_length(model, text, request)
+        places, layers = survey(model)
+        trained_length = self.known_length(model.config, request)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
-            return retrofit(model, method, request, sites, layers, trained_length, edits)
+            return replace_rotation(model, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
-        scaling, read = scaling_of(model.config), trained_spec if request.scaling == "extend" else plain_spec
-        specs = {site.layer_type: read(model, text, site, trained_length) for site in sites}
-        windows = window_fields(text, request, method.target_length(trained_length))
-        with restoring():
-            method, specs = for_scores(model, method, sites, specs, windows)
-            plan = make_plan(model, method, sites, specs, windows)
-            original = {name: copy.deepcopy(getattr(text, name)) for name in plan.fields}
-            _edit(model, plan, method, sites, request, edits)
-            follow_replicas(model.modules(), edits)
-            _prove(model, plan, method, sites)
-        spec = next(iter(plan.specs.values()))
-        stock = ROPE_TYPE not in plan.rope_types.values()
-        notes = _notes(text, method, sites, spec, request, stock)
+        scaling = scaling_of(model.config)
+        sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
+        form = score_form(model, method, sites, window_fields(text, request, method.target_length(trained_length)))
+        original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
+        _edit(model, form, request, edits)
+        _prove(model, form)
+        notes = _notes(text, form)
         if scaling is not None:
-            notes = (_scaling_note(scaling, request, spec), *notes)
+            notes = (_scaling_note(scaling, request, form.spec), *notes)
         if layers.failure:
             notes += (
                 f"Which layers rotate could not be seen: {UNSEEN.format(layers.failure)} The config names no layers "
@@ -76,10 +66,10 @@ class Rope(Architecture):
             )
         return Extension(
             trained_length=trained_length,
-            target_length=method.target_length(trained_length),
-            stored_as=plan.stored_as,
-            stock=stock,
-            fingerprint=fingerprint(method, spec),
+            target_length=form.method.target_length(trained_length),
+            stored_as=form.stored_as,
+            stock=form.stock,
+            fingerprint=fingerprint(form.method, form.spec),
             notes=notes,
             sliding_window=request.sliding_window,
             scaling=request.scaling,
@@ -88,16 +78,7 @@ class Rope(Architecture):
         )
 
     def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
-        with restoring():
-            carry_over(model, round_trip(model.config, original), original, edits)
-
-    def _trained_length(self, model: PreTrainedModel, text: Any, request: Request) -> int:
-        length = request.trained_length or self.trained_length(model.config)
-        if length is None:
-            raise IncompatibleError(
-                f"The config of this {text.model_type} has no max_position_embeddings. Pass trained_length=..."
-            )
-        return length
+        Rebuild(model, original).apply(edits)
 
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
@@ -115,36 +96,30 @@ def _head_dim(text: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _edit(
-    model: PreTrainedModel,
-    plan: StoredForm,
-    method: RopeMethod,
-    sites: list[RotarySite],
-    request: Request,
-    edits: Edits,
-) -> None:
+def _edit(model: PreTrainedModel, form: StoredForm, request: Request, edits: Edits) -> None:
     if request.attention is not None:
         raise InvalidParameterError(
-            f"attention={request.attention!r}: method {method.name!r} leaves attention to the model. Choose its kernel "
-            f"with model.set_attn_implementation(...), and leave attention out here."
+            f"attention={request.attention!r}: method {form.method.name!r} leaves attention to the model. Choose its "
+            f"kernel with model.set_attn_implementation(...), and leave attention out here."
         )
-    carry_over(model, plan.config, plan.fields, edits)
-    for path in dict.fromkeys(site.path for site in sites):
+    form.rebuild.apply(edits)
+    for path in dict.fromkeys(site.path for site in form.sites):
         rotary = model.get_submodule(path)
         edits.set(rotary, "_apply", PinnedApply(rotary))
-    if method.dynamic:
-        follow_length(model, method, sites, plan, edits)
+    if form.method.dynamic:
+        follow_length(model, form, edits)
 
 
-def _prove(model: PreTrainedModel, plan: StoredForm, method: RopeMethod, sites: list[RotarySite]) -> None:
-    for site in sites:
+def _prove(model: PreTrainedModel, form: StoredForm) -> None:
+    """Compare the live cos and sin with the method's own mathematics."""
+    method = form.method
+    for site in form.sites:
         rotary = model.get_submodule(site.path)
-        spec = plan.specs[site.layer_type]
         buffer = getattr(rotary, f"{site.prefix}inv_freq")
         if buffer.is_meta:
             continue
         output = module_output(rotary, site.layer_type, buffer.device)
-        problem = disagreement(output, mathematics(method, spec), checked_lengths(method, spec))
+        problem = disagreement(output, site.mathematics(method), checked_lengths(method, site.spec))
         if problem or buffer.dtype != torch.float32:
             raise VerificationError(
                 f"The patched {type(rotary).__name__} does not compute {method.name!r}: {problem or buffer.dtype}"
@@ -162,10 +137,9 @@ def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
     return note
 
 
-def _notes(
-    text: Any, method: RopeMethod, sites: list[RotarySite], spec: RopeSpec, request: Request, stock: bool
-) -> tuple[str, ...]:
-    notes = []
+def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
+    """What a user must know before relying on the model, one sentence or two each."""
+    method, sites, spec, notes = form.method, form.sites, form.spec, []
     has_temperature = method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale != 1
     if isinstance(spec, LatentSpec) or (getattr(method, "mscale_all_dim", None) and hasattr(text, "qk_rope_head_dim")):
         notes.append(
@@ -190,7 +164,7 @@ def _notes(
             f"Positions follow the length of each sequence. generate() recomputes its cache {often}, so that it equals "
             f"decoding without one; a cache that no longer fits is refused."
         )
-        if stock:
+        if form.stock:
             notes.append(
                 f"Stock code loads it, but mixes positions: all rows of a batch get those of the longest, and what was "
                 f"cached is not recomputed as it is here. Where a text or its batch passes {spec.trained_length} "

@@ -5,33 +5,36 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec, Extension, Request
-from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint, why_not_ours, why_wiring_fails, wire
+from ctxext.surgery.alibi import (
+    AlibiAttend,
+    bias_fingerprint,
+    install_attention,
+    why_install_fails,
+    why_no_custom_attention,
+)
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import recompute_in_generate
-from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.probe import Layers
-from ctxext.surgery.rebuild import carry_over, round_trip
-from ctxext.surgery.rope_types import UNROTATED_TYPE, restoring
-from ctxext.surgery.rotary import PinnedApply, RotarySite
-from ctxext.surgery.stored_form import merged
+from ctxext.surgery.rebuild import REFUSALS, Rebuild
+from ctxext.surgery.rope_types import UNROTATED_TYPE
+from ctxext.surgery.rotary import PinnedApply, RotaryPlace
 from ctxext.surgery.windows import window_fields, window_note
 
-__all__ = ["retrofit"]
+__all__ = ["replace_rotation"]
 
 NOTE = "Rotation is gone and ALiBi took its place: the weights do not know it yet. Train before use."
 
 
-def retrofit(
+def replace_rotation(
     model: PreTrainedModel,
     method: BiasMethod,
     request: Request,
-    sites: list[RotarySite],
+    places: list[RotaryPlace],
     layers: Layers,
     trained_length: int,
     edits: Edits,
@@ -42,37 +45,25 @@ def retrofit(
         IncompatibleError: if ctxext's attention cannot take the place of the model's own.
     """
     text = model.config.get_text_config(decoder=True)
-    reason = why_not_ours(model, text, sites, layers)
+    reason = why_no_custom_attention(model, places, layers)
     if reason:
         raise IncompatibleError(_refusal(method, text, reason))
     if getattr(method, "bias", "exact") != "exact":
         raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
-    site, target = sites[0], method.target_length(trained_length)
-    base = text.rope_parameters["rope_theta"]
-    rope = merged(text, None, {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()})
-    fields = {"rope_parameters": rope, "max_position_embeddings": target}
-    fields |= window_fields(text, request, target)
-    original = {name: copy.deepcopy(getattr(text, name)) for name in fields}
-    alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
-    with restoring():
-        try:
-            config = round_trip(model.config, fields)
-        except (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError) as error:
-            raise IncompatibleError(
-                f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept "
-                f"rope_type {UNROTATED_TYPE!r} ({error})"
-            ) from error
-        reason = why_wiring_fails(model, config, site)
-        if reason:
-            raise IncompatibleError(_refusal(method, text, reason))
-        carry_over(model, config, fields, edits)
-    rotary = model.get_submodule(site.path)
+    place, target = places[0], method.target_length(trained_length)
+    rebuild = _unrotated(model, method, place, target, window_fields(text, request, target))
+    reason = why_install_fails(rebuild, place)
+    if reason:
+        raise IncompatibleError(_refusal(method, text, reason))
+    original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
+    rebuild.apply(edits)
+    rotary = model.get_submodule(place.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
+    alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     attend = AlibiAttend(method, alibi, request.attention or "auto")
-    wire(model, text, site, attend, edits)
+    install_attention(model, place, attend, edits)
     if method.dynamic:
         recompute_in_generate(model, method, trained_length, edits)
-    follow_replicas(model.modules(), edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
@@ -88,6 +79,23 @@ def retrofit(
         attention=request.attention or "auto",
         original=original,
     )
+
+
+def _unrotated(
+    model: PreTrainedModel, method: BiasMethod, place: RotaryPlace, target: int, windows: dict[str, Any]
+) -> Rebuild:
+    """The model as it is built without rotation."""
+    text = model.config.get_text_config(decoder=True)
+    base = text.rope_parameters["rope_theta"]
+    form = {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()}
+    rope = place.rescaled(text.rope_parameters, form)
+    try:
+        return Rebuild(model, {"rope_parameters": rope, "max_position_embeddings": target} | windows)
+    except REFUSALS as error:
+        raise IncompatibleError(
+            f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept rope_type "
+            f"{UNROTATED_TYPE!r} ({error})"
+        ) from error
 
 
 def _refusal(method: BiasMethod, text: Any, reason: str) -> str:

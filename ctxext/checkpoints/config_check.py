@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.base import is_number
-from ctxext.saved import saved_extension, saved_method
+from ctxext.saved import rope_dicts, saved_extension, saved_method
 
 __all__ = ["UNFIT", "building", "check_config"]
 
@@ -81,9 +81,9 @@ def check_config(config: Any, place: str) -> None:
         return
     if not isinstance(rope, dict):
         raise CheckpointError(f"The config of {place} has rope_parameters={rope!r}; it should be a JSON object.")
-    parts = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in [part for part in (rope, *parts) if "rope_type" in part]:
-        _check_rope(parameters, config.model_type, place)
+    for _, parameters in rope_dicts(text):
+        if "rope_type" in parameters:
+            _check_rope(parameters, config.model_type, place)
 
 
 def _check_rope(parameters: dict[str, Any], model_type: str, place: str) -> None:

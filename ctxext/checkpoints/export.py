@@ -17,7 +17,7 @@ from ctxext.methods import Method
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
 from ctxext.runtimes.llama_cpp import to_llama_cpp
 from ctxext.runtimes.vllm import to_vllm
-from ctxext.saved import already_extended, choices, plain_config, saved_extension, saved_method
+from ctxext.saved import already_extended, choices, plain_config, rope_dicts, saved_extension, saved_method
 from ctxext.surgery.old_form import same_rope
 from ctxext.surgery.windows import is_windowed
 from ctxext.surgery.wrappers import base_model
@@ -129,16 +129,16 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     text = config.get_text_config(decoder=True)
     saved = getattr(config, "ctxext", None)
     rotary = saved is None or "rope_parameters" in saved["original"]  # an ALiBi Falcon has a rope dict all the same
-    whole = (getattr(text, "rope_parameters", None) or {}) if rotary else {}
-    kinds = list(whole) if all(isinstance(value, dict) for value in whole.values()) else []
-    reaching = [kind for kind in kinds if not is_windowed(kind)]
-    if not whole or (kinds and not reaching):
+    reaching = [
+        (kind, rope) for kind, rope in (rope_dicts(text) if rotary else ()) if kind is None or not is_windowed(kind)
+    ]
+    if not reaching:
         raise IncompatibleError(
             f"The extension of this {config.model_type} is not one of rotary positions; neither vLLM nor llama.cpp has "
             f"a flag for it. Serve it with transformers."
         )
-    layer_type = reaching[0] if kinds else None
-    trained_length, target_length, unclear = _lengths(config, whole if layer_type is None else whole[layer_type])
+    layer_type, rope = reaching[0]
+    trained_length, target_length, unclear = _lengths(config, rope)
     return ExtensionInConfig(
         config=config,
         layer_type=layer_type,

@@ -26,9 +26,8 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import Description, Request, RopeSpec
-from ctxext.surgery.rope_types import restoring
+from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import parameters_of, plain_spec, trained_spec
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
@@ -212,22 +211,19 @@ def _positions(
 ) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
     """The sites of an extension, or why there are none, and the spec of the first."""
     text = model.config.get_text_config(decoder=True)
-    found, spec = [], None
+    found = []
     try:
         architecture = architecture_of(model)
         if isinstance(architecture, AlibiArchitecture):
             return (), f"none: this {model.config.model_type} has ALiBi", None
-        for site in find_sites(model, text):
-            read = plain_spec if getattr(model.config, "ctxext", None) else trained_spec
-            here = read(model, text, site, trained_length)
-            spec = spec or here
-            kind = str(parameters_of(text, site.layer_type).get("rope_type", "default"))
-            found.append(
-                Positions(layer_type=site.layer_type, rope_type=kind, base=here.base, rotary_dim=here.rotary_dim)
-            )
+        sites = find_sites(model, trained_length, scaled=not getattr(model.config, "ctxext", None))
+        for site in sites:
+            kind = str(site.rope_dict(text).get("rope_type", "default"))
+            base, rotary_dim = site.spec.base, site.spec.rotary_dim
+            found.append(Positions(layer_type=site.layer_type, rope_type=kind, base=base, rotary_dim=rotary_dim))
     except IncompatibleError as error:
         return (), str(error), None
-    return tuple(dict.fromkeys(found)), None, spec
+    return tuple(dict.fromkeys(found)), None, sites[0].spec
 
 
 def _verdicts(

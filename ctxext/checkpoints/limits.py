@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.checkpoints.source import read_json
-from ctxext.surgery.generation import tokenizer_note
 
-__all__ = ["LENGTH_FIELDS", "copy_raised", "raised_tokenizer", "tokenizer_note"]
+__all__ = ["LENGTH_FIELDS", "copy_raised", "raised_tokenizer"]
 
 LENGTH_FIELDS = {
     "tokenizer_config.json": "model_max_length",

@@ -40,8 +40,8 @@ from ctxext.saved import (
 )
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import drop_old_form, same_rope
-from ctxext.surgery.rebuild import own_defaults
-from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD, restoring
+from ctxext.surgery.rebuild import own_defaults, restoring
+from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 from ctxext.surgery.wrappers import base_model, unwrapped
 
 __all__ = ["attached", "extended_config", "load", "model_class", "save"]

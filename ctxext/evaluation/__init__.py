@@ -1,1 +1,31 @@
-"""Measurements of what a model does with a long context: by position, against truncation, and by retrieval."""
+"""Measure what a longer context is worth, with truncation (no longer context, only the last tokens) beside it.
+
+| module | what it measures | begin with |
+|---|---|---|
+| ``loss`` | the loss at every position of a text | ``loss_by_position`` |
+| ``perplexity`` | perplexity by position, or by a published protocol | ``make_plan``, then ``run`` |
+| ``longppl`` | perplexity over the tokens that need a long context | ``key_tokens.find_key_tokens``, then ``run`` |
+| ``passkey`` | whether the model repeats a number hidden in a long text | ``run`` |
+| ``ruler`` | RULER's tasks, offline | ``ruler_prompts``, asked by a ``survey.Survey`` |
+| ``comparison`` | all methods side by side | ``prepare``, then ``begin``, ``measure`` and ``result`` |
+
+Each is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+__all__ = ["comparison", "longppl", "loss", "passkey", "perplexity", "ruler"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import the evaluation that is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-import ctxext
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
+from ctxext.checkpoints.load import load
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.documents import package_folders
@@ -181,7 +181,7 @@ def _load(source: str, dtype: str, device: torch.device, trust: dict[str, Any]) 
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
     options: dict[str, Any] = {"dtype": DTYPES[chosen], **trust}
     if saved_extension(config, source) is not None:
-        model = ctxext.load(source, **options)
+        model = load(source, **options)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **options)
     return model, AutoTokenizer.from_pretrained(source, **trust), f"{chosen} ({why})"
@@ -198,7 +198,7 @@ def _load_adapter(source: str, dtype: str, device: torch.device, trust: dict[str
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(stored, device)
     options: dict[str, Any] = {"dtype": DTYPES[chosen], **trust}
     if (Path(source) / EXTENSION_FILE).is_file():
-        model = ctxext.load(source, **options)
+        model = load(source, **options)
     elif not (Path(source) / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(f"{source} has no {ADAPTER_WEIGHTS}; other formats can run code when they are read.")
     else:

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.patching import describe, patched_state
+from ctxext.saved import rope_dicts
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.wrappers import base_model
 
@@ -165,8 +166,8 @@ class CachedPieces(nn.Module):
 
 def length_dependent(causal: PreTrainedModel) -> bool:
     """Whether stock transformers lets the positions of this model follow the length of each call's input."""
-    rope = getattr(causal.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return bool({part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} & FOLLOWING)
+    text = causal.config.get_text_config(decoder=True)
+    return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(text))
 
 
 def regime_of(causal: PreTrainedModel) -> Callable[[int], int]:
@@ -174,7 +175,7 @@ def regime_of(causal: PreTrainedModel) -> Callable[[int], int]:
     patched = patched_state(causal)
     if patched is not None:
         method, trained = patched.method, patched.extension.trained_length
-        return lambda length: method.regime(trained, length)
+        return lambda length: method.fitted_length(trained, length)
     if length_dependent(causal):
         return lambda length: length
     return lambda length: 0

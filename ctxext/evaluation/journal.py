@@ -1,4 +1,4 @@
-"""Lines of finished work that survive a kill and a full disk."""
+"""Finished work that survives a kill and a full disk."""
 
 from __future__ import annotations
 
@@ -11,45 +11,137 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ctxext.errors import ResultsError
+import safetensors
+import safetensors.torch
+from jaxtyping import Float
+from torch import Tensor
 
-__all__ = ["Journal", "TrialStore", "parsed_object", "told_of_disk"]
+from ctxext.errors import ResultsError
+from ctxext.files import write_whole
+
+__all__ = ["Journal", "explain_disk_error", "parsed_object"]
+
+FORMAT = 1
+LOSSES = "losses"
 
 
 class Journal:
-    """Finished work as JSON objects, one a line.
+    """Finished work of one measurement: a JSON object with a ``key`` on each line, losses by position in files beside.
 
     Every process appends to a file of its own, so that none waits for another and a kill of one tears no line of
-    another. A last line that a kill tore is left out.
+    another. A last line that a kill tore is left out; a line is written only after its losses are safe on disk.
 
     Args:
-        path: of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` beside it.
+        path: of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` beside it. None keeps
+            everything in memory alone.
         process: number of this process, 0 for the main one.
+        work: what finished work is called.
+        identity: the file that says what the work is of; the whole folder is the journal's then. None where the first
+            line of the journal says it.
     """
 
-    def __init__(self, path: Path, process: int = 0) -> None:
-        self.path = path if process == 0 else path.with_name(f"{path.stem}.{process}{path.suffix}")
-        self._own = re.compile(rf"{re.escape(path.stem)}(\.\d+)?{re.escape(path.suffix)}")
+    def __init__(
+        self, path: Path | None, process: int = 0, *, work: str = "trials", identity: Path | None = None
+    ) -> None:
+        self.path = path
+        self.work = work
+        self.folder = Path() if path is None else path.parent
+        self._process = process
+        self._identity = identity
         self._is_whole = False
+        self._in_memory: dict[str, dict[str, Any]] = {}
 
-    def entries(self) -> Iterator[dict[str, Any]]:
-        """Every whole line of all processes.
+    def claim(self, identity: Mapping[str, Any]) -> None:
+        """Make the journal this measurement's, or see that it already is.
+
+        Args:
+            identity: ``made_by``, the command; and of everything measured (``checkpoint``, ``corpus``) its ``name`` and
+                ``sha256``.
 
         Raises:
-            OSError: a file cannot be read.
+            ResultsError: it holds work of another command, checkpoint or corpus, or something else, or cannot be
+                written.
         """
-        for path in sorted(self.path.parent.glob(f"*{self.path.suffix}")):
-            if self._own.fullmatch(path.name):
-                for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what has no newline was torn
-                    yield parsed_object(line)
+        if self.path is None:
+            return
+        place = str(self._identity or self.path)
+        with explain_disk_error(self.path, lambda: 0, self.work):
+            found = self._claimed(self.path)
+            if found is None:
+                self._write_identity({"made_by": identity["made_by"], "format": FORMAT, **identity})
+                return
+        if (found.get("made_by"), found.get("format")) != (identity["made_by"], FORMAT):
+            raise ResultsError(
+                f"{place!r} holds no {self.work} of `{identity['made_by']}` in format {FORMAT} (found made_by="
+                f"{found.get('made_by')!r}, format={found.get('format')!r}). Choose another --output, or delete it."
+            )
+        for part in [name for name in identity if name != "made_by"]:
+            theirs, mine = found.get(part) or {}, identity[part]
+            if theirs.get("sha256") != mine["sha256"]:
+                raise ResultsError(
+                    f"{place!r} holds {self.work} of another {part}: {theirs.get('name')} (sha256 "
+                    f"{theirs.get('sha256')}), and this is {mine['name']} (sha256 {mine['sha256']}). Choose another "
+                    f"--output, or delete it."
+                )
 
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Keep an entry: once this returns, it is on disk.
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """The line of everything that is finished, in all processes, by its key.
+
+        Raises:
+            ResultsError: a file cannot be read.
+        """
+        if self.path is None:
+            return dict(self._in_memory)
+        with explain_disk_error(self.path, lambda: 0, self.work):
+            lines = [line for line in self._lines(self.path) if "key" in line]
+        return {line["key"]: line for line in lines if "file" not in line or (self.folder / line["file"]).is_file()}
+
+    def keep(self, line: Mapping[str, Any], losses: Float[Tensor, " positions"] | None = None) -> None:
+        """Keep what is finished: once this returns, it is on disk.
+
+        Args:
+            line: JSON values, of which ``key`` names everything that they depend on.
+            losses: nats per token, where the work gave them.
+
+        Raises:
+            ResultsError: it cannot be written; everything before it is kept.
+        """
+        if self.path is None:
+            self._in_memory[line["key"]] = {**line, **({} if losses is None else {"losses": losses})}
+            return
+        with explain_disk_error(self.path, lambda: len(self.finished()), self.work):
+            if losses is not None:
+                line = {**line, "file": f"{LOSSES}/{line['key']}.safetensors"}
+                about = {"reading": line["reading"], "document": line["item"], "unit": "nats per token"}
+                (self.folder / LOSSES).mkdir(exist_ok=True)
+                content = safetensors.torch.save({"losses": losses.contiguous()}, metadata=about)
+                write_whole(self.folder / line["file"], content)
+            self.append(line)
+
+    def losses(self, line: Mapping[str, Any]) -> Float[Tensor, " positions"]:
+        """The losses of a finished line.
+
+        Raises:
+            ResultsError: they cannot be read.
+        """
+        if "losses" in line:
+            kept: Tensor = line["losses"]
+            return kept
+        path = self.folder / line["file"]
+        try:
+            return safetensors.torch.load_file(path)["losses"]
+        except (OSError, KeyError, safetensors.SafetensorError) as error:
+            raise ResultsError(f"{str(path)!r} is damaged ({error}). Delete it and run the command again.") from error
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a line to this process's file: once this returns, it is on disk.
 
         Raises:
             OSError: it cannot be written; the file is as it was.
         """
-        with open(self.path, "ab+") as file:
+        assert self.path is not None, "in memory there is no file"
+        number = f".{self._process}" if self._process else ""
+        with open(self.folder / f"{self.path.stem}{number}{self.path.suffix}", "ab+") as file:
             end = file.seek(0, os.SEEK_END)
             if end and not self._is_whole:
                 file.seek(0)
@@ -57,7 +149,7 @@ class Journal:
                 file.truncate(end)
             self._is_whole = True
             try:
-                file.write(f"{json.dumps(entry)}\n".encode())
+                file.write(f"{json.dumps(line)}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
             except OSError:
@@ -65,15 +157,44 @@ class Journal:
                     file.truncate(end)
                 raise
 
+    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        """Every whole line of all processes."""
+        own = re.compile(rf"{re.escape(path.stem)}(\.\d+)?{re.escape(path.suffix)}")
+        for file in sorted(self.folder.glob(f"*{path.suffix}")):
+            if own.fullmatch(file.name):
+                for line in file.read_text(encoding="utf-8").split("\n")[:-1]:  # what has no newline was torn
+                    yield parsed_object(line)
+
+    def _claimed(self, path: Path) -> dict[str, Any] | None:
+        """The identity that was claimed before; None where there is nothing yet."""
+        if self._identity is None:
+            empty = not path.exists() or not path.stat().st_size
+            return None if empty else next((line for line in self._lines(path) if "made_by" in line), {})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._identity.exists():
+            return parsed_object(self._identity.read_text(encoding="utf-8"))
+        if any(entry.name != LOSSES for entry in self.folder.iterdir()):
+            raise ResultsError(
+                f"{str(self.folder)!r} is not empty and holds no earlier {self._identity.stem}; choose another "
+                f"--output."
+            )
+        return None
+
+    def _write_identity(self, identity: Mapping[str, Any]) -> None:
+        if self._identity is None:
+            self.append(identity)
+        else:
+            write_whole(self._identity, json.dumps(identity, indent=1) + "\n")
+
 
 @contextlib.contextmanager
-def told_of_disk(place: Path, kept: Callable[[], int], what: str = "cells") -> Iterator[None]:
+def explain_disk_error(place: Path, kept: Callable[[], int], work: str) -> Iterator[None]:
     """Turn an ``OSError`` while reading or writing into what the user has to know.
 
     Args:
         place: where it happens.
         kept: how much finished work is safe.
-        what: that work is called.
+        work: what finished work is called.
 
     Raises:
         ResultsError: in place of the ``OSError``.
@@ -83,7 +204,7 @@ def told_of_disk(place: Path, kept: Callable[[], int], what: str = "cells") -> I
     except OSError as error:
         why = "The disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"{error.strerror}"
         raise ResultsError(
-            f"Cannot write to {str(place)!r}: {why}. Finished {what} are kept ({kept()} of them); make room there, or "
+            f"Cannot write to {str(place)!r}: {why}. Finished {work} are kept ({kept()} of them); make room there, or "
             f"give the right to write, and run the same command again."
         ) from error
 
@@ -95,78 +216,3 @@ def parsed_object(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-FORMAT = 1
-
-
-class TrialStore:
-    """A file of trials below a line that says of which checkpoint; every process has a file of its own.
-
-    Args:
-        path: of the main process, such as ``passkey.trials.jsonl``; None keeps trials in memory alone.
-        process: number of this process.
-    """
-
-    def __init__(self, path: Path | None, process: int = 0) -> None:
-        self.path = path
-        self._journal = None if path is None else Journal(path, process)
-        self._added: dict[str, dict[str, Any]] = {}
-
-    def claim(self, made_by: str, checkpoint: Mapping[str, str]) -> None:
-        """Make the file this measurement's, or see that it already is.
-
-        Args:
-            made_by: the command.
-            checkpoint: ``{"name", "sha256"}``.
-
-        Raises:
-            ResultsError: it holds trials of another command or checkpoint, or something else, or cannot be written.
-        """
-        if self.path is None or self._journal is None:
-            return
-        header = {"made_by": made_by, "format": FORMAT, "checkpoint": dict(checkpoint)}
-        with told_of_disk(self.path, lambda: 0, "trials"):
-            if not self.path.exists() or not self.path.stat().st_size:
-                self._journal.append(header)
-                return
-            found = next((entry for entry in self._journal.entries() if "made_by" in entry), {})
-        if (found.get("made_by"), found.get("format")) != (made_by, FORMAT):
-            raise ResultsError(
-                f"{str(self.path)!r} holds no trials of `{made_by}` in format {FORMAT} (found made_by="
-                f"{found.get('made_by')!r}, format={found.get('format')!r}). Delete it, or choose another --output."
-            )
-        theirs = found["checkpoint"]
-        if theirs["sha256"] != checkpoint["sha256"]:
-            raise ResultsError(
-                f"{str(self.path)!r} holds trials of another checkpoint: {theirs['name']} (sha256 {theirs['sha256']}), "
-                f"and this is {checkpoint['name']} (sha256 {checkpoint['sha256']}). Delete it, or choose another "
-                f"--output."
-            )
-
-    def finished(self) -> dict[str, dict[str, Any]]:
-        """Every trial of all processes by its key.
-
-        Raises:
-            ResultsError: a file cannot be read.
-        """
-        if self.path is None or self._journal is None:
-            return self._added
-        with told_of_disk(self.path, lambda: 0, "trials"):
-            return {entry["key"]: entry["trial"] for entry in self._journal.entries() if "key" in entry}
-
-    def add(self, key: str, reading: str, trial: dict[str, Any]) -> None:
-        """Keep a trial: once this returns, it is on disk.
-
-        Args:
-            key: of everything that the trial depends on.
-            reading: who read, for people who look into the file.
-            trial: JSON values.
-
-        Raises:
-            ResultsError: it cannot be written; every trial before it is kept.
-        """
-        self._added[key] = trial
-        if self.path is not None and self._journal is not None:
-            with told_of_disk(self.path, lambda: len(self.finished()), "trials"):
-                self._journal.append({"key": key, "reading": reading, "trial": trial})

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-import ctxext
+from ctxext import patching
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument
@@ -188,7 +188,7 @@ def find_key_tokens(
         InvalidParameterError: an argument out of range, or no key token at all.
     """
     model = evaluator.model
-    described = ctxext.describe(model)
+    described = patching.describe(model)
     if described.method is not None:
         raise PatchStateError(
             f"{evaluator.name} is extended, and key tokens are found by a model in the window that it was trained for. "
@@ -274,7 +274,7 @@ def search_cost(
     model: nn.Module, documents: int, *, window: int | None = None, short: int | None = None, stride: int | None = None
 ) -> float:
     """About what ``find_key_tokens`` reports to ``progress`` in all; arguments as there."""
-    window, short, stride = _sizes(ctxext.describe(model).trained_length, window, short, stride)
+    window, short, stride = _sizes(patching.describe(model).trained_length, window, short, stride)
     point = turning_point(model)
     pieces = -(-(window - short + 1 - stride) // stride)
     return documents * (pass_cost(window, point) + pieces * pass_cost(short + stride, point))

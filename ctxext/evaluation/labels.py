@@ -1,14 +1,14 @@
-"""TODO."""
+"""Names of methods, references and lengths, as a reader knows them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxext.evaluation.truncation import window_of
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, window_of
 
 LABELS = {
-    "unpatched": "unpatched",
-    "truncated": "best truncation",
+    UNPATCHED: "unpatched",
+    TRUNCATED: "best truncation",
     "pi": "PI",
     "ntk": "NTK",
     "dynamic_ntk": "dynamic NTK",

@@ -13,28 +13,29 @@ Source: Fang et al., arXiv:2410.23771.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import ctxext
+from ctxext import patching
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress, check_reach, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.loss import PairedDifference, grouped_difference, loss_by_position, truncated_loss
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.provenance import Provenance, provenance_of
-from ctxext.evaluation.readings import label_for, name_for
+from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
+from ctxext.evaluation.statistics import PairedDifference, grouped_difference
 from ctxext.evaluation.truncation import (
+    AS_SAVED,
     TRUNCATED,
     UNPATCHED,
     best_window,
@@ -188,7 +189,6 @@ def _value(difference: PairedDifference | None, name: str) -> float | None:
     return None if difference is None else getattr(difference, name)
 
 
-AS_SAVED = "as saved"
 # As in `perplexity`: fewer documents say too little about how documents differ, and blocks of text stand in for them.
 ENOUGH_DOCUMENTS, BLOCK = 5, 64
 
@@ -226,7 +226,7 @@ def run(
     lengths = _lengths(lengths, keys)
     work = _Work(corpus, keys, progress, turning_point(checkpoint.model))
     provenance = provenance_of(checkpoint, corpus).with_extension(UNPATCHED, plain)
-    window = ctxext.describe(plain).trained_length or keys.window
+    window = patching.describe(plain).trained_length or keys.window
     (unpatched,) = work.read(UNPATCHED, plain, [keys.window])
     truncations = {size: work.truncate(plain, size, lengths[-1]) for size in _windows(window, lengths)}
     readings = [
@@ -238,7 +238,7 @@ def run(
         work.best(truncations),
     ]
     for name, label, method in _named(methods):
-        with _extended(checkpoint.model, method, trained_length):
+        with patched(checkpoint.model, method, trained_length=trained_length):
             check_reach(checkpoint.model, lengths[-1], beyond=False)
             provenance = provenance.with_extension(name, checkpoint.model)
             found = work.read(name, checkpoint.model, lengths)
@@ -381,7 +381,7 @@ class _Work:
 
 def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequence[Method]) -> nn.Module:
     """The model that reads the references."""
-    extended = ctxext.describe(checkpoint.model).method is not None
+    extended = patching.describe(checkpoint.model).method is not None
     if not extended and not methods:
         raise InvalidParameterError("Nothing is extended: give at least one method, or a checkpoint saved extended.")
     if reference is None and extended:
@@ -389,9 +389,10 @@ def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequen
             f"{checkpoint.name} comes extended, and may have been trained since. Give the checkpoint that it was made "
             f"from as the reference, which reads the last tokens only."
         )
-    if reference is not None and ctxext.describe(reference.model).method is not None:
-        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
-    return checkpoint.model if reference is None else reference.model
+    if reference is None:
+        return checkpoint.model
+    check_reference(checkpoint, reference)
+    return reference.model
 
 
 def _named(methods: Sequence[Method]) -> list[tuple[str, str, Method | None]]:
@@ -412,18 +413,6 @@ def _lengths(lengths: Sequence[int], keys: KeyTokens) -> list[int]:
             f"{found[0]:,}."
         )
     return found
-
-
-@contextlib.contextmanager
-def _extended(model: nn.Module, method: Method | None, trained_length: int | None) -> Iterator[None]:
-    if method is None:
-        yield
-        return
-    ctxext.patch(model, method, trained_length=trained_length)
-    try:
-        yield
-    finally:
-        ctxext.unpatch(model)
 
 
 def _timed(length: int, losses: Callable[[], list[Tensor]]) -> _Losses:

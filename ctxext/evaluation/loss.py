@@ -18,30 +18,16 @@ from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import check_token_ids, head_chunk, logits_in_chunks
-from ctxext.evaluation.statistics import (
-    Bucket,
-    PairedDifference,
-    bucketed,
-    document_difference,
-    grouped_difference,
-    paired_difference,
-)
 
 __all__ = [
     "STRIDE",
-    "Bucket",
-    "PairedDifference",
     "Scored",
     "Spread",
     "Window",
     "alone",
-    "bucketed",
-    "document_difference",
-    "grouped_difference",
     "longlora",
     "longlora_windows",
     "loss_by_position",
-    "paired_difference",
     "sliding",
     "truncated_loss",
     "yarn",

@@ -25,10 +25,20 @@ from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.corpus import special_prefix
-from ctxext.evaluation.forward import check_reach, logits_in_chunks, regime_of
+from ctxext.evaluation.forward import (
+    SMALL_MODEL,
+    Progress,
+    check_reach,
+    logits_in_chunks,
+    pass_cost,
+    regime_of,
+    ticking,
+)
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
 from ctxext.evaluation.provenance import Provenance
 from ctxext.evaluation.statistics import wilson_interval
+from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial, check_finite
+from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.surgery.wrappers import base_model
 
 __all__ = [
@@ -45,6 +55,7 @@ __all__ = [
     "make_prompts",
     "measure",
     "passes",
+    "passkey_report",
     "run",
 ]
 
@@ -101,19 +112,40 @@ class Passkey:
         return replace(self, prompt=kept, key_position=self.key_position - dropped)
 
 
-@dataclass(frozen=True, eq=False)
-class PasskeyPrompt:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PasskeyPrompt(Prompt):
     """One passkey prompt of a grid.
 
     Args:
-        length: tokens that prompt and answer fit into.
         seed: of the prompt.
         passkey: the prompt.
+        prefix: special tokens in front of it, which every window keeps there.
+        turning_point: of the model's cost, see ``pass_cost``.
     """
 
-    length: int
     seed: int
     passkey: Passkey
+    prefix: int
+    turning_point: int
+
+    def cost(self, tokens: int) -> float:
+        """Of one pass, in the units of ``pass_cost``."""
+        return pass_cost(tokens, self.turning_point)
+
+    def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
+        """A ``PasskeyTrial``, as JSON values."""
+        return asdict(self.watched(model, window, name, self.cost(window or self.length), progress))
+
+    def watched(self, model: nn.Module, window: int | None, name: str, cost: float, progress: Progress) -> PasskeyTrial:
+        """What ``ask`` finds out, with ``cost`` reported in all, however many passes it takes.
+
+        Raises:
+            IncompatibleError: the model gives no finite loss.
+        """
+        with ticking(model, name, cost / passes(model, self.passkey), progress):
+            trial = ask(model, self, window=window)
+        check_finite(torch.tensor(trial.loss), name)
+        return trial
 
 
 def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack: Haystack | None = None) -> Passkey:
@@ -212,6 +244,7 @@ def make_prompts(
     trials: int = 1,
     seed: int = 0,
     haystack: Haystack | None = None,
+    turning_point: int = SMALL_MODEL,
 ) -> tuple[PasskeyPrompt, ...]:
     """Passkey prompts at every length and depth.
 
@@ -222,35 +255,43 @@ def make_prompts(
         trials: prompts per length and depth; they use the seeds ``seed``, ``seed + 1``, ...
         seed: of the first prompt of each length and depth.
         haystack: see ``build``.
+        turning_point: of the model's cost, see ``pass_cost``.
 
     Raises:
         InvalidParameterError: as ``build``.
     """
-    haystack = haystack or noise(tokenizer)
-    depths = tuple(depths)
-    return tuple(
-        PasskeyPrompt(length, n, build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=n, haystack=haystack))
-        for length in lengths
-        for depth in depths
-        for n in range(seed, seed + trials)
-    )
+    haystack, front = haystack or noise(tokenizer), len(special_prefix(tokenizer))
+
+    def make(length: int, depth: float, number: int) -> PasskeyPrompt:
+        made = build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=number, haystack=haystack)
+        return PasskeyPrompt(
+            name=f"{length:,} tokens at {made.depth:.0%}" + (f", seed {number}" if trials > 1 else ""),
+            length=length,
+            identity=[made.sha256, front, JUDGED],
+            seed=number,
+            passkey=made,
+            prefix=front,
+            turning_point=turning_point,
+        )
+
+    return tuple(itertools.starmap(make, itertools.product(lengths, depths, range(seed, seed + trials))))
 
 
-def ask(model: nn.Module, prompt: PasskeyPrompt, *, window: int | None = None, prefix: int = 0) -> PasskeyTrial:
+def ask(model: nn.Module, prompt: PasskeyPrompt, *, window: int | None = None) -> PasskeyTrial:
     """Ask a prompt of a grid, by ``measure``.
 
     Args:
         model: a causal language model in eval mode.
         prompt: from ``make_prompts``.
-        window: tokens that the end of the prompt and the answer have to fit into; None feeds the whole prompt.
-        prefix: leading special tokens, which stay in front of that end.
+        window: tokens that the end of the prompt and the answer have to fit into, special tokens in front of it; None
+            feeds the whole prompt.
 
     Raises:
         IncompatibleError: as in ``measure``.
     """
     asked = prompt.passkey
     if window is not None and window < prompt.length:
-        asked = asked.last(asked.length - (prompt.length - window), prefix=prefix)
+        asked = asked.last(asked.length - (prompt.length - window), prefix=prompt.prefix)
     return replace(measure(model, asked, seed=prompt.seed), length=prompt.length)
 
 
@@ -379,8 +420,8 @@ class PasskeyResult:
 
     trials: tuple[PasskeyTrial, ...]
     haystack: str = "noise"
-    reading: str = "unpatched"
-    label: str = "unpatched"
+    reading: str = UNPATCHED
+    label: str = UNPATCHED
 
     @property
     def accuracy(self) -> float:
@@ -399,12 +440,12 @@ class PasskeyResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens, ascending."""
+        """In tokens, in increasing order."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Ascending."""
+        """Of the keys, 0 to 1, in increasing order."""
         return tuple(sorted({trial.depth for trial in self.trials}))
 
     @property
@@ -472,3 +513,20 @@ class PasskeyReport:
         )
         provenance = Provenance.from_dict(saved["provenance"])
         return cls(readings=readings, trained_length=saved["trained_length"], provenance=provenance)
+
+
+def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:
+    """What a finished survey of passkeys found."""
+    readings = [
+        PasskeyResult(
+            trials=tuple(PasskeyTrial(**trial) for trial in trials),
+            haystack=haystack.name,
+            reading=reader.reading.name,
+            label=reader.reading.label,
+        )
+        for reader, trials in survey.trials()
+    ]
+    trained = survey.readers[0].readings.trained_length
+    return PasskeyReport(
+        readings=tuple(readings), trained_length=trained, provenance=survey.with_extensions(provenance)
+    )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import ctxext
+from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -20,12 +19,9 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress, cached_tokens_for, length_dependent, pass_cost, ticking, turning_point
 from ctxext.evaluation.loss import (
     STRIDE,
-    PairedDifference,
     Scored,
     Spread,
     alone,
-    document_difference,
-    grouped_difference,
     longlora,
     longlora_windows,
     loss_by_position,
@@ -34,7 +30,10 @@ from ctxext.evaluation.loss import (
 )
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.readings import check_reference, known_trained_length, patched
+from ctxext.evaluation.statistics import PairedDifference, document_difference, grouped_difference
 from ctxext.evaluation.truncation import (
+    AS_SAVED,
     TRUNCATED,
     UNPATCHED,
     best_window,
@@ -46,7 +45,7 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.patching import patched_state, trained_length_of
+from ctxext.patching import patched_state
 from ctxext.saved import already_extended
 from ctxext.surgery.wrappers import base_model
 
@@ -146,12 +145,7 @@ def make_plan(
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     if method is None and given.keys() - {"trained_length"}:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method.")
-    base = base_model(model)
-    trained = given.get("trained_length") or trained_length_of(base, already_extended(base.config))
-    if trained is None:
-        raise InvalidParameterError(
-            "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
-        )
+    trained = known_trained_length(model, given.get("trained_length"))
     if method is not None and not given.keys() & {"factor", "target_length"} and max(lengths, default=0) > trained:
         given["target_length"] = max(lengths)
     reach, dynamic, regime = _extension(model, method, given, trained)
@@ -184,21 +178,16 @@ def _extension(
     model: nn.Module, method: str | None, given: Mapping[str, Any], trained: int
 ) -> tuple[int | None, bool, Callable[[int], int]]:
     """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
-    if method is not None:
-        ctxext.patch(model, method, **given)
-    try:
+    with patched(model, method, **(given if method is not None else {})):
         base = base_model(model)
-        found, patched = ctxext.describe(model), patched_state(base)
-        if patched is not None:
-            own = patched.method
-            return found.target_length, own.dynamic, lambda length: own.regime(trained, length)
+        found, state = patching.describe(model), patched_state(base)
+        if state is not None:
+            own = state.method
+            return found.target_length, own.dynamic, lambda length: own.fitted_length(trained, length)
         if length_dependent(base):
             return found.target_length, True, lambda length: max(length, trained)
         extended = already_extended(base.config)
         return (found.target_length if extended else None), False, lambda length: 0
-    finally:
-        if method is not None:
-            ctxext.unpatch(model)
 
 
 def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None, stride: int | None) -> tuple[int, ...]:
@@ -228,9 +217,6 @@ def _require_reach(
         )
     if method is None and length > trained:
         architecture_of(base_model(model))
-
-
-AS_SAVED = "as saved"
 
 
 def run(
@@ -280,7 +266,7 @@ def run(
     truncations = work.read_truncated(model if plain is None else plain)
     seconds = (time.perf_counter() - began) / max(1, sum(one.passes for one in truncations.values()))
     readings += [(window_name(size), one, seconds * one.passes) for size, one in truncations.items()]
-    with _patched(model, plan):
+    with patched(model, plan.method, **plan.arguments):
         provenance = provenance.with_extension(measured, model)
         found = _timed(measured, lambda: work.read(model, measured, dynamic=plan.dynamic))
         comparable = measured != UNPATCHED and (inside is not None or plain is not None)
@@ -328,26 +314,8 @@ def _plain_model(
     """The model of the references, as far as there is one."""
     if reference is None:
         return None if saved else checkpoint.model
-    if already_extended(base_model(reference.model).config):
-        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
-    if reference.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
-        raise InvalidParameterError(
-            f"The reference {reference.name} has another tokenizer than {checkpoint.name}; losses per token cannot be "
-            f"compared."
-        )
+    check_reference(checkpoint, reference)
     return reference.model
-
-
-@contextlib.contextmanager
-def _patched(model: nn.Module, plan: PerplexityPlan) -> Iterator[None]:
-    if plan.method is None:
-        yield
-        return
-    ctxext.patch(model, plan.method, **plan.arguments)
-    try:
-        yield
-    finally:
-        ctxext.unpatch(model)
 
 
 def _timed(name: str, read: Callable[[], Losses]) -> Timed:
@@ -546,11 +514,6 @@ class Passes:
         return [ids[:, self.prefix :] for ids in self.texts]
 
     @property
-    def bos(self) -> int | None:
-        """The token of the prefix; None where there is none."""
-        return int(self.texts[0][0, 0]) if self.prefix else None
-
-    @property
     def window(self) -> int:
         """Positions inside the trained window that every text has, up to the greatest length."""
         return min(self.plan.trained_length, self.plan.length, *(ids.shape[1] - 1 for ids in self.texts))
@@ -563,22 +526,16 @@ class Passes:
 
     def cost(self) -> float:
         """About what the readings cost, in the units of ``pass_cost``; for a progress bar."""
-        plan, window = self.plan, self.plan.trained_length
-        sizes = [ids.shape[1] - 1 for ids in self.texts]
-        own = 0.0
-        for length in groups_by_positions(plan) if plan.mode == "position" else plan.lengths:
-            own += self._windows(length, sizes) * pass_cost(length, self.turning_point)
-        control = len(sizes) * pass_cost(plan.length, self.turning_point) if self.has_control else 0.0
-        if plan.mode == "position" or plan.truncate:
-            sizes = [min(size, plan.length) for size in sizes]
-        if plan.mode == "longlora":
-            sizes = [n - 1 for n in plan.lengths for _ in range(self._windows(n, sizes)) if n > window]
-        prefix = 0 if plan.mode == "longlora" else self.prefix
+        plan, window, point = self.plan, self.plan.trained_length, self.turning_point
+        lengths = groups_by_positions(plan) if plan.mode == "position" else plan.lengths
+        own = sum(self._windows(length) * pass_cost(length, point) for length in lengths)
+        control = len(self.texts) * pass_cost(plan.length, point) if self.has_control else 0.0
         beyond = sum(
-            pass_cost(window, self.turning_point) + tails_cost(size, window, prefix, self.turning_point)
-            for size in sizes
+            pass_cost(window, point) + tails_cost(ids.shape[1] - 1, window, prefix, point)
+            for _, texts, prefix in self._truncatable()
+            for ids in texts
         )
-        return own + control + (beyond if plan.length > window else 0.0)
+        return own + control + beyond
 
     def read(self, model: nn.Module, name: str, *, dynamic: bool) -> Losses:
         """The losses at every length, as the mode has it.
@@ -610,28 +567,13 @@ class Passes:
         Args:
             model: that is shown the last tokens.
         """
-        lengths = [length for length in self.plan.lengths if length > self.plan.trained_length]
-        if not lengths:
-            return {}
-        if self.plan.mode == "longlora":
-            by_length = {
-                length: self._truncated(model, self.stream_of(length), prefix=0, most=length - 1) for length in lengths
-            }
-            return {
-                window: Losses(
-                    {length: found[window] for length, found in by_length.items()},
-                    sum(found[window].passes for found in by_length.values()),
-                    sum(found[window].tokens for found in by_length.values()),
-                )
-                for window in windows_of(self.plan.trained_length)
-            }
-        most = self.plan.length if self.plan.mode == "position" or self.plan.truncate else None
-        whole = self._truncated(model, self.texts, prefix=self.prefix, most=most)
-        shown = self.plan.lengths if self.plan.mode == "position" else lengths
-        return {
-            window: Losses(dict.fromkeys(shown, scored), scored.passes, scored.tokens)
-            for window, scored in whole.items()
-        }
+        found: dict[int, Losses] = {}
+        for lengths, texts, prefix in self._truncatable():
+            for window, scored in self._truncated(model, texts, prefix).items():
+                before = found.get(window, Losses({}, 0, 0))
+                at = before.at | dict.fromkeys(lengths, scored)
+                found[window] = Losses(at, before.passes + scored.passes, before.tokens + scored.tokens)
+        return found
 
     def pass_over(self, model: nn.Module, name: str, positions: int) -> tuple[Tensor, ...]:
         """The losses of the first ``positions`` positions of each text, from one pass each."""
@@ -639,28 +581,38 @@ class Passes:
         with ticking(model, name, pass_cost(positions, self.turning_point), self.progress):
             return tuple(self.spread(cut, lambda ids: loss_by_position(model, ids, cached=self.plan.cached)[0]))
 
-    def stream_of(self, length: int) -> list[Tensor]:
+    def _truncatable(self) -> list[tuple[Sequence[int], list[Tensor], int]]:
+        """What truncations are read of: the lengths at which it counts, texts, and the tokens that stay in front.
+
+        Nothing where nothing lies beyond the trained window.
+        """
+        plan = self.plan
+        beyond = [length for length in plan.lengths if length > plan.trained_length]
+        if plan.mode == "longlora":
+            return [([length], self._stream(length), 0) for length in beyond]
+        most = plan.length + 1 if plan.mode == "position" or plan.truncate else None
+        lengths = plan.lengths if plan.mode == "position" else beyond
+        return [(lengths, [ids[:, :most] for ids in self.texts], self.prefix)] if beyond else []
+
+    def _stream(self, length: int) -> list[Tensor]:
         """LongLoRA's windows, [1, length] each."""
         stride = self.plan.stride or length
         return [one.input_ids for one in longlora_windows(self.bare, length=length, stride=stride)]
 
-    def _windows(self, length: int, sizes: list[int]) -> int:
-        """Passes of a mode at one length over texts of so many positions."""
-        stride = self.plan.stride or length
+    def _windows(self, length: int) -> int:
+        """Passes of a mode at one length."""
         if self.plan.mode == "position" or self.plan.truncate:
-            return len(sizes)
+            return len(self.texts)
         if self.plan.mode == "longlora":
-            return max(0, len(range(0, sum(sizes) - length, stride)) - 1)
-        return sum(1 + -(-max(0, size - length) // stride) for size in sizes)
+            return len(self._stream(length))
+        return sum(1 + -(-max(0, ids.shape[1] - 1 - length) // (self.plan.stride or length)) for ids in self.texts)
 
-    def _truncated(self, model: nn.Module, texts: list[Tensor], *, prefix: int, most: int | None) -> dict[int, Scored]:
-        """Every window over the first ``most`` positions of each text; inside the trained one they are read once."""
+    def _truncated(self, model: nn.Module, texts: list[Tensor], prefix: int) -> dict[int, Scored]:
+        """Every window over each text; inside the trained one they are read once."""
         trained, cached = self.plan.trained_length, self.plan.cached
-        cut = [ids[:, : None if most is None else most + 1] for ids in texts]
-        name = window_name(trained)
-        with ticking(model, name, pass_cost(trained, self.turning_point), self.progress):
+        with ticking(model, window_name(trained), pass_cost(trained, self.turning_point), self.progress):
             options = {"length": trained, "stride": stride_of(trained, prefix), "prefix": prefix}
-            whole = sliding(model, cut, spread=self.spread, cached=cached, **options)
+            whole = sliding(model, texts, spread=self.spread, cached=cached, **options)
         found = {}
         for window in windows_of(trained)[:-1]:
             with ticking(model, window_name(window), pass_cost(window, self.turning_point), self.progress):
@@ -669,7 +621,7 @@ class Passes:
                     sizes = {"window": window, "trained_length": trained, "prefix": prefix}
                     return tail_losses(model, ids, cached=cached, **sizes)[0]
 
-                tails = self.spread(cut, tail)
+                tails = self.spread(texts, tail)
             losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]
             sizes = {"start": trained, "prefix": prefix}
             passes = sum(passes_beyond(window, positions=len(one), **sizes) for one in losses)
@@ -688,5 +640,6 @@ class Passes:
             if plan.mode == "sliding":
                 return sliding(model, self.texts, prefix=self.prefix, **options)
             if plan.mode == "yarn":
-                return yarn(model, self.bare, bos=self.bos, truncate=plan.truncate, **options)
+                bos = int(self.texts[0][0, 0]) if self.prefix else None
+                return yarn(model, self.bare, bos=bos, truncate=plan.truncate, **options)
             return longlora(model, self.bare, **options)

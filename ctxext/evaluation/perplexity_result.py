@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.provenance import Provenance
-from ctxext.evaluation.truncation import TRUNCATED, is_reference
+from ctxext.evaluation.statistics import PairedDifference
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
 __all__ = ["FORMAT", "LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
 
@@ -113,7 +113,7 @@ class PerplexityResult:
 
     def sentence(self) -> str:
         """Whether the extended model uses its window, in one sentence."""
-        measured = self.extension or self.find("unpatched")
+        measured = self.extension or self.find(UNPATCHED)
         scores = measured.scores if measured else ()
         compared = [(score, score.versus_truncation) for score in scores if score.versus_truncation is not None]
         positions = [pair for pair in compared if pair[0].kind == POSITIONS]

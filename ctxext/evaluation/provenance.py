@@ -17,11 +17,12 @@ import torch
 import transformers
 from torch import nn
 
-import ctxext
+from ctxext import patching
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.surgery.wrappers import base_model
+from ctxext.version import __version__
 
 __all__ = [
     "ExtensionRecord",
@@ -35,9 +36,6 @@ __all__ = [
     "setting_of",
     "versions",
 ]
-
-# What two runs may differ in and still be of the same thing.
-CIRCUMSTANCES = ("command", "date", "machine", "versions", "device", "extensions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +107,13 @@ class Provenance:
         known = {item.name for item in fields(cls)}
         if saved.keys() != known:
             raise InvalidParameterError(
-                f"This is not a provenance of ctxext {ctxext.__version__}: missing "
+                f"This is not a provenance of ctxext {__version__}: missing "
                 f"{', '.join(sorted(known - saved.keys())) or 'nothing'}, unknown "
                 f"{', '.join(sorted(saved.keys() - known)) or 'nothing'}. It was written by another version; measure "
                 f"again."
             )
         extensions = {name: ExtensionRecord(**one) for name, one in saved["extensions"].items()}
         return cls(**{**saved, "documents": tuple(saved["documents"]), "extensions": extensions})
-
-    def differences(self, other: Provenance) -> dict[str, tuple[Any, Any]]:
-        """What makes two results incomparable, field by field; machine, versions, date and command do not count."""
-        names = [item.name for item in fields(self) if item.name not in CIRCUMSTANCES]
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed: int | None = None) -> Provenance:
@@ -140,7 +132,7 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
     return Provenance(
         checkpoint=checkpoint.name,
         checkpoint_sha256=checkpoint.sha256,
-        trained_length=ctxext.describe(checkpoint.model).trained_length,
+        trained_length=patching.describe(checkpoint.model).trained_length,
         seed=seed,
         dtype=checkpoint.dtype_note or str(base.dtype).removeprefix("torch."),
         device=str(base.device),
@@ -154,14 +146,14 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
 
 def extended(model: nn.Module) -> ExtensionRecord:
     """How a model is extended now."""
-    found = ctxext.describe(model)
+    found = patching.describe(model)
     return ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
 
 
 def versions() -> dict[str, str]:
     """Of what computes."""
     return {
-        "ctxext": ctxext.__version__,
+        "ctxext": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

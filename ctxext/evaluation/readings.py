@@ -1,22 +1,34 @@
-"""Ways to read a text with one checkpoint: as it is, with its old tokens cut off, and by every method that applies."""
+"""Who reads: a checkpoint as it is, with its old tokens cut off, as it was saved, and extended by methods."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-import ctxext
+from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.errors import CtxextError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of, windows_of
+from ctxext.evaluation.provenance import setting_of
+from ctxext.evaluation.truncation import (
+    AS_SAVED,
+    TRUNCATED,
+    UNPATCHED,
+    is_reference,
+    window_name,
+    window_of,
+    windows_of,
+)
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
 from ctxext.methods.base import parameter_of
 from ctxext.patching import patched_state, trained_length_of
@@ -26,15 +38,19 @@ from ctxext.surgery.wrappers import base_model
 
 __all__ = [
     "TIMES",
-    "TRUNCATED",
-    "UNPATCHED",
+    "Reader",
     "Reading",
+    "Readings",
     "Refusal",
-    "Wardrobe",
+    "check_reference",
     "chosen_methods",
+    "factors_for",
+    "find_readers",
     "ignores_factor",
+    "known_trained_length",
     "label_for",
     "name_for",
+    "patched",
 ]
 
 
@@ -91,14 +107,57 @@ class Refusal:
     reason: str
 
 
-class Wardrobe:
-    """A loaded model and the readings that it can put on, one at a time, in place.
+@contextlib.contextmanager
+def patched(model: nn.Module, method: str | Method | None, **arguments: Any) -> Iterator[None]:
+    """The model extended inside a ``with``, by the arguments of ``ctxext.patch``; as it is where no method is given."""
+    if method is None:
+        yield
+        return
+    patching.patch(model, method, **arguments)
+    try:
+        yield
+    finally:
+        patching.unpatch(model)
+
+
+def known_trained_length(model: nn.Module, given: int | None = None) -> int:
+    """The tokens that a checkpoint was trained for: those given, or what its config says.
+
+    Raises:
+        InvalidParameterError: nothing says so.
+    """
+    base = base_model(model)
+    known = given or trained_length_of(base, already_extended(base.config))
+    if known is None:
+        raise InvalidParameterError(
+            "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
+        )
+    return known
+
+
+def check_reference(checkpoint: Checkpoint, reference: Checkpoint) -> None:
+    """See that a checkpoint can read the references of another, which was made from it.
+
+    Raises:
+        InvalidParameterError: it is extended itself, or has another tokenizer.
+    """
+    if already_extended(base_model(reference.model).config):
+        raise InvalidParameterError(f"The reference {reference.name} is extended itself; give the original checkpoint.")
+    if reference.tokenizer.get_vocab() != checkpoint.tokenizer.get_vocab():
+        raise InvalidParameterError(
+            f"The reference {reference.name} has another tokenizer than {checkpoint.name}, so that it would read other "
+            f"tokens: their losses and answers cannot be compared."
+        )
+
+
+class Readings:
+    """A loaded checkpoint and the readings that can be applied to its model, one at a time, in place.
 
     A checkpoint that was saved extended is read as saved by the references, and its extension taken off for the
     methods and put on again.
 
     Args:
-        model: not patched in this process (``ctxext.load`` may have restored an extension).
+        checkpoint: not patched in this process (``ctxext.load`` may have restored an extension).
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
 
@@ -107,22 +166,35 @@ class Wardrobe:
     """
 
     def __init__(
-        self, model: nn.Module, *, trained_length: int | None = None, sliding_window: str | None = None
+        self, checkpoint: Checkpoint, *, trained_length: int | None = None, sliding_window: str | None = None
     ) -> None:
-        base = base_model(model)
-        self.model = model
-        self.extended = already_extended(base.config)
+        self.checkpoint = checkpoint
+        self.model = checkpoint.model
+        self.extended = already_extended(base_model(self.model).config)
         self.sliding_window = sliding_window
-        known = trained_length or trained_length_of(base, self.extended)
-        if known is None:
-            raise InvalidParameterError(
-                "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
-            )
-        self.trained_length: int = known
-        self._given = known if self.extended else trained_length
+        self.trained_length = known_trained_length(self.model, trained_length)
+        self._given = self.trained_length if self.extended else trained_length
+
+    @cached_property
+    def setting(self) -> dict[str, Any]:
+        """What every measured number depends on beside the reading and the tokens, as JSON values.
+
+        Asked for before anything is applied: a method may bring an attention of its own, which is part of the reading.
+        """
+        return setting_of(self.checkpoint, self.sliding_window)
+
+    def key(self, reading: Sequence[Any], **asked: Any) -> str:
+        """A hash of everything that what one reading gives depends on; 16 hexadecimal digits.
+
+        Args:
+            reading: what tells it from other readings, as JSON values.
+            **asked: what is read, as JSON values.
+        """
+        depends = {"setting": self.setting, "trained_length": self.trained_length, "reading": list(reading), **asked}
+        return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
 
     @contextlib.contextmanager
-    def wearing(self, reading: Reading) -> Iterator[None]:
+    def applied(self, reading: Reading) -> Iterator[None]:
         """The model as a reading has it, inside a ``with``."""
         if reading.is_reference or reading.method is None:
             yield
@@ -130,7 +202,7 @@ class Wardrobe:
         with self._patched(METHODS[reading.method["method"]].from_dict(reading.method)):
             yield
 
-    def find_readings(
+    def find(
         self, methods: Sequence[Method], *, progress: Callable[[int, int], None] = lambda *_: None
     ) -> tuple[tuple[Reading, ...], tuple[Refusal, ...]]:
         """Try every method on the model to learn which apply and what they do.
@@ -144,14 +216,14 @@ class Wardrobe:
             progress(done, len(methods))
             try:
                 with self._patched(method):
-                    readings.append(_reading(method, ctxext.describe(self.model)))
+                    readings.append(_reading(method, patching.describe(self.model)))
             except CtxextError as error:
                 refused.setdefault(str(error), []).append(label_for(method))
         progress(len(methods), len(methods))
         return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
 
     def _references(self) -> tuple[Reading, ...]:
-        found = ctxext.describe(self.model)
+        found = patching.describe(self.model)
         how = f" ({found.method['method']} {TIMES}{found.method['factor']:g})" if found.method else ""
         plain = Reading(
             name=UNPATCHED,
@@ -168,16 +240,13 @@ class Wardrobe:
     def _patched(self, method: Method) -> Iterator[None]:
         own = patched_state(base_model(self.model))
         if own is not None:
-            ctxext.unpatch(self.model)
+            patching.unpatch(self.model)
         try:
-            ctxext.patch(self.model, method, trained_length=self._given, sliding_window=self.sliding_window)
-            try:
+            with patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
                 yield
-            finally:
-                ctxext.unpatch(self.model)
         finally:
             if own is not None:
-                ctxext.patch(self.model, own.method, **choices(saved_form(own.method, own.extension)))
+                patching.patch(self.model, own.method, **choices(saved_form(own.method, own.extension)))
 
 
 def _reading(method: Method, description: Description) -> Reading:
@@ -220,7 +289,7 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
             found.append(item)
             continue
         name, parameters = _parsed(item)
-        built = [ctxext.method(name, factor=factor, **parameters) for factor in sorted(set(factors))]
+        built = [patching.method(name, factor=factor, **parameters) for factor in sorted(set(factors))]
         found += built[-1:] if ignores_factor(built[-1]) else built
     if len(set(found)) != len(found):
         twice = next(method for method in found if found.count(method) > 1)
@@ -290,3 +359,144 @@ def _short(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     return f"<{len(value)} values, {hashlib.sha256(repr(value).encode()).hexdigest()[:6]}>"
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """One reading, of which model, and at which lengths it is asked.
+
+    Args:
+        reading: its name, method and fingerprint.
+        readings: of the model.
+        lengths: tokens, increasing.
+    """
+
+    reading: Reading
+    readings: Readings
+    lengths: tuple[int, ...]
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that it is shown at most, the last ones; None where it is shown everything."""
+        return self.readings.trained_length if self.reading.name == TRUNCATED else self.reading.window
+
+    @property
+    def model(self) -> nn.Module:
+        """As this reader has it while ``applied``."""
+        return self.readings.model
+
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        """The model as this reader has it, inside a ``with``."""
+        return self.readings.applied(self.reading)
+
+
+def find_readers(
+    checkpoint: Checkpoint,
+    *,
+    methods: Sequence[str] = (),
+    factors: Sequence[float] = (),
+    lengths: Sequence[int] = (),
+    reference: Checkpoint | None = None,
+    unpatched: bool = True,
+    beyond: bool = False,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+) -> tuple[Reader, ...]:
+    """Who is asked for what is hidden in a text, the references first; the model is at the end what it was.
+
+    A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
+    trained window, and not fewer, since what is to be found may stand anywhere; the unpatched one beyond its window
+    too, as the control, where something is extended.
+
+    Args:
+        checkpoint: to measure.
+        methods: names, with parameters behind them where needed; none measures the checkpoint as it is.
+        factors: at which to extend; none for the one that the greatest length needs, or 2 where no length is given.
+        lengths: tokens; none for the trained length and the reach of every method.
+        reference: the original of a checkpoint that comes extended, which reads for the references.
+        unpatched: whether the control reads beyond its window.
+        beyond: allow lengths for which a reader is not meant, to see how it fails.
+        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+        sliding_window: see ``ctxext.patch``.
+
+    Raises:
+        InvalidParameterError: a length that no reader is meant for, factors without methods, or a reference that makes
+            no sense.
+        IncompatibleError: a method that cannot be right on this model.
+        UnknownNameError: an unknown method.
+    """
+    own = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
+    trained = own.trained_length
+    factors = factors_for(methods, factors, lengths, trained)
+    (plain, *others), refusals = own.find(chosen_methods(own.model, methods, factors) if methods else ())
+    if refusals:
+        raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
+    original = own if reference is None else _original(own, reference)
+    candidates = [reading for reading in others if not reading.is_reference]
+    last = label_of(window_name(trained))
+    references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=last)]
+    if own.extended is not None:
+        plain = replace(plain, name=AS_SAVED)
+        candidates = [plain, *candidates]
+        if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
+            references = [replace(plain, name=TRUNCATED, label=last, reach=None)]
+    wanted = _lengths(lengths, candidates, trained, beyond)
+    if wanted[-1] <= trained:  # inside the window, the truncated reading is the unpatched one
+        references = [reading for reading in references if reading.name != TRUNCATED]
+    control = bool(candidates) and unpatched
+    readers = []
+    for reading in (*references, *candidates):
+        asked = tuple(length for length in wanted if _is_asked(reading, length, trained, control, beyond))
+        if asked:
+            readers.append(Reader(reading, own if reading in candidates else original, asked))
+    return tuple(readers)
+
+
+def _original(own: Readings, reference: Checkpoint) -> Readings:
+    """The readings of the checkpoint that ``own`` was made from."""
+    if own.extended is None:
+        raise InvalidParameterError(
+            f"{own.checkpoint.name} does not come extended: it is its own reference. Leave out the reference "
+            f"{reference.name}."
+        )
+    check_reference(own.checkpoint, reference)
+    return Readings(reference, trained_length=own.trained_length, sliding_window=own.sliding_window)
+
+
+def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
+    """The factors asked for; without any, the one that the greatest length needs, or 2 where no length is given.
+
+    Raises:
+        InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.
+    """
+    if factors and not methods:
+        raise InvalidParameterError(f"A factor of {factors[0]:g} is for a method; name one with --method.")
+    if factors or not lengths:
+        return list(factors) or [2.0]
+    if methods and max(lengths) <= trained:
+        raise InvalidParameterError(
+            f"The greatest length, {max(lengths):,} tokens, is inside the trained {trained:,}, so that it does not say "
+            f"by how much to extend. Give a --factor."
+        )
+    return [max(1.0, max(lengths) / trained)]
+
+
+def _lengths(lengths: Sequence[int], candidates: Sequence[Reading], trained: int, beyond: bool) -> tuple[int, ...]:
+    reaches = {reading.reach for reading in candidates if reading.reach is not None}
+    wanted = sorted(set(lengths) or {trained, *reaches})
+    reach = max(reaches, default=trained)
+    if wanted[-1] > reach and not beyond and not any(reading.dynamic for reading in candidates):
+        furthest = "what is extended here reaches" if candidates else "this model is trained for"
+        raise InvalidParameterError(
+            f"{wanted[-1]:,} tokens are more than the {reach:,} that {furthest}. Ask for fewer, extend further "
+            f"(--method and --factor), or allow it, to see how it fails (--beyond)."
+        )
+    return tuple(wanted)
+
+
+def _is_asked(reading: Reading, length: int, trained: int, control: bool, beyond: bool) -> bool:
+    if beyond or reading.name == TRUNCATED or length <= trained:
+        return True
+    if not reading.is_candidate:
+        return control
+    return reading.dynamic or length <= (reading.reach or 0)

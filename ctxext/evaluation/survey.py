@@ -1,32 +1,48 @@
-"""Ask every reader every prompt that is not yet answered."""
+"""Who reads what, on which process, kept as it goes: the one way in which a long measurement is made and resumed."""
 
 from __future__ import annotations
 
+import abc
 import atexit
 import contextlib
 import datetime
-import hashlib
-import json
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import distributed, nn
+from jaxtyping import Float
+from torch import Tensor, distributed, nn
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress
-from ctxext.evaluation.journal import TrialStore
+from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.provenance import ExtensionRecord, Provenance
-from ctxext.evaluation.retrieval.readers import Panel, Reader
+from ctxext.evaluation.readings import Reader
 
-__all__ = ["Prompt", "Survey", "Team", "Trial", "share_of", "team_of_launcher", "told_of_memory"]
+__all__ = [
+    "Answer",
+    "Job",
+    "Prompt",
+    "PromptJob",
+    "Survey",
+    "Team",
+    "Trial",
+    "check_finite",
+    "explain_out_of_memory",
+    "jobs_of",
+    "my_share",
+    "team_of_launcher",
+]
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
-# A process that is done waits for the slowest cell of the others, which may take hours.
+# A process that is done waits for the slowest job of the others, which may take hours.
 PATIENCE = datetime.timedelta(days=30)
 
 
@@ -79,49 +95,52 @@ def team_of_launcher() -> Team:
     return Team(distributed.get_rank(), distributed.get_world_size(), device, meet)
 
 
-# JSON values; what they mean is the task's.
-Trial = dict[str, Any]
-
-
 @dataclass(frozen=True, eq=False)
-class Prompt:
-    """One prompt and how to ask it.
+class Answer:
+    """What a job found.
 
     Args:
-        name: to show.
-        length: tokens that it and the reply fit into.
-        identity: all that an answer depends on beside who reads, as JSON values.
-        cost: of reading ``length`` tokens, see ``pass_cost``.
-        ask: takes the model, the tokens that it is shown at most (None for all), and where to report the cost done.
+        values: JSON values.
+        losses: nats per token, where the job gives them.
     """
 
-    name: str
-    length: int
-    identity: Any
-    cost: Callable[[int], float]
-    ask: Callable[[nn.Module, int | None, Progress, str], Trial]
+    values: dict[str, Any]
+    losses: Float[Tensor, " positions"] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
-    """One reader and one prompt."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job(abc.ABC):
+    """The smallest piece of work, done, kept and resumed by itself: one reader and one document or prompt.
+
+    Args:
+        key: of everything that the answer depends on, see ``Readings.key``; readers who see the same share one.
+        cost: in the units of ``pass_cost``.
+        reader: who reads.
+        name: to show.
+    """
 
     key: str
     cost: float
     reader: Reader
-    prompt: Prompt
-    window: int | None
+    name: str
+
+    @abc.abstractmethod
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """What the reader's model gives, having reported the job's whole cost."""
 
 
-class Survey:
-    """A measurement before anything of it is measured; ``begin`` it, ``measure`` what is pending, take its ``trials``.
+Work = TypeVar("Work", bound=Job)
+
+
+class Survey(Generic[Work]):
+    """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending.
 
     Args:
-        made_by: the command, for the file of trials.
+        made_by: the command.
         checkpoint: what is measured.
-        panel: who reads.
-        prompts: what is read.
-        store: where trials are kept.
+        jobs: all of them, reader by reader.
+        corpus: on which texts; None where none was given.
+        journal: where answers are kept; None keeps them in memory.
         team: the processes that share the work.
     """
 
@@ -129,42 +148,51 @@ class Survey:
         self,
         made_by: str,
         checkpoint: Checkpoint,
-        panel: Panel,
-        prompts: Sequence[Prompt],
+        jobs: Sequence[Work],
         *,
-        store: TrialStore | None = None,
+        corpus: Corpus | None = None,
+        journal: Journal | None = None,
         team: Team | None = None,
     ) -> None:
         self.made_by = made_by
         self.checkpoint = checkpoint
-        self.panel = panel
-        self.store = store or TrialStore(None)
+        self.corpus = corpus
+        self.jobs = tuple(jobs)
+        self.journal = journal or Journal(None)
         self.team = team or Team()
-        self.jobs = [_job(one, prompt) for one in panel.readers for prompt in prompts if prompt.length in one.lengths]
 
     @property
     def keys(self) -> set[str]:
-        """Of all trials; readers who see the same of a prompt share one."""
+        """Of all jobs."""
         return {job.key for job in self.jobs}
 
-    def begin(self) -> list[Job]:
-        """Claim the file of trials and return the jobs that this process has to do.
+    @property
+    def finished(self) -> int:
+        """How many of them are finished."""
+        return len(self.keys & self.journal.finished().keys())
+
+    @property
+    def readers(self) -> list[Reader]:
+        """Everybody who is asked, in order."""
+        return list(dict.fromkeys(job.reader for job in self.jobs))
+
+    def begin(self) -> tuple[Work, ...]:
+        """Claim the journal and return the jobs that this process has to do.
 
         Raises:
-            ResultsError: the file holds other trials, or cannot be written.
+            ResultsError: the journal is of another measurement, or cannot be written.
         """
         if self.team.is_main:
-            name = f"{self.checkpoint.name} in {next(self.checkpoint.model.parameters()).dtype}"
-            self.store.claim(self.made_by, {"name": name, "sha256": self.checkpoint.sha256})
+            self.journal.claim(self._identity())
         self.team.meet()
-        finished = self.store.finished()
+        finished = self.journal.finished()
         self.team.meet()  # nobody writes before everybody has read, so that all see the same jobs pending
-        pending = {job.key: job for job in reversed(self.jobs) if job.key not in finished}
-        in_order = [job for job in self.jobs if pending.get(job.key) is job]
-        return list(share_of(in_order, self.team.process, self.team.processes))
+        first = {job.key: job for job in reversed(self.jobs)}
+        pending = [job for job in self.jobs if job.key not in finished and first[job.key] is job]
+        return my_share(pending, self.team.process, self.team.processes)
 
-    def measure(self, jobs: Sequence[Job], *, progress: Progress = lambda *_: None) -> None:
-        """Do jobs and keep each trial at once, then wait for the other processes. Models are at the end what they were.
+    def measure(self, jobs: Sequence[Work], *, progress: Progress = lambda *_: None) -> None:
+        """Do jobs and keep each at once, then wait for the other processes. Models are at the end what they were.
 
         Args:
             jobs: from ``begin``.
@@ -172,26 +200,26 @@ class Survey:
                 total.
 
         Raises:
-            InvalidParameterError: a prompt does not fit into memory.
-            CtxextError: as the task does; every finished trial is kept.
+            ResultsError: the journal cannot be written.
+            InvalidParameterError: a job does not fit into memory.
+            CtxextError: as the jobs do; everything finished is kept.
         """
-        for reader in self.panel.readers:
-            mine = [job for job in jobs if job.reader is reader]
-            if not mine:
-                continue
-            with reader.wearing():
+        for reader, mine in itertools.groupby(jobs, key=lambda job: job.reader):
+            with reader.applied():
                 for job in mine:
-                    name = f"{reader.reading.label}, {job.prompt.name}"
-                    with told_of_memory(name):
-                        trial = job.prompt.ask(reader.model, job.window, progress, name)
-                    self.store.add(job.key, reader.reading.name, trial)
+                    began = time.perf_counter()
+                    with explain_out_of_memory(job.name):
+                        answer = job.ask(reader.model, progress)
+                    seconds = round(time.perf_counter() - began, 3)
+                    about = {"key": job.key, "reading": reader.reading.name}
+                    self.journal.keep(about | answer.values | {"seconds": seconds}, answer.losses)
         self.team.meet()
 
     def trials(self) -> list[tuple[Reader, list[Trial]]]:
-        """What every reader answered, in the order of the prompts."""
-        finished = self.store.finished()
+        """What every reader answered to prompts, in their order."""
+        found = self.journal.finished()
         return [
-            (reader, [finished[job.key] for job in self.jobs if job.reader is reader]) for reader in self.panel.readers
+            (reader, [found[job.key]["trial"] for job in self.jobs if job.reader is reader]) for reader in self.readers
         ]
 
     def with_extensions(self, provenance: Provenance) -> Provenance:
@@ -200,60 +228,114 @@ class Survey:
             one.reading.name: ExtensionRecord(
                 method=one.reading.method, fingerprint=one.reading.fingerprint, attention=one.reading.attention
             )
-            for one in self.panel.readers
+            for one in self.readers
             if one.window is None
         }
-        return Provenance(**{**provenance.__dict__, "extensions": found, "trained_length": self.panel.trained_length})
+        trained = self.readers[0].readings.trained_length
+        return Provenance(**{**provenance.__dict__, "extensions": found, "trained_length": trained})
+
+    def _identity(self) -> dict[str, Any]:
+        """Of what the journal is: another checkpoint or corpus needs another one."""
+        dtype = next(self.checkpoint.model.parameters()).dtype
+        found: dict[str, Any] = {
+            "made_by": self.made_by,
+            "checkpoint": {"name": f"{self.checkpoint.name} in {dtype}", "sha256": self.checkpoint.sha256},
+        }
+        if self.corpus is not None:
+            names = ", ".join(document.name for document in self.corpus.documents)
+            found["corpus"] = {"name": names, "sha256": self.corpus.sha256}
+        return found
 
 
-def _job(reader: Reader, prompt: Prompt) -> Job:
-    window = reader.window if reader.window is not None and reader.window < prompt.length else None
-    depends = {
-        "setting": reader.setting,
-        "trained_length": reader.wardrobe.trained_length,
-        "reading": [reader.reading.method, reader.reading.fingerprint, window],
-        "prompt": [prompt.length, prompt.identity],
-    }
-    key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
-    return Job(key, prompt.cost(window or prompt.length), reader, prompt, window)
+# JSON values; what they mean is the task's.
+Trial = dict[str, Any]
 
 
-@runtime_checkable
-class Costed(Protocol):
-    """A piece of work that one process does."""
-
-    @property
-    def key(self) -> str:
-        """Its name, unlike every other's."""
-
-    @property
-    def cost(self) -> float:
-        """In the units of ``pass_cost``."""
-
-
-Piece = TypeVar("Piece", bound=Costed)
-
-
-def share_of(cells: Sequence[Piece], process: int, processes: int) -> tuple[Piece, ...]:
-    """The cells that one of several processes computes: about the same cost for each, the same split in each.
+@dataclass(frozen=True, eq=False)
+class Prompt(abc.ABC):
+    """One prompt and how to ask it.
 
     Args:
-        cells: those that are not finished, the same in every process.
+        name: to show.
+        length: tokens that it and the reply fit into.
+        identity: all that an answer depends on beside who reads, as JSON values.
+    """
+
+    name: str
+    length: int
+    identity: Any
+
+    @abc.abstractmethod
+    def cost(self, tokens: int) -> float:
+        """Of reading so many tokens of it, in the units of ``pass_cost``."""
+
+    @abc.abstractmethod
+    def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
+        """What the model answers.
+
+        Args:
+            model: of the reader.
+            window: tokens that it is shown at most; None for all.
+            name: to show.
+            progress: where to report the cost done.
+        """
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PromptJob(Job):
+    """One reader and one prompt.
+
+    Args:
+        prompt: what is asked.
+        window: tokens that the reader is shown at most; None for all.
+    """
+
+    prompt: Prompt
+    window: int | None
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """The reader's trial."""
+        return Answer({"trial": self.prompt.ask(model, self.window, self.name, progress)})
+
+
+def jobs_of(readers: Sequence[Reader], prompts: Sequence[Prompt]) -> list[PromptJob]:
+    """Every reader and every prompt of a length at which it is asked."""
+    return [_job(reader, prompt) for reader in readers for prompt in prompts if prompt.length in reader.lengths]
+
+
+def _job(reader: Reader, prompt: Prompt) -> PromptJob:
+    window = reader.window if reader.window is not None and reader.window < prompt.length else None
+    reading = [reader.reading.method, reader.reading.fingerprint, window]
+    return PromptJob(
+        key=reader.readings.key(reading, prompt=[prompt.length, prompt.identity]),
+        cost=prompt.cost(window or prompt.length),
+        reader=reader,
+        name=f"{reader.reading.label}, {prompt.name}",
+        prompt=prompt,
+        window=window,
+    )
+
+
+def my_share(jobs: Sequence[Work], process: int, processes: int) -> tuple[Work, ...]:
+    """The jobs that one of several processes does: about the same cost for each, the same split in each.
+
+    Args:
+        jobs: those that are not finished, the same in every process.
         process: number of this one, from 0.
         processes: how many there are.
     """
     loads = [0.0] * processes
     mine = set()
-    for cell in sorted(cells, key=lambda cell: -cell.cost):
+    for job in sorted(jobs, key=lambda job: -job.cost):
         least = loads.index(min(loads))
-        loads[least] += cell.cost
+        loads[least] += job.cost
         if least == process:
-            mine.add(cell.key)
-    return tuple(cell for cell in cells if cell.key in mine)
+            mine.add(job.key)
+    return tuple(job for job in jobs if job.key in mine)
 
 
 @contextlib.contextmanager
-def told_of_memory(where: str) -> Iterator[None]:
+def explain_out_of_memory(where: str) -> Iterator[None]:
     """Turn an out-of-memory error into what the user has to know: ``InvalidParameterError``."""
     try:
         yield
@@ -262,3 +344,12 @@ def told_of_memory(where: str) -> Iterator[None]:
             f"Out of memory at {where}. What is finished is kept; ask for smaller lengths, or run the same command on "
             f"a device with more memory."
         ) from error
+
+
+def check_finite(losses: Tensor, where: str) -> None:
+    """Raise ``IncompatibleError`` where a model computes losses that are no numbers."""
+    if not losses.isfinite().all():
+        raise IncompatibleError(
+            f"The model computes losses that are no numbers: {where}. Measure in another --dtype (fp32 has the range), "
+            f"or leave this method out. What is finished is kept."
+        )

@@ -30,6 +30,7 @@ from ctxext.evaluation.forward import SMALL_MODEL, Progress, pass_cost, ticking
 from ctxext.evaluation.loss import truncated_loss
 
 __all__ = [
+    "AS_SAVED",
     "TRUNCATED",
     "UNPATCHED",
     "BestTruncation",
@@ -46,8 +47,9 @@ __all__ = [
     "windows_of",
 ]
 
-# Names of the references among readings: the model as it is, and the best of the windows.
-UNPATCHED, TRUNCATED = "unpatched", "truncated"
+# Names of readings: the model as it is and the best of the windows, which are the references; and a checkpoint that was
+# saved extended, read as it is.
+UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"
 QUARTERS = 4
 # Nobody truncates to fewer tokens; and a window has to hold the special tokens in front too.
 LEAST = 8

@@ -95,8 +95,13 @@ class Method(ABC):
         """Whether the result depends on the current length, so that a KV cache must be handled with care."""
         return False
 
-    def regime(self, trained_length: int, length: int) -> int:
-        """Length whose positions ``length`` tokens get; what is cached of them stays right while this is the same."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "regime" in vars(cls):  # nothing would call it
+            raise TypeError(f"{cls.__name__}.regime: this method is called fitted_length now. Rename it.")
+
+    def fitted_length(self, trained_length: int, length: int) -> int:
+        """The length that positions of ``length`` tokens are fitted to; a cache stays right while this is the same."""
         return max(length, trained_length) if self.dynamic else trained_length
 
     def target_length(self, trained_length: int) -> int:
@@ -189,7 +194,7 @@ class GrowingMethod(Method):
     def dynamic(self) -> bool:
         return True
 
-    def regime(self, trained_length: int, length: int) -> int:
+    def fitted_length(self, trained_length: int, length: int) -> int:
         if length <= trained_length:
             return trained_length
         if self.growth == "exact":

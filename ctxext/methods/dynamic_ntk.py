@@ -57,7 +57,7 @@ class DynamicNTK(GrowingMethod, RopeMethod):
         return math.floor(trained_length * reach + 1e-6)
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        ratio = self.regime(rope.trained_length, length) / rope.trained_length
+        ratio = self.fitted_length(rope.trained_length, length) / rope.trained_length
         return Frequencies(plain_inv_freq(rope, ntk_base(rope, self.factor * ratio - (self.factor - 1))))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:

@@ -37,10 +37,12 @@ class DynamicPI(GrowingMethod, RopeMethod, BiasMethod):
     source: ClassVar[str] = "arXiv:2310.13017"
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        return Frequencies(plain_inv_freq(rope) / (self.regime(rope.trained_length, length) / rope.trained_length))
+        return Frequencies(
+            plain_inv_freq(rope) / (self.fitted_length(rope.trained_length, length) / rope.trained_length)
+        )
 
     def rope_parameters(self, rope: RopeSpec) -> None:
         return None
 
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
-        return trained_slopes(alibi) / (self.regime(alibi.trained_length, length) / alibi.trained_length)
+        return trained_slopes(alibi) / (self.fitted_length(alibi.trained_length, length) / alibi.trained_length)

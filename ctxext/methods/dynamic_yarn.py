@@ -50,7 +50,7 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
         self._at(1.0)
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        return self._at(self.regime(rope.trained_length, length) / rope.trained_length).frequencies(rope, length)
+        return self._at(self.fitted_length(rope.trained_length, length) / rope.trained_length).frequencies(rope, length)
 
     def rope_parameters(self, rope: RopeSpec) -> None:
         return None

@@ -59,7 +59,7 @@ class LongRoPE(RopeMethod):
     def dynamic(self) -> bool:
         return self.short_factor != self.long_factor
 
-    def regime(self, trained_length: int, length: int) -> int:
+    def fitted_length(self, trained_length: int, length: int) -> int:
         return trained_length + 1 if self.dynamic and length > trained_length else trained_length
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:

@@ -20,8 +20,8 @@ from ctxext.checkpoints.load import attached
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.methods import RopeMethod
 from ctxext.planning.dry_run import DryRun, layers_of
-from ctxext.saved import plain_config, saved_extension, saved_method, scaling_of
-from ctxext.surgery.rope_types import restoring
+from ctxext.saved import plain_config, rope_dicts, saved_extension, saved_method, scaling_of
+from ctxext.surgery.rebuild import restoring
 from ctxext.training.memory import Memory
 
 __all__ = [
@@ -280,10 +280,9 @@ def _plainly_rotated(config: Any) -> Any:
     saved = saved_extension(config, "the config")
     rotates = saved is not None and isinstance(saved_method(saved), RopeMethod)
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") in FOLLOWING:
-            parameters["rope_type"] = "default"
+    for _, rope in rope_dicts(config.get_text_config(decoder=True)):
+        if rope.get("rope_type") in FOLLOWING:
+            rope["rope_type"] = "default"
     return config
 
 

@@ -19,20 +19,20 @@ from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.caches import current_filling
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import note_regimes, refuse_mixed_regimes
+from ctxext.surgery.generation import note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
 from ctxext.surgery.probe import FAILURES, Layers, forward_without_data
-from ctxext.surgery.rebuild import meta_twin
-from ctxext.surgery.rotary import UNSEEN, RotarySite
+from ctxext.surgery.rebuild import Rebuild, without_weights
+from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 
 __all__ = [
     "AlibiAttend",
     "attention_layers",
     "bias_fingerprint",
     "decoder_of",
-    "why_not_ours",
-    "why_wiring_fails",
-    "wire",
+    "install_attention",
+    "why_install_fails",
+    "why_no_custom_attention",
 ]
 
 
@@ -70,38 +70,38 @@ class AlibiAttend:
         if not self.method.dynamic:
             slopes = self.slopes(self.alibi.trained_length, q.device)
             return self._run(Call.of(q, k, v, layout, slopes=slopes, **how))
-        rows = layout.memo("regimes", lambda: self._regimes(mask))
-        regimes = {regime for documents in rows for regime in documents.values()}
-        if len(regimes) == 1:
-            return self._run(Call.of(q, k, v, layout, slopes=self.slopes(regimes.pop(), q.device), **how))
+        rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(mask))
+        fitted_lengths = {fitted for documents in rows for fitted in documents.values()}
+        if len(fitted_lengths) == 1:
+            return self._run(Call.of(q, k, v, layout, slopes=self.slopes(fitted_lengths.pop(), q.device), **how))
         parts = []
         for row, documents in enumerate(rows):
             one = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
             here = slice(row, row + 1)
             out = torch.zeros_like(q[here])
-            for regime in sorted(set(documents.values())):
-                slopes = self.slopes(regime, q.device)
+            for fitted in sorted(set(documents.values())):
+                slopes = self.slopes(fitted, q.device)
                 found = self._run(Call.of(q[here], k[here], v[here], one, slopes=slopes, **how))
-                out = torch.where(_standing_in(one, documents, regime), found, out)
+                out = torch.where(_standing_in(one, documents, fitted), found, out)
             parts.append(out)
         return torch.cat(parts)
 
-    def _regimes(self, mask: LayoutMask) -> list[dict[int, int]]:
-        """For each row, the regime of each document; padding and unfilled cache slots are in none."""
+    def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:
+        """For each row, the fitted length of each document; padding and unfilled cache slots are in none."""
         layout, trained, filling = mask.layout, self.alibi.trained_length, current_filling()
         if filling is not None:
             filling.spoil()  # this layer's keys are in the cache already
         if mask.length is not None:
-            regime = self.method.regime(trained, mask.length)
-            note_regimes(0, [regime])
-            return [{0: regime}]
+            fitted = self.method.fitted_length(trained, mask.length)
+            note_fitted_lengths(0, [fitted])
+            return [{0: fitted}]
         ends = _extremes(layout.key_positions, layout.key_documents, "amax")
         starts = _extremes(layout.query_positions, layout.query_documents, "amin")
         rows = []
         for row, (last, first) in enumerate(zip(ends, starts, strict=True)):
             before, now = [first.get(d, 0) for d in last], [place + 1 for place in last.values()]
-            refuse_mixed_regimes(self.method, trained, row, len(ends), before, now)
-            rows.append({d: self.method.regime(trained, p + 1) for d, p in last.items()} or {0: trained})
+            refuse_stale_cache(self.method, trained, row, len(ends), before, now)
+            rows.append({d: self.method.fitted_length(trained, p + 1) for d, p in last.items()} or {0: trained})
         return rows
 
     def slopes(self, length: int, device: torch.device) -> Tensor:
@@ -133,11 +133,11 @@ def _as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(part if part.dtype is torch.float64 else part.to(dtype) for part in tensors)
 
 
-def _standing_in(layout: Layout, documents: dict[int, int], regime: int) -> Tensor:
-    """Which queries of a row stand in a document of this regime: bool ``[1, 1, query, 1]``."""
+def _standing_in(layout: Layout, documents: dict[int, int], fitted: int) -> Tensor:
+    """Which queries of a row stand in a document of this fitted length: bool ``[1, 1, query, 1]``."""
     if layout.query_documents is None:
         return torch.ones(1, 1, layout.query_length, 1, dtype=torch.bool, device=layout.query_positions.device)
-    chosen = torch.tensor([d for d, own in documents.items() if own == regime], device=layout.query_positions.device)
+    chosen = torch.tensor([d for d, own in documents.items() if own == fitted], device=layout.query_positions.device)
     return torch.isin(layout.query_documents, chosen)[:, None, :, None]
 
 
@@ -171,9 +171,9 @@ def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
     return hashlib.sha256(slopes.float().numpy().tobytes()).hexdigest()[:12]
 
 
-def decoder_of(model: PreTrainedModel, site: RotarySite) -> nn.Module:
+def decoder_of(model: PreTrainedModel, place: RotaryPlace) -> nn.Module:
     """The module that owns the rotary module: it builds the mask and calls the layers."""
-    owner: nn.Module = model.get_submodule(site.path.rpartition(".")[0])
+    owner: nn.Module = model.get_submodule(place.path.rpartition(".")[0])
     return owner
 
 
@@ -188,11 +188,12 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
-def why_not_ours(model: PreTrainedModel, text: Any, sites: list[RotarySite], seen: Layers) -> str | None:
+def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], seen: Layers) -> str | None:
     """Why ctxext's attention cannot take the place of this model's own; None if it can."""
-    if len(sites) != 1 or sites[0].layer_type is not None:
+    text = model.config.get_text_config(decoder=True)
+    if len(places) != 1 or places[0].layer_type is not None:
         return "its positions differ by layer type"
-    layers = attention_layers(decoder_of(model, sites[0]))
+    layers = attention_layers(decoder_of(model, places[0]))
     if not layers or not type(model)._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
     if len(layers) != text.num_hidden_layers:
@@ -222,15 +223,15 @@ class _Witness:
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def why_wiring_fails(model: PreTrainedModel, config: Any, site: RotarySite) -> str | None:
-    """Why a model built from ``config`` would not run on ctxext's attention; None if it would.
+def why_install_fails(rebuild: Rebuild, place: RotaryPlace) -> str | None:
+    """Why a rebuilt model would not run on ctxext's attention; None if it would.
 
-    Proven by one forward pass of a wired twin, without data: a model's own code may compute with the mask that a
-    layout takes the place of, or may want attention that a layout cannot say.
+    Proven by one forward pass without data: a model's own code may compute with the mask that a layout takes the place
+    of, or may want attention that a layout cannot say.
     """
-    twin = meta_twin(model, config).eval()
-    decoder, edits = decoder_of(twin, site), Edits()
-    wire(twin, twin.config.get_text_config(decoder=True), site, None, edits)
+    twin = without_weights(rebuild.model, rebuild.config).eval()
+    decoder, edits = decoder_of(twin, place), Edits()
+    install_attention(twin, place, None, edits)
     witnesses = [_Witness() for _ in attention_layers(decoder)]
     for layer, witness in zip(attention_layers(decoder), witnesses, strict=True):
         edits.set(layer, "_ctxext_attend", witness)
@@ -244,10 +245,10 @@ def why_wiring_fails(model: PreTrainedModel, config: Any, site: RotarySite) -> s
     return None if asked == len(witnesses) else f"{asked} of its {len(witnesses)} layers ask ctxext's attention"
 
 
-def wire(model: PreTrainedModel, text: Any, site: RotarySite, attend: Any, edits: Edits) -> None:
+def install_attention(model: PreTrainedModel, place: RotaryPlace, attend: Any, edits: Edits) -> None:
     """Give every attention layer ``attend`` and let the decoder hand it a layout."""
-    decoder = decoder_of(model, site)
-    edits.set(text, "_attn_implementation_internal", ATTENTION)
+    decoder = decoder_of(model, place)
+    edits.set(model.config.get_text_config(decoder=True), "_attn_implementation_internal", ATTENTION)
     edits.set(decoder, "forward", SharedForward.around(decoder))
     for layer in attention_layers(decoder):
         edits.set(layer, "_ctxext_attend", attend)

@@ -72,20 +72,20 @@ class Filled:
     """What a dynamic method filled a cache with.
 
     Args:
-        regimes: per row, the length whose positions its tokens have; one number stands for all rows.
+        fitted_lengths: per row, the length whose positions its tokens have; one number stands for all rows.
         tokens: what is inside, where generate() saw it.
         expected: what will be inside after the call that generate() is preparing.
     """
 
-    regimes: tuple[int, ...] = ()
+    fitted_lengths: tuple[int, ...] = ()
     tokens: Tensor | None = None
     expected: Tensor | None = None
 
     def of(self, row: int, rows: int) -> int | None:
-        """The regime of one row of ``rows``; None where rows were picked, so that nobody knows which is which."""
-        if len(set(self.regimes)) == 1:
-            return self.regimes[0]
-        return self.regimes[row] if len(self.regimes) == rows else None
+        """The fitted length of one of ``rows``; None where rows were picked, so that nobody knows which is which."""
+        if len(set(self.fitted_lengths)) == 1:
+            return self.fitted_lengths[0]
+        return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
 
 
 def _keys_of(cache: Any) -> Any:
@@ -98,7 +98,7 @@ def filled(cache: Any) -> Filled | None:
     if cache is None or not int(cache.get_seq_length()):
         return None
     found: Filled | None = getattr(_keys_of(cache), FILLED, None)
-    return found if found is None or found.regimes else None
+    return found if found is None or found.fitted_lengths else None
 
 
 def remember(cache: Any, **changes: Any) -> None:
@@ -208,19 +208,19 @@ class Filling:
 
     def __init__(self, cache: Any) -> None:
         self.before = filled(cache) if hasattr(cache, "get_seq_length") else None
-        self.regimes: list[int] = []
+        self.fitted_lengths: list[int] = []
         self._cache = None if cache is None else weakref.ref(_keys_of(cache))  # a pass that fails keeps nothing alive
 
-    def note(self, row: int, regimes: list[int]) -> None:
+    def note(self, row: int, fitted_lengths: list[int]) -> None:
         """Note the length whose positions the rows from ``row`` on get."""
         self.spoil()
-        self.regimes[row:] = regimes
+        self.fitted_lengths[row:] = fitted_lengths
 
     def spoil(self) -> None:
         """From here on until the pass has ended, the cache may hold keys of both kinds: no length has its positions."""
         cache = None if self._cache is None else self._cache()
-        if cache is not None and not self.regimes:
-            remember(cache, regimes=(0,))
+        if cache is not None and not self.fitted_lengths:
+            remember(cache, fitted_lengths=(0,))
 
 
 class _CurrentPass(threading.local):
@@ -255,10 +255,10 @@ class DynamicGuard(CacheGuard):
         super().after(module, args, kwargs, output)
         given = self.given(args, kwargs)
         cache = _returned(output) if given is None else given
-        if filling is None or not filling.regimes or not hasattr(cache, "get_seq_length"):
+        if filling is None or not filling.fitted_lengths or not hasattr(cache, "get_seq_length"):
             return
         known = getattr(_keys_of(cache), FILLED, None) or Filled()
-        remember(cache, regimes=tuple(filling.regimes), tokens=known.expected, expected=None)
+        remember(cache, fitted_lengths=tuple(filling.fitted_lengths), tokens=known.expected, expected=None)
 
 
 @dataclass

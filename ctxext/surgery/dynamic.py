@@ -15,14 +15,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
-from ctxext.spec import RopeSpec
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import note_regimes, recompute_in_generate, refuse_mixed_regimes
+from ctxext.surgery.generation import note_fitted_lengths, recompute_in_generate, refuse_stale_cache
 from ctxext.surgery.positions import PositionedForward, declared_length
-from ctxext.surgery.rope_types import ROPE_TYPE, restoring
+from ctxext.surgery.rebuild import restoring
+from ctxext.surgery.rope_types import ROPE_TYPE
 from ctxext.surgery.rotary import RotarySite
-from ctxext.surgery.stored_form import StoredForm, rotating
+from ctxext.surgery.stored_form import StoredForm
 
 __all__ = ["CountedForward", "DynamicForward", "DynamicSite", "follow_length"]
 
@@ -60,32 +60,26 @@ class DynamicSite:
 
     Args:
         rotary: the patched module.
-        layer_type: whose frequencies; None where the module has one set.
+        site: which of its frequencies.
         method: the extension.
-        rope: what the method starts from.
         rope_type: under which name the config stores it.
     """
 
     rotary: nn.Module
-    layer_type: str | None
+    site: RotarySite
     method: RopeMethod
-    rope: RopeSpec
     rope_type: str
-
-    @property
-    def prefix(self) -> str:
-        """What the names of the module's buffers start with."""
-        return "" if self.layer_type is None else f"{self.layer_type}_"
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """``inv_freq`` in float32, ``[half]``, and the scale of cos and sin."""
-        plain: Tensor = getattr(self.rotary, f"{self.prefix}original_inv_freq")
-        if length <= self.rope.trained_length:
-            return plain, float(rotating(self.rope, self.method.frequencies(self.rope, length)).attention_scale)
+        plain: Tensor = getattr(self.rotary, f"{self.site.prefix}original_inv_freq")
+        if length <= self.site.spec.trained_length:
+            return plain, float(self.site.mathematics(self.method)(length).attention_scale)
         # float32, as stock code has it by default: a whole number would take the default dtype of the moment
         tensor = torch.tensor(length, dtype=torch.float32, device="cpu")
         seq_len: int | Tensor = length if self.rope_type == ROPE_TYPE else tensor
-        kwargs = {} if self.layer_type is None else {"layer_type": self.layer_type}
+        layer_type = self.site.layer_type
+        kwargs = {} if layer_type is None else {"layer_type": layer_type}
         with restoring():
             inv_freq, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.rotary.config, None, seq_len=seq_len, **kwargs)
         return inv_freq.to(plain), scale
@@ -99,8 +93,8 @@ class DynamicSite:
         with torch.inference_mode(False), torch.no_grad():
             inv_freq, scale = self.frequencies(length)
             module = copy.copy(self.rotary)
-            module._buffers = self.rotary._buffers | {f"{self.prefix}inv_freq": inv_freq}
-            setattr(module, f"{self.prefix}attention_scaling", scale)
+            module._buffers = self.rotary._buffers | {f"{self.site.prefix}inv_freq": inv_freq}
+            setattr(module, f"{self.site.prefix}attention_scaling", scale)
         return module
 
 
@@ -143,37 +137,37 @@ class DynamicForward:
 
     def _module(self, length: int, layer_type: str | None) -> nn.Module:
         """The rotary module that rotates for ``length`` tokens, kept per device."""
-        site = self.sites[layer_type]
-        regime = site.method.regime(site.rope.trained_length, length)
-        key = (layer_type, regime, getattr(self.rotary, f"{site.prefix}original_inv_freq").device)
+        own = self.sites[layer_type]
+        fitted = own.method.fitted_length(own.site.spec.trained_length, length)
+        key = (layer_type, fitted, getattr(self.rotary, f"{own.site.prefix}original_inv_freq").device)
         found = self._modules.get(key)
         if found is None:
             if len(self._modules) > KEPT:
                 self._modules.clear()
-            found = self._modules[key] = site.module(regime)
+            found = self._modules[key] = own.module(fitted)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_modules": {}}  # a copy of the model computes its own
 
-    def _lengths(self, position_ids: Tensor, site: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
+    def _lengths(self, position_ids: Tensor, own: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
         """For each row, its documents as (start, stop) and how many tokens each holds with this call.
 
         Refuses documents whose cached part had other positions.
         """
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         batch, width = planes.shape[1:]
-        method, trained_length = site.method, site.rope.trained_length
+        method, trained_length = own.method, own.site.spec.trained_length
         declared = declared_length()
         if declared is not None:
-            note_regimes(0, [method.regime(trained_length, declared)] * batch)
+            note_fitted_lengths(0, [method.fitted_length(trained_length, declared)] * batch)
             return [[((0, width), declared)]] * batch
         found = []
         for index, row in enumerate(planes.amax(dim=0).tolist()):
             cuts = [0, *(at for at in range(1, width) if _restarts(row[at - 1], row[at], len(planes))), width]
             documents = [((start, stop), max(row[start:stop]) + 1) for start, stop in pairwise(cuts)]
             before, now = [min(row[start:stop]) for (start, stop), _ in documents], [length for _, length in documents]
-            refuse_mixed_regimes(method, trained_length, index, batch, before, now)
+            refuse_stale_cache(method, trained_length, index, batch, before, now)
             found.append(documents)
         return found
 
@@ -192,15 +186,13 @@ def _joined(parts: list[Any], dim: int) -> Any:
     return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
 
 
-def follow_length(
-    model: PreTrainedModel, method: RopeMethod, sites: list[RotarySite], plan: StoredForm, edits: Edits
-) -> None:
-    """Edit the rotary modules of a model that carries ``plan``'s config, and its generation.
+def follow_length(model: PreTrainedModel, form: StoredForm, edits: Edits) -> None:
+    """Edit the rotary modules of a model that became ``form.rebuild``, and its generation.
 
     Raises:
         IncompatibleError: if some of them rotate other positions than those of the sequence.
     """
-    paths = dict.fromkeys(site.path for site in sites)
+    method, paths = form.method, dict.fromkeys(site.path for site in form.sites)
     owners = {path: _owner(model, path) for path in paths}
     for owner in owners.values():
         if not hasattr(owner, "config"):  # neither a decoder nor its attention: it is not called with the sequence
@@ -210,11 +202,8 @@ def follow_length(
             )
     for path in paths:
         rotary = model.get_submodule(path)
-        here = [site for site in sites if site.path == path]
-        table: dict[str | None, DynamicSite] = {}
-        for site in here:
-            spec, rope_type = plan.specs[site.layer_type], plan.rope_types[site.layer_type]
-            table[site.layer_type] = DynamicSite(rotary, site.layer_type, method, spec, rope_type)
+        here = [site for site in form.sites if site.path == path]
+        table = {site.layer_type: DynamicSite(rotary, site, method, form.rope_type(site)) for site in here}
         edits.set(rotary, "forward", DynamicForward(rotary, table))
         # Stock forward methods update themselves by the name of the rope type; this name means: do not.
         kinds = rotary.rope_type
@@ -222,8 +211,7 @@ def follow_length(
         edits.set(rotary, "rope_type", changed)
     for decoder in dict.fromkeys(owners.values()):
         edits.set(decoder, "forward", CountedForward.around(decoder))
-    trained_length = next(iter(plan.specs.values())).trained_length
-    recompute_in_generate(model, method, trained_length, edits)
+    recompute_in_generate(model, method, form.spec.trained_length, edits)
 
 
 def _owner(model: PreTrainedModel, path: str) -> nn.Module:

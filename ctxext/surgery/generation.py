@@ -1,7 +1,15 @@
-"""When the positions of a sequence change, everything cached of it is wrong: refuse to go on, or recompute.
+"""A stale cache: what a dynamic method does when the positions of a sequence change under what is cached of it.
 
-Not only the keys: the hidden states of a layer were computed by the layers below with the positions of their time. So
-caching un-rotated keys would not be enough, and a cache is only right while the method's regime stays the same.
+The rule. A dynamic method fits its positions to a length (``Method.fitted_length``), and one pass of the model gives
+all tokens of a document the positions for one such length. What is cached of the document is right as long as the pass
+that goes on has the same fitted length as the pass that filled the cache, and wrong as soon as it has another. Not
+only the keys are: the hidden states of a layer were computed by the layers below with the positions of their time,
+so caching keys before rotation would not help. There are two ways out, and both ask the same question.
+``generate()`` has all tokens at hand and computes the cache again (``RecomputeStaleCache``); a loop of the user's own
+is refused in the pass itself (``refuse_stale_cache``), with a sentence that says what to do.
+
+The length at which a cache was filled is not the length that it has now (it may have been cropped), so every pass
+writes it down: see ``caches.py``.
 """
 
 from __future__ import annotations
@@ -21,20 +29,21 @@ from ctxext.surgery.edits import Edits
 
 __all__ = [
     "NeverCompiles",
-    "RecomputingInputs",
-    "SteadyCandidates",
-    "note_regimes",
-    "raise_generation_limit",
+    "RecomputeStaleCache",
+    "RefuseAssistedDecoding",
+    "note_fitted_lengths",
     "recompute_in_generate",
-    "refuse_mixed_regimes",
-    "tokenizer_note",
+    "refuse_stale_cache",
 ]
 
 
-def refuse_mixed_regimes(
+def refuse_stale_cache(
     method: Method, trained_length: int, row: int, rows: int, cached: list[int], now: list[int]
 ) -> None:
     """Raise if tokens of a row were cached under other positions than the sequence has now; else note what it has.
+
+    Called by what computes positions, once for each row of a pass. A document of which nothing came before this call
+    has nothing that could be stale; of any other, the fitted lengths of then and now must agree.
 
     Args:
         method: a dynamic method.
@@ -50,43 +59,44 @@ def refuse_mixed_regimes(
     filling = current_filling()
     known = None if filling is None else filling.before
     for before, length in zip(cached, now, strict=True):
-        regime = method.regime(trained_length, length)
-        cached_as = _cached_regime(method, trained_length, known, row, rows, before)
-        if before and cached_as != regime:
+        fitted = method.fitted_length(trained_length, length)
+        cached_as = _cached_fitted_length(method, trained_length, known, row, rows, before)
+        if before and cached_as != fitted:
             raise IncompatibleError(
                 f"Method {method.name!r} gives a sequence of {length} tokens other positions than the {before} tokens "
                 f"that are cached of it{_said(known, cached_as)}, so these no longer fit. model.generate() recomputes "
                 f"them; in a loop of your own, call the model on the whole sequence without a cache.{_shard(known)}"
             )
-    note_regimes(row, [max(method.regime(trained_length, length) for length in now)] if now else [trained_length])
+    longest = max((method.fitted_length(trained_length, length) for length in now), default=trained_length)
+    note_fitted_lengths(row, [longest])
 
 
-def _cached_regime(
+def _cached_fitted_length(
     method: Method, trained_length: int, known: Filled | None, row: int, rows: int, before: int
 ) -> int | None:
     """The length whose positions a row's cached tokens have.
 
     What nothing is remembered of is no text that was read: a learned prefix, or the part of a text before a shard.
     """
-    return method.regime(trained_length, before) if known is None else known.of(row, rows)
+    return method.fitted_length(trained_length, before) if known is None else known.of(row, rows)
 
 
-def note_regimes(row: int, regimes: list[int]) -> None:
+def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
     """Note the length whose positions the rows from ``row`` on have in the pass that this thread is inside of.
 
     What a row held before is either cached under the same positions, or padding, which has none.
     """
     filling = current_filling()
     if filling is not None:
-        filling.note(row, regimes)
+        filling.note(row, fitted_lengths)
 
 
-def _said(known: Filled | None, regime: int | None) -> str:
+def _said(known: Filled | None, fitted: int | None) -> str:
     if known is None:
         return ""
-    if not regime:
+    if not fitted:
         return " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
-    return f" have (those of a sequence of {regime})"
+    return f" have (those of a sequence of {fitted})"
 
 
 def _shard(known: Filled | None) -> str:
@@ -99,7 +109,7 @@ def _shard(known: Filled | None) -> str:
 
 
 @dataclass
-class RecomputingInputs:
+class RecomputeStaleCache:
     """Stands in for ``model.prepare_inputs_for_generation``: empties the cache when positions change.
 
     ``generate`` then gives what greedy decoding without a cache gives, with any cache and with chunked prefill.
@@ -175,14 +185,13 @@ class RecomputingInputs:
             before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
             now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # a fourth plane, the first, counts tokens
+        method, trained = self.method, self.trained_length
         return any(
             earlier
-            and _cached_regime(self.method, self.trained_length, known, row, rows, earlier) != self._regime(later)
+            and _cached_fitted_length(method, trained, known, row, rows, earlier)
+            != method.fitted_length(trained, later)
             for row, (earlier, later) in enumerate(zip(before, now, strict=True))
         )
-
-    def _regime(self, length: int) -> int:
-        return self.method.regime(self.trained_length, length)
 
     def _warn(self) -> None:
         if getattr(self.method, "growth", None) == "exact":
@@ -209,7 +218,7 @@ def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -
 
 
 @dataclass
-class SteadyCandidates:
+class RefuseAssistedDecoding:
     """Stands in for ``model._get_candidate_generator``: assisted decoding only where positions cannot change.
 
     It verifies several tokens in one pass, with the positions of the longest; greedy decoding gives each its own.
@@ -227,7 +236,8 @@ class SteadyCandidates:
     def __call__(self, *, generation_config: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         """Arguments and result of transformers' own method."""
         first, last = input_ids.shape[1], generation_config.max_length
-        if self.method.regime(self.trained_length, first) != self.method.regime(self.trained_length, last):
+        trained = self.trained_length
+        if self.method.fitted_length(trained, first) != self.method.fitted_length(trained, last):
             raise IncompatibleError(
                 f"Method {self.method.name!r} changes positions between {first} and {last} tokens, and assisted "
                 f"decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens in one pass, with one "
@@ -255,23 +265,6 @@ def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length
     """Let ``model.generate`` follow a dynamic method."""
     if hasattr(model, "_valid_auto_compile_criteria"):
         edits.set(model, "_valid_auto_compile_criteria", NeverCompiles())
-    edits.set(model, "prepare_inputs_for_generation", RecomputingInputs(model, method, trained_length))
+    edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, method, trained_length))
     if hasattr(model, "_get_candidate_generator"):
-        edits.set(model, "_get_candidate_generator", SteadyCandidates(model, method, trained_length))
-
-
-def raise_generation_limit(model: Any, trained: int, target: int, edits: Edits) -> None:
-    """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
-    settings = getattr(model, "generation_config", None)
-    if settings is not None and settings.max_length == trained < target:
-        edits.set(settings, "max_length", target)
-
-
-def tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
-    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
-    if target <= trained:
-        return ()
-    return (
-        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
-        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
-    )
+        edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, method, trained_length))

@@ -17,9 +17,12 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ctxext.surgery.edits import Edits
 
-__all__ = ["OLD_GUARD", "drop_old_form", "old_form", "same_rope", "with_old_form", "write_old_form"]
+__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "old_form", "same_rope", "with_old_form", "write_old_form"]
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
+
+# What transformers raises where it cannot read a config, or build a model from one.
+REFUSALS = (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError)
 
 # How the configs of transformers 4 name the base, by family; the first is what nearly all of them do.
 BASES = ("rope_theta", "rotary_emb_base", "global_rope_theta")
@@ -145,7 +148,7 @@ def _means(text: Any, form: dict[str, Any], rope: dict[str, Any]) -> bool:
     """Whether the old form alone, and beside the new one, reads as ``rope`` and leaves nothing of itself behind."""
     try:
         alone = _read(text, form, without=("rope_parameters",))
-    except (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError):
+    except REFUSALS:
         return False
     return same_rope(getattr(alone, "rope_parameters", None), rope) and _is_ignored(text, form, rope)
 
@@ -154,7 +157,7 @@ def _is_ignored(text: Any, form: dict[str, Any], rope: dict[str, Any]) -> bool:
     """Whether transformers 5 reads the same rope dict with these fields as without them, and consumes them."""
     try:
         both = _read(text, form)
-    except (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError):
+    except REFUSALS:
         return False
     left = [name for name in form if name in vars(both) and name != "partial_rotary_factor"]  # some keep it beside
     return same_rope(both.rope_parameters, rope) and not left

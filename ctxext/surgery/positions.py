@@ -255,11 +255,6 @@ def _require_causal(
         )
 
 
-def _hides_nothing(attention_mask: Tensor) -> bool:
-    """Whether all of a mask is true; one without data, which only a dry run has, counts as the plain case."""
-    return isinstance(attention_mask, FakeTensor) or bool(attention_mask.all())
-
-
 def _layout(
     batch: int,
     query: int,
@@ -270,39 +265,119 @@ def _layout(
     position_ids: Tensor | None,
     device: torch.device | str | None,
 ) -> Layout:
-    compiling = torch.compiler.is_compiling()
-    if not compiling and isinstance(q_offset, Tensor):
-        q_offset = int(q_offset)
-    covered = attention_mask is not None and attention_mask.shape[-1] >= kv_offset + key
-    if (
-        attention_mask is not None
-        and covered
-        and not compiling
-        and _hides_nothing(attention_mask[:, : kv_offset + key])
-    ):
-        attention_mask = None
-    if isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and position_ids is not None:
-        positions = position_ids.expand(batch, query).to(device)
-        return _explicit(positions, None if attention_mask is None else _keep(attention_mask, query, 0), key)
+    """Where the queries and keys of one call stand, from what transformers says of it.
+
+    A slot is a place in the row of keys, padding included; a position counts the tokens of one document. transformers
+    speaks of slots, ALiBi and the layout of positions. How they hang together depends on the call:
+
+    1. A first pass with positions: they say everything, and where they restart a document begins (``_first_pass``).
+    2. Every slot holds a token and the queries are the newest: positions are slots, cache or not (``_continued``).
+    3. Slots after the newest query hold nothing yet, as in a static cache: positions are slots (``_partly_filled``).
+    4. A mask hides slots, which is padding: positions count the tokens that it leaves (``_padded``).
+
+    In the last three a cache may hold what came before, and it does not say which document a key belongs to; so there
+    is one document in each row, and positions that are given may only confirm what was counted. What needs a look at
+    the values of a tensor is left out while torch.compile traces: a graph cannot branch on them.
+
+    Args:
+        batch: rows.
+        query: queries of a row.
+        key: slots of a row that this call sees.
+        q_offset: slot of the first query; a tensor where a compiled static cache counts its tokens on the device.
+        kv_offset: slot of the first key, above 0 where a cache keeps a sliding window only.
+        attention_mask: ``[batch, slots]``, true for tokens; None for tokens everywhere. May be shorter than the cache.
+        position_ids: as the decoder was given them; None where it was not.
+        device: where the layout is built.
+    """
+    if not torch.compiler.is_compiling():
+        q_offset = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
+        if attention_mask is not None and _hides_nothing(attention_mask, kv_offset + key):
+            attention_mask = None  # the same as none, and those who see none have faster kernels
+    is_counted = isinstance(q_offset, int)
+    if is_counted and q_offset == kv_offset == 0 and position_ids is not None:
+        keep = None if attention_mask is None else _keep(attention_mask, query, 0)
+        return _first_pass(position_ids.expand(batch, query).to(device), keep, key)
     slots = torch.arange(kv_offset, kv_offset + key, device=device).expand(batch, key)
-    places = torch.arange(query, device=device) + q_offset - kv_offset
-    if attention_mask is None and isinstance(q_offset, int) and kv_offset + key == q_offset + query:
-        if not compiling:
-            _require_agreement(position_ids, slots[:, places], slots[:, places], None)
-        return Layout.causal(batch, query, key, device=device)
+    places = torch.arange(query, device=device) + q_offset - kv_offset  # of the queries among the slots
+    if attention_mask is None and is_counted and kv_offset + key == q_offset + query:
+        return _continued(slots, places, position_ids)
     filled = slots < q_offset + query
     if attention_mask is None:
-        real, positions = filled, slots
-    else:
-        real = _keep(attention_mask, key, kv_offset) & filled
-        before = attention_mask[:, :kv_offset].long().sum(1, keepdim=True)
-        positions = (before + real.long().cumsum(1) - 1).clamp(min=0)
+        return _partly_filled(slots, filled, places, position_ids)
+    return _padded(attention_mask, kv_offset, slots, filled, places, position_ids)
+
+
+def _hides_nothing(attention_mask: Tensor, stop: int) -> bool:
+    """Whether a mask is true up to the slot ``stop``; one without data, as in a dry run, counts as the plain case."""
+    if attention_mask.shape[-1] < stop:
+        return False
+    return isinstance(attention_mask, FakeTensor) or bool(attention_mask[:, :stop].all())
+
+
+def _first_pass(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
+    """A first pass with positions of its own: packed documents restart them, padding has none.
+
+    A static cache has more slots than there are tokens yet; they stay empty.
+    """
+    batch, query = positions.shape
+    compiling = torch.compiler.is_compiling()
+    plain = keep is None and key == query and not compiling
+    if plain and bool((positions == torch.arange(query, device=positions.device)).all()):
+        return Layout.causal(batch, query, device=positions.device)
+    keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
+    at = torch.arange(query, device=positions.device)
+    # Padding may stand between two tokens, so each is compared with the newest token before it, not with its neighbour.
+    last = torch.where(keep, at, -1).cummax(1).values
+    before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    previous = positions.gather(1, before.clamp(min=0))
+    starts = keep & (before >= 0) & (positions <= previous)
+    odd = starts & (positions != 0)  # gaps inside a document are meant (PoSE); a step back to elsewhere than 0 is not
+    if not compiling and bool(odd.any()):
+        row, token = odd.nonzero()[0].tolist()
+        raise InvalidParameterError(
+            f"position_ids go from {int(previous[row, token])} to {int(positions[row, token])} in row {row}. They must "
+            f"increase, or restart at 0 where a new document begins."
+        )
+    documents = starts.long().cumsum(1)
+    places = torch.where(keep, positions, 0)
+    documents = torch.where(keep, documents, -1)
+    empty = (0, key - query)
+    key_places = torch.nn.functional.pad(places, empty)
+    return Layout.of(places, key_places, documents, torch.nn.functional.pad(documents, empty, value=-1))
+
+
+def _continued(slots: Tensor, places: Tensor, given: Tensor | None) -> Layout:
+    """Every slot holds a token and the queries are the newest: plain causal attention."""
+    if not torch.compiler.is_compiling():
+        _require_agreement(given, slots[:, places], slots[:, places], None)
+    return Layout.causal(slots.shape[0], places.shape[0], slots.shape[1], device=slots.device)
+
+
+def _partly_filled(slots: Tensor, filled: Tensor, places: Tensor, given: Tensor | None) -> Layout:
+    """Slots after the newest query hold no token yet, as in a static cache."""
+    return _one_document(slots, filled, slots, places, given)
+
+
+def _padded(
+    attention_mask: Tensor, kv_offset: int, slots: Tensor, filled: Tensor, places: Tensor, given: Tensor | None
+) -> Layout:
+    """A mask hides slots, some of which may lie before the first one that this call sees."""
+    key = slots.shape[1]
+    if given is None and not torch.compiler.is_compiling():
+        _require_no_hole(attention_mask[:, : kv_offset + key].bool())
+    real = _keep(attention_mask, key, kv_offset) & filled
+    before = attention_mask[:, :kv_offset].long().sum(1, keepdim=True)
+    positions = (before + real.long().cumsum(1) - 1).clamp(min=0)
+    return _one_document(positions, real, slots, places, given)
+
+
+def _one_document(positions: Tensor, real: Tensor, slots: Tensor, places: Tensor, given: Tensor | None) -> Layout:
+    """One document in each row: positions of its keys, and which of these are tokens at all."""
+    compiling = torch.compiler.is_compiling()
     if not compiling:
-        if position_ids is None and attention_mask is not None:
-            _require_no_hole(attention_mask[:, : kv_offset + key].bool())
-        _require_agreement(position_ids, positions[:, places], slots[:, places], real[:, places])
+        _require_agreement(given, positions[:, places], slots[:, places], real[:, places])
     documents = real.long() - 1
-    analyse = not compiling and query > 1
+    analyse = not compiling and places.shape[0] > 1  # one query has no span to find, and decoding asks every time
     return Layout.of(positions[:, places], positions, documents[:, places], documents, analyse=analyse)
 
 
@@ -337,37 +412,6 @@ def _keep(attention_mask: Tensor, key: int, kv_offset: int) -> Tensor:
     """The two-dimensional mask over this layer's key slots; slots beyond it are not filled yet."""
     keep = attention_mask[:, kv_offset : kv_offset + key].bool()
     return torch.nn.functional.pad(keep, (0, key - keep.shape[1]))
-
-
-def _explicit(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
-    """A first pass with positions of its own: packed documents restart them, padding has none.
-
-    A static cache has more slots than there are tokens yet; they stay empty.
-    """
-    batch, query = positions.shape
-    compiling = torch.compiler.is_compiling()
-    plain = keep is None and key == query and not compiling
-    if plain and bool((positions == torch.arange(query, device=positions.device)).all()):
-        return Layout.causal(batch, query, device=positions.device)
-    keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
-    at = torch.arange(query, device=positions.device)
-    last = torch.where(keep, at, -1).cummax(1).values  # the newest token up to here
-    before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
-    previous = positions.gather(1, before.clamp(min=0))
-    starts = keep & (before >= 0) & (positions <= previous)
-    odd = starts & (positions != 0)
-    if not compiling and bool(odd.any()):
-        row, token = odd.nonzero()[0].tolist()
-        raise InvalidParameterError(
-            f"position_ids go from {int(previous[row, token])} to {int(positions[row, token])} in row {row}. They must "
-            f"increase, or restart at 0 where a new document begins."
-        )
-    documents = starts.long().cumsum(1)
-    places = torch.where(keep, positions, 0)
-    documents = torch.where(keep, documents, -1)
-    empty = (0, key - query)
-    key_places = torch.nn.functional.pad(places, empty)
-    return Layout.of(places, key_places, documents, torch.nn.functional.pad(documents, empty, value=-1))
 
 
 def _attention(

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ctxext.surgery.rebuild import meta_twin
-from ctxext.surgery.rope_types import restoring
+from ctxext.surgery.rebuild import without_weights
 
 __all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of"]
 
@@ -79,8 +78,7 @@ def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
         paths: its rotary modules, all of one decoder.
     """
     try:
-        with restoring():
-            twin = meta_twin(model, model.config).eval()
+        twin = without_weights(model, model.config).eval()
         decoder = reader_of(twin, paths[0])
         if decoder is None:
             return Layers(failure="it reads no tokens")

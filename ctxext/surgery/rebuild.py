@@ -1,16 +1,18 @@
-"""Twins: what stock transformers would build from a config.
+"""The model that stock transformers would build from a changed config.
 
 An in-place patch must leave the model as a reload of its own saved config would build it. Instead of knowing which
 attributes each of two hundred classes derives from its config, we let transformers build the model twice without
-memory (on the meta device), from the old config and from the new one, and carry over what differs.
+memory (on the meta device), from the config as it is and from the changed one, and carry over what differs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,65 +23,103 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.old_form import drop_old_form
+from ctxext.surgery.old_form import REFUSALS, drop_old_form
 
-__all__ = [
-    "carry_over",
-    "changed_scalars",
-    "meta_twin",
-    "own_defaults",
-    "rotaries",
-    "rotary_twin",
-    "round_trip",
-    "twin_config",
-]
+__all__ = ["REFUSALS", "Rebuild", "is_restoring", "own_defaults", "restoring", "rotaries", "without_weights"]
 
 Scalar = int | float | str | bool | None
 
 
-def round_trip(config: Any, fields: dict[str, Any]) -> Any:
-    """Return a new config as it would be read back from disk after ``fields`` were set on its text part."""
-    changed = copy.deepcopy(config)
-    text = changed.get_text_config(decoder=True)
-    drop_old_form(text)
-    for name, value in fields.items():
-        setattr(text, name, copy.deepcopy(value))
-    with tempfile.TemporaryDirectory() as directory:
-        changed.to_json_file(Path(directory) / "config.json")
-        return type(config).from_pretrained(directory)
+class Rebuild:
+    """The model that transformers would build from a live model's config with changed fields, saved and read back.
 
+    Nothing is built before it is asked for, and the live model is only looked at until ``apply``.
 
-def rotary_twin(rotary: nn.Module, text_config: Any) -> nn.Module:
-    """Build the rotary module's class from ``text_config``, on the CPU, in float32."""
-    with torch.device("cpu"):
-        return type(rotary)(config=copy.deepcopy(text_config))
+    Args:
+        model: the live model.
+        fields: new values of fields in the text part of its config; none for the model as it is now.
 
-
-def twin_config(model: PreTrainedModel, path: str, config: Any) -> Any:
-    """The config that transformers would give to the rotary module at ``path`` of a model built from ``config``.
-
-    Almost always its text part itself; some models hand their modules changed copies of it.
+    Raises:
+        AttributeError, KeyError, ValueError, TypeError, StrictDataclassError: ``REFUSALS``, where the config's class
+            does not accept the fields.
     """
-    live = model.get_submodule(path)
-    if live.config is model.config.get_text_config(decoder=True):
-        return config.get_text_config(decoder=True)
-    return meta_twin(model, config).get_submodule(path).config
+
+    def __init__(self, model: PreTrainedModel, fields: dict[str, Any] | None = None) -> None:
+        self.model, self.fields = model, fields or {}
+        changed = copy.deepcopy(model.config)
+        text = changed.get_text_config(decoder=True)
+        drop_old_form(text)
+        for name, value in self.fields.items():
+            setattr(text, name, copy.deepcopy(value))
+        with tempfile.TemporaryDirectory() as directory:
+            changed.to_json_file(Path(directory) / "config.json")
+            self.config = type(changed).from_pretrained(directory)
+        self.text = self.config.get_text_config(decoder=True)
+
+    @functools.cached_property
+    def whole(self) -> PreTrainedModel:
+        """All of it, without memory for its weights."""
+        return without_weights(self.model, self.config)
+
+    def rotary_config(self, path: str) -> Any:
+        """The config that transformers gives to the rotary module at ``path``.
+
+        Almost always the text part itself; some models hand their modules changed copies of it.
+        """
+        if self.model.get_submodule(path).config is self.model.config.get_text_config(decoder=True):
+            return self.text
+        return self.whole.get_submodule(path).config
+
+    def rotary(self, path: str) -> nn.Module:
+        """The rotary module at ``path`` with its numbers, on the CPU, in float32."""
+        with torch.device("cpu"), restoring():
+            built: nn.Module = type(self.model.get_submodule(path))(config=copy.deepcopy(self.rotary_config(path)))
+        return built
+
+    def changes(self, before: Rebuild) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield ``(module path, attribute, old value, new value)`` of plain attributes that were others ``before``."""
+        olds = dict(before.whole.named_modules())
+        for path, module in self.whole.named_modules():
+            for name, new in module.__dict__.items():
+                old = olds[path].__dict__.get(name)
+                if _is_plain(new) and _is_plain(old) and old != new:
+                    yield path, name, old, new
+
+    def apply(self, edits: Edits) -> None:
+        """Make the live model this one.
+
+        Raises:
+            IncompatibleError: if transformers cannot build the model.
+        """
+        model, before = self.model, Rebuild(self.model)
+        try:
+            _ = self.whole
+        except REFUSALS as error:
+            raise IncompatibleError(
+                f"transformers {transformers.__version__} cannot build {type(model).__name__} from its extended "
+                f"config: {type(error).__name__}: {error}"
+            ) from error
+        text = model.config.get_text_config(decoder=True)
+        for path, name, _, value in self.changes(before):
+            edits.set(model.get_submodule(path), name, value)
+        for name in self.fields:
+            edits.set(text, name, getattr(self.text, name))
+        for path, rotary in rotaries(model):
+            if rotary.config is not text:  # a changed copy of the text config, made when it was built
+                config = self.rotary_config(path)
+                if config.to_dict() == before.rotary_config(path).to_dict():
+                    continue
+                edits.set(rotary, "config", config)
+            for name, buffer in self.rotary(path).named_buffers(recurse=False):
+                edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
+            for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
+                edits.delete(rotary, name)  # stock code caches it from the config it saw first
 
 
-def meta_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """Build the model's class from ``config`` without allocating its weights."""
-    with torch.inference_mode(False), torch.device("meta"):
+def without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """Build the model's class from a copy of ``config`` without memory for its weights."""
+    with torch.inference_mode(False), torch.device("meta"), restoring():
         return type(model)(copy.deepcopy(config))
-
-
-def changed_scalars(old: nn.Module, new: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield ``(module path, attribute, new value)`` for plain attributes that differ between two twins."""
-    olds = dict(old.named_modules())
-    for path, module in new.named_modules():
-        before = olds[path].__dict__
-        for name, value in module.__dict__.items():
-            if _is_plain(value) and _is_plain(before.get(name)) and before.get(name) != value:
-                yield path, name, value
 
 
 def _is_plain(value: object) -> bool:
@@ -88,40 +128,30 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, Scalar)
 
 
-def carry_over(model: PreTrainedModel, config: Any, fields: Iterable[str], edits: Edits) -> None:
-    """Make the live model what transformers would build from ``config``, which differs from its own in ``fields``."""
-    old = meta_twin(model, round_trip(model.config, {}))
-    try:
-        new = meta_twin(model, config)
-    except (AttributeError, KeyError, ValueError, TypeError) as error:
-        raise IncompatibleError(
-            f"transformers {transformers.__version__} cannot build {type(model).__name__} from its extended config: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    text, new_text = model.config.get_text_config(decoder=True), config.get_text_config(decoder=True)
-    for path, name, value in changed_scalars(old, new):
-        edits.set(model.get_submodule(path), name, value)
-    for name in fields:
-        edits.set(text, name, getattr(new_text, name))
-    for path, rotary in rotaries(model):
-        rotary_config = new_text
-        if rotary.config is not text:
-            rotary_config = new.get_submodule(path).config
-            if rotary_config.to_dict() == old.get_submodule(path).config.to_dict():
-                continue
-            edits.set(rotary, "config", rotary_config)  # a changed copy of the text config, made when it was built
-        for name, buffer in rotary_twin(rotary, rotary_config).named_buffers(recurse=False):
-            edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
-        for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
-            edits.delete(rotary, name)  # stock code caches it from the config it saw first
-
-
 def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module with rotary frequencies that transformers' own rope types control, with its path."""
     for path, module in model.named_modules():
         has_frequencies = any(name.endswith("original_inv_freq") for name in module._buffers)
         if has_frequencies and hasattr(module, "rope_type") and hasattr(module, "config"):
             yield path, module
+
+
+_restoring: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
+
+
+@contextlib.contextmanager
+def restoring() -> Iterator[None]:
+    """While active, a model may be built whose dynamic method, or whose attention, is attached afterwards."""
+    token = _restoring.set(True)
+    try:
+        yield
+    finally:
+        _restoring.reset(token)
+
+
+def is_restoring() -> bool:
+    """Whether what a config alone cannot say is attached afterwards."""
+    return _restoring.get()
 
 
 @contextlib.contextmanager

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,24 +12,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.spec import RopeSpec
+from ctxext.surgery.rebuild import is_restoring
 
-__all__ = ["GUARD", "GUARDED_FIELD", "ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters", "restoring"]
+__all__ = ["GUARD", "GUARDED_FIELD", "ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters"]
 
 # Stock transformers reacts to rope types whose name contains "dynamic", so these must not.
 ROPE_TYPE = "ctxext_rope"
 UNROTATED_TYPE = "ctxext_unrotated"
 
-_restoring: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
-
-
-@contextmanager
-def restoring() -> Iterator[None]:
-    """While active, a model may be built whose dynamic method is attached afterwards."""
-    token = _restoring.set(True)
-    try:
-        yield
-    finally:
-        _restoring.reset(token)
+# These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
+# one. transformers 5 checks types: a sentence in the place of this number stops every stock class and is quoted in the
+# error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.
+GUARDED_FIELD = "layer_norm_epsilon"
+GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
 
 
 def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:
@@ -69,7 +61,7 @@ def _initial_frequencies(
             f"have. Install the version named in its config.json under 'ctxext'."
         )
     method = method_class.from_dict(saved)
-    if method.dynamic and not _restoring.get():
+    if method.dynamic and not is_restoring():
         raise CheckpointError(
             f"This checkpoint is extended by the dynamic method {method.name!r}, which needs more than its config "
             f"to be computed rightly. Load it with ctxext.load(path)."
@@ -85,7 +77,7 @@ def _no_rotation(
     config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
     """Rope init function of ``ctxext_unrotated``: cos is 1 and sin is 0 everywhere."""
-    if not _restoring.get():
+    if not is_restoring():
         raise CheckpointError(
             "This checkpoint has no rotary positions any more: its attention needs ctxext. Load it with "
             "ctxext.load(path)."
@@ -105,12 +97,3 @@ def _is_news(record: logging.LogRecord) -> bool:
 ROPE_INIT_FUNCTIONS.setdefault(ROPE_TYPE, _initial_frequencies)
 ROPE_INIT_FUNCTIONS.setdefault(UNROTATED_TYPE, _no_rotation)
 logging.getLogger("transformers.modeling_rope_utils").addFilter(_is_news)
-
-
-# These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
-# one. transformers 5 checks types: a sentence in the place of this number stops every stock class and is quoted in the
-# error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.
-GUARDED_FIELD = "layer_norm_epsilon"
-
-
-GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"

@@ -1,26 +1,94 @@
-"""Where rotary frequencies live in a model, and what they are when nothing extends them."""
+"""Where rotary frequencies live in a model, and what they are when nothing extends them.
+
+And the proof that a module rotates by them: its cos and sin, compared with a method's mathematics in float64.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
+from ctxext.methods import RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.spec import Frequencies, RopeSpec
 from ctxext.surgery.probe import Layers, look, reader_of
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.rebuild import Rebuild, rotaries
 from ctxext.surgery.windows import is_windowed, mixes_windows
 
-__all__ = ["UNSEEN", "PinnedApply", "RotarySite", "find_sites", "survey"]
+__all__ = [
+    "UNSEEN",
+    "LatentSpec",
+    "PinnedApply",
+    "ProportionalSpec",
+    "RotaryPlace",
+    "RotarySite",
+    "disagreement",
+    "find_sites",
+    "module_output",
+    "rotating",
+    "survey",
+]
+
+Output = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+# float32 carries a phase to about 2^-23 relative; the power base^(-2i/d) adds a few units more.
+PHASE_ERROR = 2e-6
+COS_ERROR = 2e-5
+
+# Keys of a rope dict that say how it is scaled; all others (mrope_section, ...) belong to the model and are kept.
+SCALING_KEYS = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+        *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
+        "ctxext",
+    }
+)
+
+# Rope types that weights are trained with. ("dynamic" leaves texts of the trained length as they are.)
+TRAINED_WITH = frozenset({"linear", "yarn", "longrope", "llama3"})
 
 
 @dataclass(frozen=True)
-class RotarySite:
-    """One set of frequencies in a model: a rotary module, and the layer type it serves (None = all layers)."""
+class ProportionalSpec(RopeSpec):
+    """Exponents run over the whole head, but only the first ``rotated`` pairs rotate at all (Gemma 4)."""
+
+    rotated: int = 0
+
+
+@dataclass(frozen=True)
+class LatentSpec(RopeSpec):
+    """Only a part of each head rotates: queries and keys are multiplied by ``temperature`` as a whole (DeepSeek).
+
+    Stock code reads it off the config as ``0.1 * mscale_all_dim * ln(factor) + 1``.
+    """
+
+    temperature: float = 1.0
+
+
+def rotating(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
+    """What a model of this spec makes of a method's frequencies.
+
+    Pairs that never rotate stay at zero, and the method's scale comes on top of the one that the weights know.
+    """
+    inv_freq = frequencies.inv_freq
+    if isinstance(spec, ProportionalSpec):
+        inv_freq = inv_freq.clone()
+        inv_freq[spec.rotated :] = 0.0
+    scale = 1.0 if isinstance(spec, LatentSpec) else frequencies.attention_scale
+    return Frequencies(inv_freq, scale * spec.attention_scale)
+
+
+@dataclass(frozen=True)
+class RotaryPlace:
+    """Where one set of frequencies lives: a rotary module, and the layer type it serves (None = all layers)."""
 
     path: str
     layer_type: str | None
@@ -30,23 +98,58 @@ class RotarySite:
         """What the names of the module's buffers start with."""
         return "" if self.layer_type is None else f"{self.layer_type}_"
 
+    def rope_dict(self, text: Any) -> dict[str, Any]:
+        """What a text config says of these frequencies."""
+        rope = text.rope_parameters
+        return dict(rope if self.layer_type is None else rope[self.layer_type])
 
-def find_sites(model: PreTrainedModel, text: Any) -> list[RotarySite]:
-    """Frequencies of the decoder that reach beyond a sliding window.
+    def rescaled(self, rope: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+        """All of a config's ``rope_parameters`` with ``form`` in this place; keys that are not about scaling stay."""
+        old = rope if self.layer_type is None else rope[self.layer_type]
+        new = {key: value for key, value in old.items() if key not in SCALING_KEYS} | form
+        if "llama_4_scaling_beta" in old:  # the temperature of its queries steps there, whatever scales positions
+            new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
+        return new if self.layer_type is None else rope | {self.layer_type: new}
+
+
+@dataclass(frozen=True)
+class RotarySite(RotaryPlace):
+    """A place with what its frequencies are before they are extended: plain ones, or those of the training."""
+
+    spec: RopeSpec
+
+    def mathematics(self, method: RopeMethod) -> Callable[[int], Frequencies]:
+        """What this model makes of a method's frequencies, as a function of the length."""
+        return lambda length: rotating(self.spec, method.frequencies(self.spec, length))
+
+
+def find_sites(
+    model: PreTrainedModel, trained_length: int, *, scaled: bool = False, places: Sequence[RotaryPlace] = ()
+) -> list[RotarySite]:
+    """Frequencies of the decoder that reach beyond a sliding window, with what an extension starts from.
+
+    Args:
+        model: a model with rotary positions.
+        trained_length: tokens that its weights were trained for.
+        scaled: whether they were trained with the scaling that the config has, rather than with plain frequencies.
+        places: where they are, from ``survey``; found if left out.
 
     Raises:
-        IncompatibleError: if there are none.
+        IncompatibleError: if there are none, or none that a method could extend.
     """
-    return survey(model, text)[0]
+    read = _trained_spec if scaled else _plain_spec
+    places = places or survey(model)[0]
+    return [RotarySite(place.path, place.layer_type, read(model, place, trained_length)) for place in places]
 
 
-def survey(model: PreTrainedModel, text: Any) -> tuple[list[RotarySite], Layers]:
-    """Frequencies of the decoder that reach beyond a sliding window, and what its layers do with them.
+def survey(model: PreTrainedModel) -> tuple[list[RotaryPlace], Layers]:
+    """Where frequencies of the decoder reach beyond a sliding window, and what its layers do with them.
 
     Raises:
-        IncompatibleError: if there are none, or where windows and whole layers mix and the layers could not be seen.
+        IncompatibleError: if nowhere, or where windows and whole layers mix and the layers could not be seen.
     """
-    sites = _candidates(model, text)
+    text = model.config.get_text_config(decoder=True)
+    places = _candidates(model, text)
     if model.config.is_encoder_decoder:
         classes = ", ".join(sorted({type(module).__name__ for _, module in rotaries(model)}))
         raise IncompatibleError(
@@ -54,14 +157,14 @@ def survey(model: PreTrainedModel, text: Any) -> tuple[list[RotarySite], Layers]
             f"decoder, and each of them rotates by itself ({classes}). To extend the decoder alone would not let it "
             f"read further, so ctxext extends neither."
         )
-    if reader_of(model, sites[0].path) is None:
+    if reader_of(model, places[0].path) is None:
         first = next(iter(inspect.signature(model.forward).parameters))
         raise IncompatibleError(
             f"{type(model).__name__} reads no tokens (the first argument of its forward is {first!r}). ctxext extends "
             f"what reads text; patch the model that this one is a part of."
         )
-    layers = look(model, list(dict.fromkeys(site.path for site in sites)))
-    if layers.failure and sites[0].layer_type is None and mixes_windows(text):
+    layers = look(model, list(dict.fromkeys(place.path for place in places)))
+    if layers.failure and places[0].layer_type is None and mixes_windows(text):
         raise IncompatibleError(
             f"This {text.model_type} has layers with a sliding window beside others, and which of its layers rotate "
             f"could not be seen: {UNSEEN.format(layers.failure)} If only the windowed ones do, an extension would harm "
@@ -69,7 +172,7 @@ def survey(model: PreTrainedModel, text: Any) -> tuple[list[RotarySite], Layers]
         )
     if layers.rotates_in_windows_only:
         raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
-    return sites, layers
+    return places, layers
 
 
 UNSEEN = "its forward pass does not run without data ({})."
@@ -80,17 +183,17 @@ WINDOWS_ONLY = (
 )
 
 
-def _candidates(model: PreTrainedModel, text: Any) -> list[RotarySite]:
-    """Frequencies of the decoder, but for those that the config gives to windowed layers by name."""
-    sites, elsewhere = [], []
+def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
+    """All frequencies of the decoder, but for those that the config gives to windowed layers by name."""
+    places, elsewhere = [], []
     for path, module in rotaries(model):
         if module.config is not text and not _is_copy(module.config, text):
             elsewhere.append(path)
             continue
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
-        sites += [RotarySite(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
-    if sites:
-        return sites
+        places += [RotaryPlace(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
+    if places:
+        return places
     if elsewhere:
         raise IncompatibleError(
             f"This {text.model_type} is made of parts with a config each ({', '.join(elsewhere)} rotate by their own), "
@@ -104,6 +207,122 @@ def _candidates(model: PreTrainedModel, text: Any) -> list[RotarySite]:
 def _is_copy(config: Any, text: Any) -> bool:
     """Whether a config is a changed copy of the text config, which some models hand to their modules."""
     return type(config) is type(text) and getattr(config, "layer_types", None) == getattr(text, "layer_types", None)
+
+
+def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
+    """Read a spec off the module that an unscaled config builds, and make sure that its frequencies are plain."""
+    text = model.config.get_text_config(decoder=True)
+    parameters = place.rope_dict(text)
+    base = parameters.get("rope_theta")
+    if base is None:
+        raise IncompatibleError(
+            f"The config of this {text.model_type} has no rope_theta in rope_parameters={parameters}. "
+            f"Put it there: config.rope_parameters['rope_theta'] = 10000.0 is the default of the RoPE paper."
+        )
+    is_proportional = parameters.get("rope_type") == "proportional"
+    unscaled = {"rope_type": "proportional" if is_proportional else "default", "rope_theta": base}
+    rotary = Rebuild(model, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
+    inv_freq = getattr(rotary, f"{place.prefix}inv_freq")
+    spec = RopeSpec(rotary_dim=2 * inv_freq.shape[-1], base=float(base), trained_length=trained_length)
+    if is_proportional:
+        spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))
+    plain = rotating(spec, Frequencies(plain_inv_freq(spec)))
+    problem = disagreement(module_output(rotary, place.layer_type), lambda length: plain, [trained_length])
+    if problem and model.get_submodule(place.path).config is not text:
+        raise IncompatibleError(
+            f"This {text.model_type} has rotary modules with a rope_theta of their own, which no field of its config "
+            f"could rescale together: {problem}"
+        )
+    if problem:
+        raise IncompatibleError(
+            f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
+            f"starts from: {problem}"
+        )
+    return spec
+
+
+def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
+    """Read what a checkpoint was trained with whose positions are scaled already.
+
+    That are the frequencies and the scale of cos and sin that its config gives a text of ``trained_length`` tokens,
+    in the float32 that its weights saw.
+    """
+    plain = _plain_spec(model, place, trained_length)
+    text = model.config.get_text_config(decoder=True)
+    parameters = place.rope_dict(text)
+    if parameters.get("rope_type") == "proportional" and (parameters.get("factor") or 1.0) != 1:
+        raise IncompatibleError(
+            f"The frequencies of this {text.model_type} are 'proportional' with factor={parameters['factor']}, which "
+            f"no method here can extend. Where that factor was put on after training, take it out of config.json."
+        )
+    if parameters.get("rope_type") not in TRAINED_WITH:
+        return plain
+    rotary = Rebuild(model).rotary(place.path)
+    module_output(rotary, place.layer_type)(torch.tensor([0, trained_length - 1]))  # longrope: its set for long texts
+    inv_freq = getattr(rotary, f"{place.prefix}inv_freq").double()
+    scale = float(getattr(rotary, f"{place.prefix}attention_scaling"))
+    return replace(plain, inv_freq=tuple(inv_freq.tolist()), attention_scale=scale)
+
+
+def disagreement(output: Output, expected: Callable[[int], Frequencies], lengths: list[int]) -> str | None:
+    """Compare cos and sin as they are computed with ``expected(length)`` in float64, at several positions and lengths.
+
+    Returns:
+        None where they agree, else one sentence saying what was found.
+    """
+    for length in lengths:
+        positions = _positions(length)
+        with torch.no_grad():
+            cos, sin = (part.double().cpu() for part in output(positions))
+        problem = _compare(cos, sin, positions, expected(length))
+        if problem:
+            return f"at length {length} {problem}"
+    return None
+
+
+def module_output(rotary: nn.Module, layer_type: str | None = None, device: torch.device | str = "cpu") -> Output:
+    """What a rotary module computes, as a function of positions."""
+    kwargs = {} if layer_type is None else {"layer_type": layer_type}
+
+    def output(positions: Tensor) -> tuple[Tensor, Tensor]:
+        position_ids = positions[None].to(device)
+        if getattr(rotary, "mrope_section", None) is not None:
+            position_ids = position_ids[None].expand(3, -1, -1)
+        out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **kwargs)
+        if isinstance(out, Tensor):
+            out = (out.real, out.imag)
+        cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
+        return cos, sin
+
+    return output
+
+
+def _positions(length: int) -> Tensor:
+    """Powers of two from the first token to the last: fast dimensions show early, slow ones late."""
+    powers = {2**n for n in range(length.bit_length()) if 2**n < length}
+    return torch.tensor(sorted({0, length - 1} | powers), dtype=torch.long)
+
+
+def _compare(cos: Tensor, sin: Tensor, positions: Tensor, expected: Frequencies) -> str | None:
+    angle = positions[:, None].double() * expected.inv_freq
+    half, width = angle.shape[-1], cos.shape[-1]
+    if width == half:
+        layouts = [angle]
+    elif width == 2 * half:
+        layouts = [torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)]
+    else:
+        return f"it rotates {width} dimensions, the method gives {half} frequencies."
+    worst = min(_worst_error(cos, sin, laid_out, expected.attention_scale) for laid_out in layouts)
+    if worst > 1.0:
+        return f"its cos and sin differ from the method's by {worst:.3g} times the float32 rounding error."
+    return None
+
+
+def _worst_error(cos: Tensor, sin: Tensor, angle: Tensor, scale: float) -> float:
+    """Largest error of cos and sin in units of what float32 may cost."""
+    allowed = scale * (COS_ERROR + PHASE_ERROR * angle)
+    errors = ((cos - scale * angle.cos()) / allowed, (sin - scale * angle.sin()) / allowed)
+    return max(float(error.abs().nan_to_num(nan=torch.inf).max()) for error in errors)
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.report.style import COLOURS, FAINT, NOTE, STYLE, require_matplotlib
+from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import whole_file
 
 __all__ = ["Gain", "save_training_figure", "smoothed"]

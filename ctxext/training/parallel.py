@@ -112,8 +112,8 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     if patched is None or not (patched.method.dynamic or _is_ours(base_model(model))):
         return {}
     lengths = _lengths(positions)
-    regimes = {patched.method.regime(patched.extension.trained_length, length) for length in lengths}
-    if len(regimes) > 1:
+    fitted_lengths = {patched.method.fitted_length(patched.extension.trained_length, length) for length in lengths}
+    if len(fitted_lengths) > 1:
         raise IncompatibleError(
             f"Method {patched.method.name!r} follows the length of each row, and those of this batch are "
             f"{sorted(set(lengths))} tokens long; a shard can be told one length only. Set the batch to 1."

@@ -22,7 +22,6 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.probe import FAILURES, look
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.stock import logits_of
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY
 
@@ -242,9 +241,9 @@ def _necessary_arguments(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 def _spec(model: PreTrainedModel) -> RopeSpec:
     """What examples of methods are made for; any spec will do for a model that is refused anyway."""
-    text = model.config.get_text_config(decoder=True)
+    model.config.get_text_config(decoder=True)
     try:
-        return plain_spec(model, text, find_sites(model, text)[0], TRAINED_LENGTH)
+        return find_sites(model, TRAINED_LENGTH)[0].spec
     except IncompatibleError:
         return RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 

@@ -23,7 +23,6 @@ from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.check import Stock, check_model
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]
@@ -33,8 +32,8 @@ every_model = pytest.mark.parametrize("model_type", MODELS)
 
 
 def example(method: type[RopeMethod], model: PreTrainedModel) -> RopeMethod:
-    text = model.config.get_text_config(decoder=True)
-    return method.example(plain_spec(model, text, find_sites(model, text)[0], TRAINED_LENGTH))
+    model.config.get_text_config(decoder=True)
+    return method.example(find_sites(model, TRAINED_LENGTH)[0].spec)
 
 
 def patched(method: type[RopeMethod], model_type: str = "llama") -> PreTrainedModel:

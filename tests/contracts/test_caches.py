@@ -112,7 +112,7 @@ def test_a_cropped_cache_is_refused_in_a_loop_and_recomputed_in_generate(
 
 
 @following
-def test_a_cache_cropped_inside_one_regime_goes_on(model_type: str, method: dict[str, Any]) -> None:
+def test_a_cache_cropped_inside_one_fitted_length_goes_on(model_type: str, method: dict[str, Any]) -> None:
     model = build(model_type, method)
     cache = filled_by(model, TRAINED_LENGTH - 4)
     cache.crop(KEPT - TRAINED_LENGTH + 4)

@@ -17,7 +17,6 @@ from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from ctxext.surgery.stored_form import plain_spec
 from scripts.walk.tiny import tiny_config, tiny_model
 
 CAUSAL = ("llama", "gemma2", "deepseek_v3", "bloom")
@@ -50,10 +49,10 @@ def past_sees_future(model: PreTrainedModel, **arguments: Any) -> bool:
 
 def is_extended(model: PreTrainedModel, method: str) -> bool:
     """Patch the model; False where that is refused."""
-    text = model.config.get_text_config(decoder=True)
+    model.config.get_text_config(decoder=True)
     spec = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
     if any(True for _ in rotaries(model)):
-        spec = plain_spec(model, text, find_sites(model, text)[0], TRAINED_LENGTH)
+        spec = find_sites(model, TRAINED_LENGTH)[0].spec
     try:
         ctxext.patch(model, METHODS[method].example(spec), trained_length=TRAINED_LENGTH)
     except IncompatibleError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from _models import tiny
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -20,14 +22,16 @@ import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.plan import Cell, CellStore, Outcome
 from ctxext.evaluation.comparison.result import ComparisonResult, judge, standard_errors_needed
 from ctxext.evaluation.comparison.run import Comparison, prepare
 from ctxext.evaluation.corpus import Document, corpus_of
-from ctxext.evaluation.loss import loss_by_position, paired_difference, truncated_loss
-from ctxext.evaluation.readings import TIMES, Wardrobe, chosen_methods
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
+from ctxext.evaluation.provenance import setting_of
+from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
-from ctxext.evaluation.survey import share_of
+from ctxext.evaluation.statistics import paired_difference
+from ctxext.evaluation.survey import my_share
 from ctxext.methods import ALiBi, YaRN
 
 TRAINED, TARGET, END = 512, 1024, 128
@@ -265,18 +269,20 @@ def test_bad_input(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_a_trained_length_is_asked_about() -> None:
+def test_a_model_without_a_trained_length_is_asked_about(tokenizer: PreTrainedTokenizerFast) -> None:
     stretched = tiny(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(InvalidParameterError, match="--trained-length"):
-        Wardrobe(stretched)
-    assert Wardrobe(stretched, trained_length=32).trained_length == 32
+        Readings(Checkpoint("tiny", stretched, tokenizer))
+    assert Readings(Checkpoint("tiny", stretched, tokenizer), trained_length=32).trained_length == 32
 
 
-def test_a_model_extended_from_a_trained_length_of_its_own_is_given_back_as_it_was() -> None:
+def test_a_model_extended_from_a_trained_length_of_its_own_is_given_back_as_it_was(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     """Measured from that length too, and not from the one in the config."""
     model = ctxext.patch(tiny(), "yarn", factor=4, trained_length=32)
     before = model.config.ctxext
-    (*_, pi), _ = Wardrobe(model).find_readings([ctxext.method("pi", factor=2)])
+    (*_, pi), _ = Readings(Checkpoint("tiny", model, tokenizer)).find([ctxext.method("pi", factor=2)])
     assert pi.reach == 64
     assert model.config.ctxext == before
 
@@ -352,7 +358,11 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
 
     def keys(kind: str) -> dict[str, str]:
         cells = planned(model, tokenizer, tmp_path, methods=["dynamic_ntk"], depths=(0.0,)).plan.cells
-        return {f"{cell.reading} {cell.length}": cell.key for cell in cells if cell.kind == kind and cell.index == 0}
+        return {
+            f"{cell.reader.reading.name} {cell.length}": cell.key
+            for cell in cells
+            if cell.kind == kind and cell.index == 0
+        }
 
     losses, passkeys = keys("loss"), keys("passkey")
     monkeypatch.setattr("ctxext.evaluation.comparison.plan.JUDGED", "in one pass")
@@ -361,25 +371,70 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
     assert not set(keys("passkey").values()) & set(passkeys.values())
 
 
+def test_what_earlier_versions_finished_is_found_again(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The folder as they wrote it, and the keys by the rule that they were made by."""
+    comparison = planned(model, tokenizer, tmp_path, methods=["pi"], depths=(0.0,))
+    loss, key = (next(cell for cell in comparison.jobs if cell.kind == kind) for kind in ("loss", "passkey"))
+    reading, prompt = loss.reader.reading, comparison.plan.prompts[0]
+    depends = {
+        "setting": setting_of(comparison.checkpoint, None),
+        "trained_length": TRAINED,
+        "reading": ["unpatched", None, reading.fingerprint],
+        "task": ["loss", TARGET, comparison.plan.documents[0].sha256, 0],
+    }
+    named = {}
+    for cell, task in ((loss, depends["task"]), (key, ["passkey", TRAINED, prompt.passkey.sha256, 0, passkey.JUDGED])):
+        text = json.dumps(depends | {"task": task}, sort_keys=True)
+        named[cell.kind] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    identity = {
+        "made_by": "ctxext eval compare",
+        "format": 1,
+        "checkpoint": {"name": "tiny in torch.float32", "sha256": comparison.checkpoint.sha256},
+        "corpus": {"name": "One, Two", "sha256": comparison.corpus.sha256},
+    }
+    (tmp_path / "losses").mkdir()
+    (tmp_path / "comparison.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    save_file({"losses": torch.ones(TARGET)}, tmp_path / f"losses/{named['loss']}.safetensors")
+    common = {"reading": "unpatched", "seconds": 0.1}
+    lines = [
+        common | {"key": named["loss"], "kind": "loss", "item": "One", "file": f"losses/{named['loss']}.safetensors"},
+        common | {"key": named["passkey"], "kind": "passkey", "correct": True, "loss": 0.25},
+    ]
+    (tmp_path / "cells.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    pending = {cell.key for cell in comparison.begin()}
+    assert pending == comparison.keys - set(named.values())
+    assert len(pending) == len(comparison.keys) - 2
+    found = comparison.journal.finished()
+    assert torch.equal(comparison.journal.losses(found[loss.key]), torch.ones(TARGET))
+    assert found[key.key]["loss"] == 0.25
+
+
 def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
-    cells = [Cell(f"k{n}", "pi x2", "passkey", 8, "depth 0", n, 1.0) for n in range(3)]
-    store = CellStore(tmp_path)
-    store.claim({"checkpoint": {"name": "a", "sha256": "1"}})
-    store.add(cells[0], Outcome(correct=True, loss=0.1 + 0.2))
+    def journal(process: int = 0) -> Journal:
+        return Journal(tmp_path / "cells.jsonl", process, work="cells", identity=tmp_path / "comparison.json")
+
+    first = journal()
+    first.claim({"made_by": "ctxext eval compare", "checkpoint": {"name": "a", "sha256": "1"}})
+    first.keep({"key": "k0", "correct": True, "loss": 0.1 + 0.2})
     with open(tmp_path / "cells.jsonl", "a", encoding="utf-8") as file:
         file.write('{"key": "k1", "corr')
-    assert set(CellStore(tmp_path).finished()) == {"k0"}
-    again = CellStore(tmp_path)
-    again.add(cells[1], Outcome(loss=math.pi))
-    CellStore(tmp_path, process=1).add(cells[2], Outcome())
+    assert set(journal().finished()) == {"k0"}
+    again = journal()
+    again.keep({"key": "k1", "loss": math.pi})
+    journal(process=1).keep({"key": "k2", "loss": 0.0})
     found = again.finished()
     assert set(found) == {"k0", "k1", "k2"}
-    assert [again.outcome(found[key]).loss for key in ("k0", "k1")] == [0.1 + 0.2, math.pi]
+    assert [found[key]["loss"] for key in ("k0", "k1")] == [0.1 + 0.2, math.pi]
 
 
-def test_processes_share_all_cells_evenly() -> None:
-    cells = [Cell(f"k{n}", "r", "loss", 8, "d", n, float(1 + n % 7)) for n in range(40)]
-    shares = [share_of(cells, process, 3) for process in range(3)]
+def test_processes_share_all_cells_evenly(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    some = planned(model, tokenizer, tmp_path, methods=["pi"]).plan.cells[0]
+    cells = [replace(some, key=f"k{n}", cost=float(1 + n % 7)) for n in range(40)]
+    shares = [my_share(cells, process, 3) for process in range(3)]
     assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
     loads = [sum(cell.cost for cell in share) for share in shares]
     assert max(loads) - min(loads) <= 7

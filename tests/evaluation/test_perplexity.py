@@ -20,8 +20,8 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.forward import check_token_ids
-from ctxext.evaluation.loss import PairedDifference, loss_by_position, paired_difference, truncated_loss
-from ctxext.evaluation.statistics import bucketed, students_quantile
+from ctxext.evaluation.loss import loss_by_position, truncated_loss
+from ctxext.evaluation.statistics import PairedDifference, bucketed, paired_difference, students_quantile
 
 # Two fp32 evaluations of the same function that differ in the blocking of their matrix products.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}

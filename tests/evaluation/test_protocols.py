@@ -15,7 +15,8 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation import loss
 from ctxext.evaluation.forward import cached_tokens_for, parse_bytes, pass_bytes
-from ctxext.evaluation.loss import document_difference, grouped_difference, loss_by_position
+from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.statistics import document_difference, grouped_difference
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}
 

@@ -86,7 +86,7 @@ def test_a_digest_tells_checkpoints_apart(model: LlamaForCausalLM) -> None:
     assert len({first, trained, weights_digest(model.to(torch.bfloat16))}) == 3
 
 
-def test_provenance_round_trip_and_differences(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_provenance_round_trip(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     corpus = corpus_of([Document("d", "x" * 30)], bos_tokenizer, tokens=20)
     checkpoint = Checkpoint("tiny", model, bos_tokenizer)
     found = provenance_of(checkpoint, corpus, seed=3).with_extension("unpatched", model)
@@ -97,9 +97,6 @@ def test_provenance_round_trip_and_differences(model: LlamaForCausalLM, bos_toke
     assert (found.trained_length, found.prefix, found.dtype) == (512, "<s> (id 256)", "float32")
     back = Provenance.from_dict(json.loads(json.dumps(found.to_dict())))
     assert back == found
-    other = provenance_of(Checkpoint("tiny", model, bos_tokenizer), corpus, seed=4)
-    assert found.differences(back) == {}
-    assert found.differences(other).keys() == {"seed", "checkpoint_sha256"}
     with pytest.raises(InvalidParameterError, match="missing seed, unknown sede"):
         Provenance.from_dict({**{k: v for k, v in found.to_dict().items() if k != "seed"}, "sede": 1})
 

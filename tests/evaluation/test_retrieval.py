@@ -24,11 +24,11 @@ from ctxext.cli.app import app
 from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
 from ctxext.evaluation import passkey, ruler
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.journal import TrialStore
+from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult, PasskeyTrial
 from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.readings import find_readers
 from ctxext.evaluation.report.retrieval import passkey_sentences, ruler_sentences, save_passkey_figure, show_passkeys
-from ctxext.evaluation.retrieval.readers import make_panel
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.statistics import wilson_interval
 
@@ -160,11 +160,11 @@ def test_saved_extended_checkpoints_are_read_as_saved(
     assert losses["merged"][2] != pytest.approx(losses["patched"][2], rel=1e-2)
     loaded = load_checkpoint(str(tmp_path / "merged"), dtype="fp32")
     with pytest.raises(InvalidParameterError, match="The reference merged is extended itself; give the original"):
-        make_panel(loaded, reference=loaded)
+        find_readers(loaded, reference=loaded)
     # Without the original, the extended model itself reads the last tokens.
-    panel = make_panel(loaded, methods=["pi"], factors=[4.0])
-    assert [one.reading.name for one in panel.readers] == ["truncated", "as saved", "pi x4"]
-    assert [one.lengths for one in panel.readers] == [(512, 1024, 2048), (512, 1024), (512, 1024, 2048)]
+    readers = find_readers(loaded, methods=["pi"], factors=[4.0])
+    assert [one.reading.name for one in readers] == ["truncated", "as saved", "pi x4"]
+    assert [one.lengths for one in readers] == [(512, 1024, 2048), (512, 1024), (512, 1024, 2048)]
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     loaded = Checkpoint("tiny", model, bos_tokenizer)
     with pytest.raises(kind, match=message):
-        make_panel(loaded, **given)
+        find_readers(loaded, **given)
     with pytest.raises(InvalidParameterError, match="is its own reference"):
-        make_panel(loaded, methods=["pi"], reference=loaded)
+        find_readers(loaded, methods=["pi"], reference=loaded)
     assert ctxext.describe(model).method is None
 
 
@@ -202,7 +202,7 @@ def test_lengths_follow_from_methods_and_factors_from_lengths(
     loaded = Checkpoint("tiny", model, bos_tokenizer)
 
     def readers(**given: Any) -> dict[str, tuple[int, ...]]:
-        return {one.reading.name: one.lengths for one in make_panel(loaded, **given).readers}
+        return {one.reading.name: one.lengths for one in find_readers(loaded, **given)}
 
     assert readers() == {"unpatched": (512,)}
     assert readers(lengths=[600], beyond=True) == {"unpatched": (600,), "truncated": (600,)}
@@ -217,27 +217,28 @@ def test_lengths_follow_from_methods_and_factors_from_lengths(
 
 def test_the_file_of_trials_belongs_to_one_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, mine = tmp_path / "keys.trials.jsonl", {"name": "tiny", "sha256": "1"}
-    store = TrialStore(path)
-    store.claim("ctxext eval passkey", mine)
-    store.add("k0", "unpatched", {"loss": 0.1 + 0.2})
-    TrialStore(path, process=1).add("k1", "yarn x2", {"loss": 1.0})
+    journal = Journal(path)
+    journal.claim({"made_by": "ctxext eval passkey", "checkpoint": mine})
+    journal.keep({"key": "k0", "reading": "unpatched", "trial": {"loss": 0.1 + 0.2}})
+    Journal(path, process=1).keep({"key": "k1", "reading": "yarn x2", "trial": {"loss": 1.0}})
     (tmp_path / "keys.trials.old.jsonl").write_text('{"key": "k9", "trial": {}}\n')
-    again = TrialStore(path)
-    again.claim("ctxext eval passkey", mine)
-    assert again.finished() == {"k0": {"loss": 0.1 + 0.2}, "k1": {"loss": 1.0}}
+    again = Journal(path)
+    again.claim({"made_by": "ctxext eval passkey", "checkpoint": mine})
+    trials = {key: line["trial"] for key, line in again.finished().items()}
+    assert trials == {"k0": {"loss": 0.1 + 0.2}, "k1": {"loss": 1.0}}
     with pytest.raises(ResultsError, match=r"another checkpoint: tiny \(sha256 1\), and this is other \(sha256 2\)"):
-        again.claim("ctxext eval passkey", {"name": "other", "sha256": "2"})
+        again.claim({"made_by": "ctxext eval passkey", "checkpoint": {"name": "other", "sha256": "2"}})
     with pytest.raises(ResultsError, match=r"no trials of `ctxext eval ruler`.*found made_by='ctxext eval passkey'"):
-        again.claim("ctxext eval ruler", mine)
+        again.claim({"made_by": "ctxext eval ruler", "checkpoint": mine})
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ResultsError, match=r"The disk is full\. Finished trials are kept \(2 of them\)"):
-        again.add("k2", "unpatched", {"loss": 2.0})
+        again.keep({"key": "k2", "reading": "unpatched", "trial": {"loss": 2.0}})
     monkeypatch.undo()
-    assert set(TrialStore(path).finished()) == {"k0", "k1"}
+    assert set(Journal(path).finished()) == {"k0", "k1"}
 
 
 def test_ruler_is_that_of_the_evaluation(
@@ -259,11 +260,16 @@ def test_ruler_is_that_of_the_evaluation(
     report = RulerReport.from_dict(json.loads(output.read_text(encoding="utf-8")))
     assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
-    arguments: dict[str, Any] = {"lengths": [1024, 1400], "tasks": list(short), "samples": 2, "beyond": True}
     sources = ruler.Sources(next(iter([ruler_document(prose)])))
+    drawers = ruler.make_drawers(bos_tokenizer, lengths=[1024, 1400], tasks=list(short), samples=2, sources=sources)
+
+    def answers() -> tuple[RulerTrial, ...]:
+        asked = [(drawer.task, drawer.sample(index)) for drawer in drawers for index in range(2)]
+        return tuple(ruler.ask(model, bos_tokenizer, task, sample) for task, sample in asked)
+
     by_name = {reading.reading: reading for reading in report.readings}
     assert set(by_name) == {"unpatched", "truncated", "pi x1.36719"}
-    assert by_name["unpatched"].trials == ruler.run(model, bos_tokenizer, sources=sources, **arguments).trials
+    assert by_name["unpatched"].trials == answers()
     last = by_name["truncated"].trials[-1]
     sample = ruler.draw(
         ruler.make_drawers(bos_tokenizer, lengths=[1400], tasks=["niah_single_2"], sources=sources)[0].task,
@@ -275,8 +281,7 @@ def test_ruler_is_that_of_the_evaluation(
     assert (last.reply, last.prompt_tokens) == (reply, 1024 - 8)
     assert by_name["truncated"].trials[:4] == by_name["unpatched"].trials[:4]
     ctxext.patch(model, "pi", target_length=1400)
-    patched = ruler.run(model, bos_tokenizer, sources=sources, **arguments).trials
-    assert by_name["pi x1.36719"].trials == patched
+    assert by_name["pi x1.36719"].trials == answers()
     # Another sample more asks for what is new only; a text that is another asks again only what is hidden in it.
     prose.write_text("It snowed. " * 60, encoding="utf-8")
     again = call(*given)

@@ -1,8 +1,9 @@
-"""What the commands of retrieval have in common: who reads, the work with a bar, an interruption, the files."""
+"""What the commands of long measurements share: who reads, the work with a bar, an interruption, the files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,32 +19,46 @@ if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
     from ctxext.evaluation.corpus import Document
     from ctxext.evaluation.provenance import Provenance
-    from ctxext.evaluation.retrieval.readers import Panel
-    from ctxext.evaluation.survey import Prompt, Survey, Team
+    from ctxext.evaluation.readings import Reader
+    from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey, Team
 
-__all__ = ["Scene", "conduct", "first_document", "provenance_with", "set_up"]
+__all__ = [
+    "Session",
+    "amount_of_work",
+    "cost_of",
+    "first_document",
+    "open_session",
+    "provenance_with",
+    "run_survey",
+    "told_on_interrupt",
+]
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class Session:
     """A loaded checkpoint and who reads with it.
 
     Args:
         checkpoint: to measure.
-        panel: the readers.
+        readers: the references first.
         team: the processes that share the work.
         console: quiet in all processes but the main one.
         trials: the file that keeps finished trials; None where no output was named.
     """
 
     checkpoint: Checkpoint
-    panel: Panel
+    readers: tuple[Reader, ...]
     team: Team
     console: Console
     trials: Path | None
 
+    @property
+    def lengths(self) -> list[int]:
+        """All at which anybody is asked, in tokens, increasing."""
+        return sorted({length for reader in self.readers for length in reader.lengths})
 
-def set_up(
+
+def open_session(
     checkpoint: str | None,
     *,
     output: Sequence[Path] | None,
@@ -54,15 +69,15 @@ def set_up(
     trust: bool,
     reference: str | None,
     sliding_window: SlidingWindowChoice | None,
-    **panel: Any,
-) -> Scene:
-    """Load what the options name; ``panel`` goes to ``make_panel``.
+    **readers: Any,
+) -> Session:
+    """Load what the options name; ``readers`` goes to ``find_readers``.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
     """
     from ctxext.evaluation.checkpoint import load_checkpoint
-    from ctxext.evaluation.retrieval.readers import make_panel
+    from ctxext.evaluation.readings import find_readers
     from ctxext.evaluation.survey import team_of_launcher
 
     check_outputs(output, as_json, as_csv)
@@ -74,18 +89,17 @@ def set_up(
     with console.status("Loading the checkpoint ..."):
         loaded = load_checkpoint(checkpoint, **how)
         original = None if reference is None else load_checkpoint(reference, **how)
-    readers = make_panel(
-        loaded, reference=original, sliding_window=sliding_window.value if sliding_window else None, **panel
-    )
+    window = sliding_window.value if sliding_window else None
+    found = find_readers(loaded, reference=original, sliding_window=window, **readers)
     trials = output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None
-    return Scene(loaded, readers, team, console, trials)
+    return Session(loaded, found, team, console, trials)
 
 
-def conduct(scene: Scene, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey:
+def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:
     """Ask everything that is not yet answered, with a bar and the time left.
 
     Args:
-        scene: from ``set_up``.
+        session: from ``open_session``.
         made_by: the command.
         prompts: what is asked.
         where: in what things are hidden, to show.
@@ -94,43 +108,56 @@ def conduct(scene: Scene, made_by: str, prompts: Sequence[Prompt], *, where: str
         CtxextError: as the measurement does; finished trials are kept.
         Exit: with code 130 on Ctrl-C.
     """
-    from ctxext.evaluation.journal import TrialStore
+    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.labels import tokens_label
     from ctxext.evaluation.report.sentences import all_of
-    from ctxext.evaluation.survey import Survey
+    from ctxext.evaluation.survey import Survey, jobs_of
     from ctxext.progress import StageBar
 
-    console, panel = scene.console, scene.panel
-    store = TrialStore(scene.trials, scene.team.process)
-    survey = Survey(made_by, scene.checkpoint, panel, prompts, store=store, team=scene.team)
+    console, checkpoint, trained = session.console, session.checkpoint, session.readers[0].readings.trained_length
+    journal = Journal(session.trials, session.team.process)
+    survey = Survey(made_by, checkpoint, jobs_of(session.readers, prompts), journal=journal, team=session.team)
     mine = survey.begin()
-    finished = len(survey.keys & survey.store.finished().keys())
     console.print(
-        f"[bold]{scene.checkpoint.name}[/], trained to {tokens_label(panel.trained_length)} tokens, in "
-        f"{scene.checkpoint.dtype_note}, is asked at {all_of([tokens_label(n) for n in panel.lengths])} tokens, "
-        f"{where}."
+        f"[bold]{checkpoint.name}[/], trained to {tokens_label(trained)} tokens, in {checkpoint.dtype_note}, is asked "
+        f"at {all_of([tokens_label(length) for length in session.lengths])} tokens, {where}."
     )
     console.print(
-        f"Readings: {all_of([one.reading.label for one in panel.readers])}; {len(survey.keys)} trials"
+        f"Readings: {all_of([one.reading.label for one in session.readers])}; {amount_of_work(survey, mine)}. "
+        + (f"Each is kept in {session.trials}." if session.trials else "--output FILE would keep each finished trial.")
+    )
+    with told_on_interrupt(console, survey), StageBar(Console(stderr=True, quiet=console.quiet), cost_of(mine)) as bar:
+        survey.measure(mine, progress=bar)
+    return survey
+
+
+def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
+    """How much a survey has to do, and this process of it, such as ``14 trials, 5 of them finished before``."""
+    finished, processes = survey.finished, survey.team.processes
+    return (
+        f"{len(survey.keys)} {survey.journal.work}"
         + (f", {finished} of them finished before" if finished else "")
-        + (f"; {len(mine)} for this process of {scene.team.processes}" if scene.team.processes > 1 else "")
-        + (f". Each is kept in {scene.trials}." if scene.trials else ". --output FILE would keep each finished trial.")
+        + (f"; {len(mine)} for this process of {processes}" if processes > 1 else "")
     )
+
+
+def cost_of(jobs: Sequence[Job]) -> float:
+    """The total for a bar."""
+    return sum(job.cost for job in jobs)
+
+
+@contextlib.contextmanager
+def told_on_interrupt(console: Console, survey: Survey[Any]) -> Iterator[None]:
+    """End a command on Ctrl-C by what is finished and how to go on, with exit code 130."""
     try:
-        with StageBar(Console(stderr=True, quiet=console.quiet), sum(job.cost for job in mine)) as bar:
-            survey.measure(mine, progress=bar)
+        yield
     except KeyboardInterrupt:
-        kept = len(survey.keys & survey.store.finished().keys()) if scene.trials else 0
+        place = survey.journal.path
         console.print(
-            f"Interrupted. {kept} of {len(survey.keys)} trials are finished and kept"
-            + (
-                f" in {scene.trials}; run the same command again to go on."
-                if scene.trials
-                else ": there is no --output."
-            )
+            f"Interrupted. {survey.finished if place else 0} of {len(survey.keys)} {survey.journal.work} are finished "
+            f"and kept" + (f" in {place}; run the same command again to go on." if place else ": there is no --output.")
         )
         raise typer.Exit(130) from None
-    return survey
 
 
 def first_document(text: str | None, split: str | None, column: str | None) -> Document | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ctxext.cli.eval.common import amount_of_work, cost_of, told_on_interrupt
 from ctxext.cli.options import (
     Bos,
     Column,
@@ -128,15 +129,8 @@ def compare(
         )
     mine = comparison.begin()
     _announce(console, comparison, mine)
-    try:
+    with told_on_interrupt(console, comparison):
         _measure(console, comparison, mine)
-    except KeyboardInterrupt:
-        kept = len(comparison.store.finished())
-        console.print(
-            f"Interrupted. {kept} of {len(comparison.plan.cells)} cells are finished and kept in {output}; run the "
-            f"same command again to go on."
-        )
-        raise typer.Exit(130) from None
     if team.is_main:
         _show(console, comparison.result(), output)
 
@@ -156,13 +150,7 @@ def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) 
     )
     for refusal in plan.refusals:
         console.print(f"Not measured: {refusal.label}. {refusal.reason}", markup=False)
-    finished = len(comparison.store.finished().keys() & {cell.key for cell in plan.cells})
-    console.print(
-        f"{len(plan.readings)} ways of reading, {len(plan.cells)} cells"
-        + (f", {finished} of them finished before" if finished else "")
-        + (f"; {len(mine)} for this process of {comparison.team.processes}" if comparison.team.processes > 1 else "")
-        + "."
-    )
+    console.print(f"{len(plan.readings)} ways of reading, {amount_of_work(comparison, mine)}.")
 
 
 def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
@@ -172,7 +160,7 @@ def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -
     from ctxext.evaluation.comparison.plan import PASSKEY
     from ctxext.progress import StageBar
 
-    total = sum(cell.cost for cell in mine)
+    total = cost_of(mine)
     began, done, told = time.monotonic(), 0.0, False
 
     with StageBar(console, total, report=not console.is_terminal) as bar:
@@ -189,7 +177,7 @@ def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -
 
 
 def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...], kind: str) -> None:
-    share = sum(cell.cost for cell in mine if cell.kind == kind) / sum(cell.cost for cell in mine)
+    share = cost_of([cell for cell in mine if cell.kind == kind]) / cost_of(mine)
     cheaper = f" ({share:.0%} of it for passkeys, which --no-passkey leaves out)" if share and seconds > 120 else ""
     left = (
         f"{seconds:.0f} s"

@@ -144,15 +144,10 @@ def _asked(
 ) -> tuple[list[int], list[float]]:
     """Lengths and factors, with their defaults."""
     from ctxext import patching
-    from ctxext.errors import InvalidParameterError
-    from ctxext.evaluation.retrieval.readers import factors_for
+    from ctxext.evaluation.readings import factors_for, known_trained_length
 
     described = patching.describe(loaded.model)
-    trained = trained_length or described.trained_length
-    if trained is None:
-        raise InvalidParameterError(
-            "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
-        )
+    trained = known_trained_length(loaded.model, trained_length)
     wanted = factors_for(methods, factors, lengths, trained)
     reach = int(trained * min(wanted)) if methods else described.target_length or trained
     return lengths or [reach], wanted
@@ -165,7 +160,7 @@ def _key_tokens(
     import json
 
     from ctxext.errors import InvalidParameterError
-    from ctxext.evaluation.journal import told_of_disk
+    from ctxext.evaluation.journal import explain_disk_error
     from ctxext.evaluation.key_tokens import KeyTokens, find_key_tokens, search_cost
     from ctxext.files import write_whole
     from ctxext.progress import StageBar
@@ -184,7 +179,7 @@ def _key_tokens(
     with StageBar(Console(stderr=True), search_cost(finder.model, len(corpus.documents), **sizes)) as bar:
         found = find_key_tokens(finder, corpus, **search, progress=bar)
     if path is not None:
-        with told_of_disk(path, lambda: 0, "key tokens"):
+        with explain_disk_error(path, lambda: 0, "key tokens"):
             write_whole(path, json.dumps(found.to_dict(), indent=1) + "\n")
     console.print(f"{found.tokens:,} key tokens found by {finder.name}" + (f", kept in {path}." if path else "."))
     return found

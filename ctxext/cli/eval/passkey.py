@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.eval.common import conduct, first_document, provenance_with, set_up
+from ctxext.cli.eval.common import first_document, open_session, provenance_with, run_survey
 from ctxext.cli.options import (
     Beyond,
     Column,
@@ -73,13 +73,13 @@ def passkey(
 
     [bold]Example[/]: ctxext eval passkey Llama-3-8B --method yarn --factor 4 -o passkey.json -o passkey.png
     """
+    from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.haystack import noise, of_text
-    from ctxext.evaluation.passkey import DEPTHS
-    from ctxext.evaluation.passkey_survey import passkey_prompts, passkey_report
+    from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
     from ctxext.evaluation.report.retrieval import save_passkey_figure, show_passkeys
 
     document = first_document(text, split, column)
-    scene = set_up(
+    session = open_session(
         checkpoint,
         output=output,
         as_json=as_json,
@@ -96,22 +96,23 @@ def passkey(
         beyond=beyond,
         trained_length=trained_length,
     )
-    tokenizer = scene.checkpoint.tokenizer
+    tokenizer = session.checkpoint.tokenizer
     haystack = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
-    prompts = passkey_prompts(
-        scene.checkpoint,
-        haystack,
-        lengths=scene.panel.lengths,
-        depths=depth or DEPTHS,
+    prompts = make_prompts(
+        tokenizer,
+        session.lengths,
+        depth or DEPTHS,
         trials=trials,
         seed=seed,
+        haystack=haystack,
+        turning_point=turning_point(session.checkpoint.model),
     )
-    survey = conduct(scene, "ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
-    if not scene.team.is_main:
+    survey = run_survey(session, "ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
+    if not session.team.is_main:
         return
-    report = passkey_report(survey, haystack, provenance_with(scene.checkpoint, document, seed))
+    report = passkey_report(survey, haystack, provenance_with(session.checkpoint, document, seed))
     if not (as_json or as_csv):
-        show_passkeys(report, scene.console)
+        show_passkeys(report, session.console)
     write_outputs(
         report.to_dict(),
         report.rows(),

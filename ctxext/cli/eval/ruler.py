@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.eval.common import conduct, first_document, provenance_with, set_up
+from ctxext.cli.eval.common import first_document, open_session, provenance_with, run_survey
 from ctxext.cli.options import (
     Beyond,
     Column,
@@ -82,12 +82,11 @@ def ruler(
     [bold]Example[/]: ctxext eval ruler Llama-3-8B --text book.txt --method yarn --factor 4 -o ruler.json -o ruler.png
     """
     from ctxext.evaluation.report.retrieval import save_ruler_figure, show_ruler
-    from ctxext.evaluation.ruler import TASKS, Sources
-    from ctxext.evaluation.ruler.survey import ruler_prompts, ruler_report
+    from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
 
     document = first_document(text, split, column)
     sources = Sources(document, squad, hotpotqa)
-    scene = set_up(
+    session = open_session(
         checkpoint,
         output=output,
         as_json=as_json,
@@ -104,10 +103,10 @@ def ruler(
         beyond=beyond,
         trained_length=trained_length,
     )
-    with scene.console.status("Drawing prompts ..."):
+    with session.console.status("Drawing prompts ..."):
         prompts = ruler_prompts(
-            scene.checkpoint,
-            lengths=scene.panel.lengths,
+            session.checkpoint,
+            lengths=session.lengths,
             tasks=task,
             samples=samples,
             seed=seed,
@@ -116,13 +115,13 @@ def ruler(
         )
     left_out = {} if task else {name: why for name, one in TASKS.items() if (why := one.why_not(sources))}
     where = f"{len(TASKS) - len(left_out) if task is None else len(task)} tasks"
-    survey = conduct(scene, "ctxext eval ruler", prompts, where=where)
-    if not scene.team.is_main:
+    survey = run_survey(session, "ctxext eval ruler", prompts, where=where)
+    if not session.team.is_main:
         return
-    provenance = provenance_with(scene.checkpoint, document, seed)
+    provenance = provenance_with(session.checkpoint, document, seed)
     report = ruler_report(survey, provenance, sources=sources, chat=chat, left_out=left_out)
     if not (as_json or as_csv):
-        show_ruler(report, scene.console)
+        show_ruler(report, session.console)
     write_outputs(
         report.to_dict(),
         report.rows(),

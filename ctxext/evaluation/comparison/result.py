@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, CellStore, ComparisonPlan
+from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, ComparisonPlan
+from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import (
     CHANCE,
@@ -248,15 +249,15 @@ class ComparisonResult:
 
 
 def assemble(
-    plan: ComparisonPlan, store: CellStore, *, provenance: Mapping[str, Any], made: Mapping[str, Any]
+    plan: ComparisonPlan, journal: Journal, *, provenance: Mapping[str, Any], made: Mapping[str, Any]
 ) -> ComparisonResult:
-    """Put finished cells together; every cell of the plan must be in the store.
+    """Put finished cells together; every cell of the plan must be in the journal.
 
     Raises:
         ResultsError: a cell's losses cannot be read.
     """
-    shelf = _Shelf(plan, store)
-    rows = tuple(_row(plan, shelf, reading) for reading in plan.readings)
+    finished = FinishedLosses(plan, journal)
+    rows = tuple(_row(plan, finished, reading) for reading in plan.readings)
     beyond = [n for n in plan.lengths[1:] if any(row.at(n) for row in rows if row.reading.is_candidate)]
     block = block_for(len(plan.documents), _stretch(plan, plan.lengths[-1]))
     return ComparisonResult(
@@ -265,18 +266,18 @@ def assemble(
         unit="documents" if block is None else f"blocks of {block} tokens",
         rows=rows,
         refusals=plan.refusals,
-        panels=_panels(plan, shelf),
-        verdicts=tuple(_verdict(plan, shelf, rows, length) for length in beyond),
+        panels=_panels(plan, finished),
+        verdicts=tuple(_verdict(plan, finished, rows, length) for length in beyond),
         provenance=provenance,
         made=made,
     )
 
 
-class _Shelf:
+class FinishedLosses:
     """Losses of finished cells, read when they are asked for: all at once may not fit into memory."""
 
-    def __init__(self, plan: ComparisonPlan, store: CellStore) -> None:
-        self.plan, self.store, self.lines = plan, store, store.finished()
+    def __init__(self, plan: ComparisonPlan, journal: Journal) -> None:
+        self.plan, self.journal, self.lines = plan, journal, journal.finished()
         self.unpatched = next(reading for reading in plan.readings if reading.name == UNPATCHED)
         self.windows = {reading.window: reading for reading in plan.readings if reading.window is not None}
         self._ends: dict[int, Tensor] = {}
@@ -314,10 +315,11 @@ class _Shelf:
         return self.losses(reading, length)[:, length - _stretch(self.plan, length) :]
 
     def _rows(self, reading: Reading, length: int) -> Tensor:
-        found = [self.store.outcome(self._line(reading, LOSS, length, i)) for i in range(len(self.plan.documents))]
-        return torch.stack([outcome.losses for outcome in found if outcome.losses is not None])
+        documents = range(len(self.plan.documents))
+        return torch.stack([self.journal.losses(self._line(reading, LOSS, length, index)) for index in documents])
 
     def passkeys(self, reading: Reading) -> tuple[PasskeyScore, ...]:
+        """What was found at each length and depth."""
         if reading.name == TRUNCATED or (reading.window or self.plan.trained_length) < self.plan.trained_length:
             return ()  # a key is looked for in all that fits, the longest window
         places: dict[tuple[int, float], list[Mapping[str, Any]]] = {}
@@ -355,52 +357,52 @@ def _stretch(plan: ComparisonPlan, length: int) -> int:
     return quarter if length == plan.trained_length else min(quarter, length - plan.trained_length)
 
 
-def _row(plan: ComparisonPlan, shelf: _Shelf, reading: Reading) -> Row:
+def _row(plan: ComparisonPlan, finished: FinishedLosses, reading: Reading) -> Row:
     window, documents = plan.trained_length, len(plan.documents)
-    own = shelf.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
-    inside, plain = (shelf.losses(which, window) for which in (own, shelf.unpatched))
+    own = finished.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
+    inside, plain = (finished.losses(which, window) for which in (own, finished.unpatched))
     return Row(
         reading=reading,
         inside=bucketed(inside, [0, window])[0],
         short_context=paired_difference(inside, plain, block=block_for(documents, window)),
-        scores=tuple(_score(plan, shelf, reading, length) for length in plan.lengths_of(reading)),
-        passkeys=shelf.passkeys(reading),
+        scores=tuple(_score(plan, finished, reading, length) for length in plan.lengths_of(reading)),
+        passkeys=finished.passkeys(reading),
     )
 
 
-def _score(plan: ComparisonPlan, shelf: _Shelf, reading: Reading, length: int) -> Score:
+def _score(plan: ComparisonPlan, finished: FinishedLosses, reading: Reading, length: int) -> Score:
     start = length - _stretch(plan, length)
-    window, end = shelf.stretch(reading, length, start)
-    window_of_whole, whole = shelf.stretch(reading, length, 0)
+    window, end = finished.stretch(reading, length, start)
+    window_of_whole, whole = finished.stretch(reading, length, 0)
     bucket = Bucket(start, length, end.numel(), end.double().mean().item())
     (up_to_there,) = bucketed(whole, [0, length])
     if length <= plan.trained_length:
         return Score(length=length, end=bucket, whole=up_to_there, versus_truncation=None, by_document=())
-    best = shelf.best_end(length)
+    best = finished.best_end(length)
     block = block_for(len(plan.documents), length - start)
     return Score(
         length=length,
         end=bucket,
         whole=up_to_there,
-        versus_truncation=paired_difference(end, best, block=block, baselines=len(shelf.windows)),
+        versus_truncation=paired_difference(end, best, block=block, baselines=len(finished.windows)),
         by_document=tuple((end.double() - best.double()).mean(dim=1).tolist()),
         window=window,
         window_of_whole=window_of_whole,
     )
 
 
-def _verdict(plan: ComparisonPlan, shelf: _Shelf, rows: Sequence[Row], length: int) -> Verdict:
+def _verdict(plan: ComparisonPlan, finished: FinishedLosses, rows: Sequence[Row], length: int) -> Verdict:
     competing = [row.reading for row in rows if row.reading.is_candidate and row.at(length)]
     stretch = _stretch(plan, length)
     return judge(
         length,
-        {reading.name: shelf.end(reading, length) for reading in competing},
-        shelf.truncations(length, length - stretch),
+        {reading.name: finished.end(reading, length) for reading in competing},
+        finished.truncations(length, length - stretch),
         block=block_for(len(plan.documents), stretch),
     )
 
 
-def _panels(plan: ComparisonPlan, shelf: _Shelf) -> tuple[FactorSeries, ...]:
+def _panels(plan: ComparisonPlan, finished: FinishedLosses) -> tuple[FactorSeries, ...]:
     methods = [reading for reading in plan.readings if not reading.is_reference]
     factors: list[float | None] = [*sorted({reading.factor for reading in methods if not reading.any_factor})]
     panels = []
@@ -409,12 +411,12 @@ def _panels(plan: ComparisonPlan, shelf: _Shelf) -> tuple[FactorSeries, ...]:
         length = max(plan.lengths_of(own[0])) if own else plan.lengths[-1]
         references = [reading for reading in plan.readings if reading.is_reference]
         shown = [*references, *(reading for reading in own if length in plan.lengths_of(reading))]
-        unpatched = shelf.losses(shelf.unpatched, length)
-        truncated = join_best(shelf.truncations(length, 0), edges_for(plan.trained_length, length)[1:])
+        unpatched = finished.losses(finished.unpatched, length)
+        truncated = join_best(finished.truncations(length, 0), edges_for(plan.trained_length, length)[1:])
         series = [
             summarise(
                 reading.name,
-                truncated.losses if reading.name == TRUNCATED else shelf.losses(reading, length),
+                truncated.losses if reading.name == TRUNCATED else finished.losses(reading, length),
                 unpatched=unpatched,
                 truncated=truncated,
                 trained_length=plan.trained_length,

@@ -1,95 +1,66 @@
-"""A comparison from checkpoint and texts to its result, in two steps: plan, then measure what is not yet on disk."""
+"""A comparison from checkpoint and texts to its result: a survey whose jobs are the cells of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.plan import Cell, CellStore, ComparisonPlan, check_lengths, make_plan, measure_cells
+from ctxext.evaluation.comparison.plan import Cell, ComparisonPlan, check_lengths, make_plan
 from ctxext.evaluation.comparison.result import ComparisonResult, assemble
 from ctxext.evaluation.corpus import Corpus
-from ctxext.evaluation.forward import Progress, turning_point
+from ctxext.evaluation.forward import turning_point
+from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
-from ctxext.evaluation.provenance import provenance_of, setting_of
-from ctxext.evaluation.readings import Wardrobe, chosen_methods
-from ctxext.evaluation.survey import Team, share_of
+from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.readings import Readings, chosen_methods
+from ctxext.evaluation.survey import Survey, Team
 from ctxext.methods import Method
 
-__all__ = ["Comparison", "prepare", "setting_of"]
+__all__ = ["Comparison", "prepare"]
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Survey[Cell]):
     """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
         checkpoint: what is measured.
         corpus: on which texts, whole.
-        wardrobe: of the checkpoint's model.
         plan: all cells.
-        store: where finished cells are.
+        output: folder of finished cells; None keeps them in memory.
         team: the processes that share the work.
         seed: of the passkeys.
     """
 
-    checkpoint: Checkpoint
     corpus: Corpus
-    wardrobe: Wardrobe
-    plan: ComparisonPlan
-    store: CellStore
-    team: Team
-    seed: int
 
-    def begin(self) -> tuple[Cell, ...]:
-        """Claim the folder and return the cells that this process has to compute.
-
-        Raises:
-            ResultsError: the folder belongs to another comparison, or cannot be written.
-        """
-        if self.team.is_main:
-            dtype = next(self.checkpoint.model.parameters()).dtype
-            names = ", ".join(document.name for document in self.corpus.documents)
-            self.store.claim(
-                {
-                    "checkpoint": {"name": f"{self.checkpoint.name} in {dtype}", "sha256": self.checkpoint.sha256},
-                    "corpus": {"name": names, "sha256": self.corpus.sha256},
-                }
-            )
-        self.team.meet()
-        finished = self.store.finished()
-        self.team.meet()  # nobody writes before everybody has read, so that all see the same cells pending
-        pending = [cell for cell in self.plan.cells if cell.key not in finished]
-        return share_of(pending, self.team.process, self.team.processes)
-
-    def measure(self, cells: Sequence[Cell], *, progress: Progress = lambda *_: None) -> None:
-        """Compute cells and keep each at once, then wait for the other processes.
-
-        Raises:
-            CtxextError: as ``measure_cells`` does; every finished cell is kept.
-        """
-        measure_cells(self.wardrobe, self.plan, cells, self.store, progress=progress)
-        self.team.meet()
+    def __init__(
+        self, checkpoint: Checkpoint, corpus: Corpus, plan: ComparisonPlan, output: Path | None, team: Team, seed: int
+    ) -> None:
+        path, identity = (None, None) if output is None else (output / "cells.jsonl", output / "comparison.json")
+        journal = Journal(path, team.process, work="cells", identity=identity)
+        super().__init__("ctxext eval compare", checkpoint, plan.cells, corpus=corpus, journal=journal, team=team)
+        self.plan = plan
+        self.seed = seed
 
     def result(self) -> ComparisonResult:
         """Put the finished cells together."""
         provenance = provenance_of(self.checkpoint, self.corpus, seed=self.seed).to_dict()
         del provenance["extensions"], provenance["trained_length"]  # in the rows, and as it was measured
-        finished = self.store.finished()
+        finished = self.journal.finished()
         made = {
             "date": provenance.pop("date"),
             "command": provenance.pop("command"),
             "seconds": sum(finished[cell.key]["seconds"] for cell in self.plan.cells),
             "processes": self.team.processes,
         }
-        return assemble(self.plan, self.store, provenance=provenance, made=made)
+        return assemble(self.plan, self.journal, provenance=provenance, made=made)
 
 
 def prepare(
     checkpoint: Checkpoint,
     corpus: Callable[[int], Corpus],
-    output: Path,
+    output: Path | None,
     *,
     methods: Sequence[str | Method] = (),
     factors: Sequence[float] = (2.0,),
@@ -107,7 +78,7 @@ def prepare(
     Args:
         checkpoint: from ``load_checkpoint``.
         corpus: called once with the tokens that each document must have; returns them whole.
-        output: folder for cells and report.
+        output: folder for cells and report; None keeps the cells in memory.
         methods: see ``chosen_methods``; empty for all that apply.
         factors: each at least 1.
         lengths: tokens; empty for the reach of every method.
@@ -122,20 +93,17 @@ def prepare(
     Raises:
         CtxextError: whatever cannot be right, before anything is computed.
     """
-    model = checkpoint.model
-    wardrobe = Wardrobe(model, trained_length=trained_length, sliding_window=sliding_window)
-    readings, refusals = wardrobe.find_readings(chosen_methods(model, methods, factors), progress=progress)
-    wanted = check_lengths(lengths, wardrobe.trained_length, readings)
+    model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
+    readings, refusals = model.find(chosen_methods(checkpoint.model, methods, factors), progress=progress)
+    wanted = check_lengths(lengths, model.trained_length, readings)
     texts = corpus(wanted[-1] + 1)
     plan = make_plan(
+        model,
         readings=readings,
         refusals=refusals,
         documents=texts.documents,
         prompts=make_prompts(checkpoint.tokenizer, wanted, depths, trials=trials, seed=seed),
-        trained_length=wardrobe.trained_length,
         lengths=wanted,
-        setting=setting_of(checkpoint, sliding_window),
-        turning_point=turning_point(model),
+        turning_point=turning_point(checkpoint.model),
     )
-    team = team or Team()
-    return Comparison(checkpoint, texts, wardrobe, plan, CellStore(output, team.process), team, seed)
+    return Comparison(checkpoint, texts, plan, output, team or Team(), seed)

@@ -8,7 +8,6 @@ from typing import Any
 
 from ctxext.evaluation.comparison.result import ComparisonResult, FactorSeries, Row, Score, Series
 from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.readings import TIMES, Reading
 from ctxext.evaluation.report import style
 from ctxext.evaluation.report.sentences import all_of, capitalised, windows_in_words
@@ -21,6 +20,7 @@ from ctxext.evaluation.report.style import (
     looks_for,
     require_matplotlib,
 )
+from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
 __all__ = ["by_distance", "drawings"]

@@ -15,10 +15,10 @@ from rich.table import Table
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.labels import few_of, label_of, tokens_label
-from ctxext.evaluation.loss import PairedDifference
 from ctxext.evaluation.perplexity import PerplexityPlan
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.report.style import COLOURS, FAINT, STYLE, require_matplotlib
+from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, is_reference, window_name, window_of
 
 __all__ = ["announce", "save_figure", "show"]

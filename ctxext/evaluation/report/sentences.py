@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ctxext.evaluation.comparison.result import NO, YES, ComparisonResult, Row, Series, Verdict
 from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.readings import UNPATCHED
-from ctxext.evaluation.truncation import windows_of
+from ctxext.evaluation.truncation import UNPATCHED, windows_of
 
 __all__ = [
     "all_of",

@@ -9,6 +9,7 @@ from typing import Any
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.provenance import Provenance
 from ctxext.evaluation.statistics import wilson_interval
+from ctxext.evaluation.truncation import UNPATCHED
 
 __all__ = ["KEPT", "RulerCell", "RulerReport", "RulerResult", "RulerTrial", "relative_effective_length"]
 
@@ -76,8 +77,8 @@ class RulerResult:
     """
 
     trials: tuple[RulerTrial, ...]
-    reading: str = "unpatched"
-    label: str = "unpatched"
+    reading: str = UNPATCHED
+    label: str = UNPATCHED
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ class RulerResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens, ascending."""
+        """In tokens, in increasing order."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property

@@ -1,9 +1,12 @@
-"""Ask a model RULER's questions, one prompt at a time, by its own greedy generation."""
+"""Ask RULER's questions, one prompt at a time, answered by the model's own greedy generation."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,56 +14,24 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import special_prefix
-from ctxext.evaluation.forward import check_reach
-from ctxext.evaluation.ruler.result import RulerResult, RulerTrial
+from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.key_tokens import tokenizer_digest
+from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.ruler.samples import Sample, draw
-from ctxext.evaluation.ruler.tasks import choose
+from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Setting, Sources, Task
+from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 
-__all__ = ["SAMPLES", "SEED", "Drawer", "ask", "make_drawers", "reply_to", "run"]
+__all__ = ["SAMPLES", "SEED", "Drawer", "ask", "make_drawers", "reply_to", "ruler_prompts", "ruler_report"]
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.
 SEED, SAMPLES = 42, 10
 NO_SOURCES = Sources()
-
-
-def run(
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    lengths: Iterable[int],
-    tasks: Sequence[str] | None = None,
-    samples: int = SAMPLES,
-    seed: int = SEED,
-    sources: Sources = NO_SOURCES,
-    chat: bool = False,
-    beyond: bool = False,
-) -> RulerResult:
-    """Measure every task at every length.
-
-    Args:
-        model: a causal language model in eval mode.
-        tokenizer: its tokenizer.
-        lengths: tokens of prompt and reply together.
-        tasks: names; None for all that ``sources`` allow.
-        samples: prompts per task and length, at least 1.
-        seed: of the prompts; the same seed gives the same prompts to every model with this tokenizer.
-        sources: the text to hide things in, and the data sets of the two question answering tasks.
-        chat: put each prompt into the tokenizer's chat template, as is right for a model tuned for dialogue.
-        beyond: allow lengths for which the model is not meant, to see how it fails.
-
-    Raises:
-        InvalidParameterError: nothing to measure, a length that a task cannot fill or that the model is not meant for,
-            a task whose source is missing, or no chat template.
-        UnknownNameError: an unknown task.
-    """
-    drawers = make_drawers(
-        tokenizer, lengths=lengths, tasks=tasks, samples=samples, seed=seed, sources=sources, chat=chat
-    )
-    check_reach(model, max(drawer.task.setting.length for drawer in drawers), beyond=beyond)
-    asked = [(drawer, drawer.sample(index)) for drawer in drawers for index in range(samples)]
-    return RulerResult(tuple(ask(model, tokenizer, drawer.task, sample, chat=chat) for drawer, sample in asked))
+# What one step of generation costs, in tokens of a long pass: it reads all weights for a single token.
+STEP = 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +65,19 @@ def make_drawers(
 ) -> list[Drawer]:
     """Every task at every length, having drawn the first prompt of each, so that what cannot be drawn is said early.
 
-    Args as in ``run``; so are the errors.
+    Args:
+        tokenizer: of the model that will be asked.
+        lengths: tokens of prompt and reply together.
+        tasks: names; None for all that ``sources`` allow.
+        samples: prompts per task and length, at least 1.
+        seed: of the prompts; the same seed gives the same prompts to every model with this tokenizer.
+        sources: the text to hide things in, and the data sets of the two question answering tasks.
+        chat: put each prompt into the tokenizer's chat template, as is right for a model tuned for dialogue.
+
+    Raises:
+        InvalidParameterError: nothing to measure, a length that a task cannot fill, a task whose source is missing, or
+            no chat template.
+        UnknownNameError: an unknown task.
     """
     lengths = sorted(set(lengths))
     chosen = choose(tasks, sources)
@@ -183,3 +166,116 @@ def _ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
     """As the model reads it. A chat template writes its own special tokens."""
     prefix = [] if chat else special_prefix(tokenizer)
     return [*prefix, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RulerPrompt(Prompt):
+    """One prompt of one task at one length, drawn when it is asked.
+
+    Args:
+        drawer: of the task.
+        index: which of the task's prompts.
+        tokenizer: of the model.
+        chat: see ``make_drawers``.
+        turning_point: of the model's cost, see ``pass_cost``.
+    """
+
+    drawer: Drawer
+    index: int
+    tokenizer: Any
+    chat: bool
+    turning_point: int
+
+    def cost(self, tokens: int) -> float:
+        """Of a pass over the prompt and a reply of full length."""
+        return pass_cost(tokens, self.turning_point) + STEP * self.drawer.task.tokens_to_generate
+
+    def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
+        """A ``RulerTrial``, as JSON values."""
+        first = pass_cost(window or self.length, self.turning_point)
+        told = 0.0
+
+        def tick(stage: str, done: float) -> None:  # the first pass reads the prompt, the others write a token each
+            nonlocal told
+            share = done if told < 0.999 * first else done / first * STEP
+            told += share
+            progress(stage, share)
+
+        with ticking(model, name, first, tick):
+            sample = self.drawer.sample(self.index)
+            trial = ask(model, self.tokenizer, self.drawer.task, sample, chat=self.chat, window=window)
+        progress(name, self.cost(window or self.length) - told)  # replies end early
+        return asdict(trial)
+
+
+def ruler_prompts(
+    checkpoint: Checkpoint,
+    *,
+    lengths: Sequence[int],
+    tasks: Sequence[str] | None = None,
+    samples: int = SAMPLES,
+    seed: int = SEED,
+    sources: Sources,
+    chat: bool = False,
+) -> list[RulerPrompt]:
+    """Prompts of every task at every length; arguments and errors as for ``make_drawers``."""
+    tokenizer = checkpoint.tokenizer
+    drawers = make_drawers(
+        tokenizer, lengths=lengths, tasks=tasks, samples=samples, seed=seed, sources=sources, chat=chat
+    )
+    depends = [seed, chat, tokenizer_digest(tokenizer), _digest(tokenizer.chat_template.encode()) if chat else None]
+    point = turning_point(checkpoint.model)
+    return [
+        RulerPrompt(
+            name=f"{drawer.task.name}, {drawer.task.setting.length:,} tokens",
+            length=drawer.task.setting.length,
+            identity=[drawer.task.name, index, *depends, _source(drawer, sources)],
+            drawer=drawer,
+            index=index,
+            tokenizer=tokenizer,
+            chat=chat,
+            turning_point=point,
+        )
+        for drawer in drawers
+        for index in range(samples)
+    ]
+
+
+def ruler_report(
+    survey: Survey[PromptJob], provenance: Provenance, *, sources: Sources, chat: bool, left_out: dict[str, str]
+) -> RulerReport:
+    """What a finished survey of RULER found."""
+    readings = [
+        RulerResult(tuple(map(RulerTrial.from_dict, trials)), reader.reading.name, reader.reading.label)
+        for reader, trials in survey.trials()
+    ]
+    used = any(_is_of_prose(TASKS[task], sources) for task in readings[0].tasks)
+    return RulerReport(
+        readings=tuple(readings),
+        chat=chat,
+        essay=sources.essay.name if sources.essay and used else None,
+        trained_length=survey.readers[0].readings.trained_length,
+        left_out=left_out,
+        provenance=survey.with_extensions(provenance),
+    )
+
+
+def _is_of_prose(task: type[Task] | Task, sources: Sources) -> bool:
+    return task.why_not(replace(sources, essay=None)) is not None
+
+
+def _source(drawer: Drawer, sources: Sources) -> str | None:
+    """Digest of the text or data set that a task is made from; None where it needs none."""
+    if sources.essay is not None and _is_of_prose(drawer.task, sources):
+        return _digest(sources.essay.text.encode())
+    file: Path | None = getattr(sources, getattr(drawer.task, "option", ""), None)
+    return None if file is None else _file_digest(file)
+
+
+@functools.cache
+def _file_digest(path: Path) -> str:
+    return _digest(path.read_bytes())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
