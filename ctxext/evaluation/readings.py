@@ -160,19 +160,26 @@ class Readings:
         checkpoint: not patched in this process (``ctxext.load`` may have restored an extension).
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
+        windows: of the truncations, in tokens; None for ``windows_of`` the trained length.
 
     Raises:
         InvalidParameterError: nothing says for how many tokens the checkpoint was trained.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, trained_length: int | None = None, sliding_window: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        *,
+        trained_length: int | None = None,
+        sliding_window: str | None = None,
+        windows: Sequence[int] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.model = checkpoint.model
         self.extended = already_extended(base_model(self.model).config)
         self.sliding_window = sliding_window
         self.trained_length = known_trained_length(self.model, trained_length)
+        self.windows = windows_of(self.trained_length) if windows is None else tuple(windows)
         self._given = self.trained_length if self.extended else trained_length
 
     @cached_property
@@ -233,7 +240,7 @@ class Readings:
             fingerprint=found.fingerprint,
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
-        names = [*map(window_name, windows_of(self.trained_length)), TRUNCATED]
+        names = [*map(window_name, self.windows), TRUNCATED]
         return plain, *(Reading(name=name, label=label_of(name)) for name in names)
 
     @contextlib.contextmanager
