@@ -28,16 +28,16 @@ from ctxext.evaluation.readings import Reader
 __all__ = [
     "Answer",
     "Job",
+    "ProcessGroup",
     "Prompt",
     "PromptJob",
     "Survey",
-    "ProcessGroup",
     "Trial",
     "check_finite",
     "explain_out_of_memory",
     "jobs_of",
-    "my_share",
     "launched_processes",
+    "my_share",
 ]
 
 Item = TypeVar("Item")
