@@ -49,6 +49,7 @@ __all__ = [
     "ignores_factor",
     "known_trained_length",
     "label_for",
+    "lengths_of",
     "name_for",
     "patched",
 ]
@@ -457,6 +458,11 @@ def find_readers(
         if asked:
             readers.append(Reader(reading, own if reading in candidates else original, asked))
     return tuple(readers)
+
+
+def lengths_of(readers: Sequence[Reader]) -> list[int]:
+    """All lengths at which anybody is asked, in tokens, increasing."""
+    return sorted({length for reader in readers for length in reader.lengths})
 
 
 def _original(own: Readings, reference: Checkpoint) -> Readings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from ctxext.cli.options import SlidingWindowChoice
-from ctxext.cli.outputs import check_outputs
+from ctxext.cli.outputs import check_outputs, write_outputs
 from ctxext.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -36,30 +35,50 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A loaded checkpoint and who reads with it.
+    """What a command has loaded, and where its result goes.
 
     Args:
         checkpoint: to measure.
-        readers: the references first.
+        reference: the original of a checkpoint that comes extended; None where none was named.
         group: the processes that share the work.
         console: quiet in all processes but the main one.
-        trials: the file that keeps finished trials; None where no output was named.
+        output: files to write.
+        as_json: whether to print JSON.
+        as_csv: whether to print CSV.
     """
 
     checkpoint: Checkpoint
-    readers: tuple[Reader, ...]
+    reference: Checkpoint | None
     group: ProcessGroup
     console: Console
-    trials: Path | None
+    output: Sequence[Path]
+    as_json: bool
+    as_csv: bool
 
     @property
-    def lengths(self) -> list[int]:
-        """All at which anybody is asked, in tokens, increasing."""
-        return sorted({length for reader in self.readers for length in reader.lengths})
+    def trials(self) -> Path | None:
+        """The file that keeps finished trials; None where no output was named."""
+        return self.output[0].with_name(f"{self.output[0].stem}.trials.jsonl") if self.output else None
+
+    def finish(self, result: Any, show: Callable[[Any, Console], None], draw: Callable[[Any, Path], None]) -> None:
+        """Print and write a result, in the main process."""
+        if not self.group.is_main:
+            return
+        if not (self.as_json or self.as_csv):
+            show(result, self.console)
+        write_outputs(
+            result.to_dict(),
+            result.rows(),
+            draw=lambda path: draw(result, path),
+            output=self.output,
+            as_json=self.as_json,
+            as_csv=self.as_csv,
+        )
 
 
 def open_session(
     checkpoint: str | None,
+    reference: str | None,
     *,
     output: Sequence[Path] | None,
     as_json: bool,
@@ -67,40 +86,37 @@ def open_session(
     dtype: str,
     device: str | None,
     trust: bool,
-    reference: str | None,
-    sliding_window: SlidingWindowChoice | None,
-    **readers: Any,
+    through_files: bool = False,
 ) -> Session:
-    """Load what the options name; ``readers`` goes to ``find_readers``.
+    """Load what the options of these names say; ``through_files`` where processes exchange what they find by files.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
     """
     from ctxext.evaluation.checkpoint import load_checkpoint
-    from ctxext.evaluation.readings import find_readers
     from ctxext.evaluation.survey import launched_processes
 
     check_outputs(output, as_json, as_csv)
     group = launched_processes()
-    if group.processes > 1 and not output:
+    if through_files and group.processes > 1 and not output:
         raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
     console = Console(stderr=as_json or as_csv, quiet=not group.is_main, highlight=False)
     how: dict[str, Any] = {"dtype": dtype, "device": device or group.device, "trust_remote_code": trust}
     with console.status("Loading the checkpoint ..."):
         loaded = load_checkpoint(checkpoint, **how)
         original = None if reference is None else load_checkpoint(reference, **how)
-    window = sliding_window.value if sliding_window else None
-    found = find_readers(loaded, reference=original, sliding_window=window, **readers)
-    trials = output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None
-    return Session(loaded, found, group, console, trials)
+    return Session(loaded, original, group, console, output or (), as_json, as_csv)
 
 
-def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:
+def run_survey(
+    session: Session, made_by: str, readers: Sequence[Reader], prompts: Sequence[Prompt], *, where: str
+) -> Survey[PromptJob]:
     """Ask everything that is not yet answered, with a bar and the time left.
 
     Args:
         session: from ``open_session``.
         made_by: the command.
+        readers: from ``find_readers``.
         prompts: what is asked.
         where: in what things are hidden, to show.
 
@@ -110,20 +126,21 @@ def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, whe
     """
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.labels import tokens_label
+    from ctxext.evaluation.readings import lengths_of
     from ctxext.evaluation.report.sentences import all_of
     from ctxext.evaluation.survey import Survey, jobs_of
     from ctxext.progress import StageBar
 
-    console, checkpoint, trained = session.console, session.checkpoint, session.readers[0].readings.trained_length
+    console, checkpoint, trained = session.console, session.checkpoint, readers[0].readings.trained_length
     journal = Journal(session.trials, session.group.process)
-    survey = Survey(made_by, checkpoint, jobs_of(session.readers, prompts), journal=journal, group=session.group)
+    survey = Survey(made_by, checkpoint, jobs_of(readers, prompts), journal=journal, group=session.group)
     mine = survey.begin()
     console.print(
         f"[bold]{checkpoint.name}[/], trained to {tokens_label(trained)} tokens, in {checkpoint.dtype_note}, is asked "
-        f"at {all_of([tokens_label(length) for length in session.lengths])} tokens, {where}."
+        f"at {all_of([tokens_label(length) for length in lengths_of(readers)])} tokens, {where}."
     )
     console.print(
-        f"Readings: {all_of([one.reading.label for one in session.readers])}; {amount_of_work(survey, mine)}. "
+        f"Readings: {all_of([one.reading.label for one in readers])}; {amount_of_work(survey, mine)}. "
         + (f"Each is kept in {session.trials}." if session.trials else "--output FILE would keep each finished trial.")
     )
     with told_on_interrupt(console, survey), StageBar(Console(stderr=True, quiet=console.quiet), cost_of(mine)) as bar:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ctxext.cli.eval.common import open_session
 from ctxext.cli.options import (
     Bos,
     Column,
@@ -28,7 +29,6 @@ from ctxext.cli.options import (
     Trust,
     read_corpus,
 )
-from ctxext.cli.outputs import check_outputs, write_outputs
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -100,19 +100,28 @@ def longppl(
     from ctxext.evaluation.report.longppl import save_figure, show
     from ctxext.progress import StageBar
 
-    check_outputs(output, as_json, as_csv)
     if keys is not None and not keys.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {keys.parent}", param_hint="--keys")
-    console = Console(stderr=as_json or as_csv, highlight=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
-    with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, **how)
-        original = None if reference is None else load_checkpoint(reference, **how)
+    session = open_session(
+        checkpoint,
+        reference,
+        output=output,
+        as_json=as_json,
+        as_csv=as_csv,
+        dtype=dtype,
+        device=device,
+        trust=trust,
+    )
+    loaded, original, console = session.checkpoint, session.reference, session.console
     lengths, factors = _asked(loaded, method or [], factor or [], length or [], trained_length)
     methods = chosen_methods(loaded.model, method, factors) if method else ()
     texts: dict[str, Any] = {"split": split, "column": column, "documents": documents, "skip": skip, "bos": bos}
     corpus = read_corpus(loaded, text, tokens=max(lengths) + 1, **texts)
-    finder = original or loaded if evaluator is None else load_checkpoint(evaluator, **how)
+    finder = (
+        original or loaded
+        if evaluator is None
+        else load_checkpoint(evaluator, dtype=dtype, device=device, trust_remote_code=trust)
+    )
     search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
     found = _key_tokens(console, finder, corpus, keys, {k: v for k, v in search.items() if v is not None})
     total = evaluation.total_cost(loaded, corpus, found, lengths=lengths, methods=max(1, len(methods)))
@@ -127,16 +136,7 @@ def longppl(
             trained_length=trained_length,
             progress=bar,
         )
-    if not (as_json or as_csv):
-        show(result, console)
-    write_outputs(
-        result.to_dict(),
-        result.rows(),
-        draw=lambda path: save_figure(result, path),
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-    )
+    session.finish(result, show, save_figure)
 
 
 def _asked(

@@ -27,7 +27,6 @@ from ctxext.cli.options import (
     Trust,
     Unpatched,
 )
-from ctxext.cli.outputs import write_outputs
 
 __all__ = ["passkey"]
 
@@ -76,19 +75,25 @@ def passkey(
     from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.haystack import noise, of_text
     from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
+    from ctxext.evaluation.readings import find_readers, lengths_of
     from ctxext.evaluation.report.retrieval import save_passkey_figure, show_passkeys
 
     document = first_document(text, split, column)
     session = open_session(
         checkpoint,
+        reference,
         output=output,
         as_json=as_json,
         as_csv=as_csv,
         dtype=dtype,
         device=device,
         trust=trust,
-        reference=reference,
-        sliding_window=sliding_window,
+        through_files=True,
+    )
+    readers = find_readers(
+        session.checkpoint,
+        reference=session.reference,
+        sliding_window=sliding_window.value if sliding_window else None,
         methods=method or (),
         factors=factor or (),
         lengths=length or (),
@@ -100,24 +105,13 @@ def passkey(
     haystack = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
     prompts = make_prompts(
         tokenizer,
-        session.lengths,
+        lengths_of(readers),
         depth or DEPTHS,
         trials=trials,
         seed=seed,
         haystack=haystack,
         turning_point=turning_point(session.checkpoint.model),
     )
-    survey = run_survey(session, "ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
-    if not session.group.is_main:
-        return
+    survey = run_survey(session, "ctxext eval passkey", readers, prompts, where=f"keys in {haystack.name}")
     report = passkey_report(survey, haystack, provenance_with(session.checkpoint, document, seed))
-    if not (as_json or as_csv):
-        show_passkeys(report, session.console)
-    write_outputs(
-        report.to_dict(),
-        report.rows(),
-        draw=lambda path: save_passkey_figure(report, path),
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-    )
+    session.finish(report, show_passkeys, save_passkey_figure)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ctxext.cli.eval.common import open_session
 from ctxext.cli.options import (
     Bos,
     Column,
@@ -33,7 +34,6 @@ from ctxext.cli.options import (
     method_names,
     read_corpus,
 )
-from ctxext.cli.outputs import check_outputs, write_outputs
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -95,21 +95,23 @@ def perplexity(
 
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """
-    from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.forward import parse_bytes
     from ctxext.evaluation.perplexity import make_plan, run, total_cost
     from ctxext.evaluation.report.perplexity import announce, save_figure, show
-    from ctxext.evaluation.survey import launched_processes
     from ctxext.progress import StageBar
 
-    check_outputs(output, as_json, as_csv)
     budget = None if memory is None else parse_bytes(memory)
-    group = launched_processes()
-    console = Console(stderr=as_json or as_csv, quiet=not group.is_main, highlight=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device or group.device, "trust_remote_code": trust}
-    with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, **how)
-        original = None if reference is None else load_checkpoint(reference, **how)
+    session = open_session(
+        checkpoint,
+        reference,
+        output=output,
+        as_json=as_json,
+        as_csv=as_csv,
+        dtype=dtype,
+        device=device,
+        trust=trust,
+    )
+    loaded, group, console = session.checkpoint, session.group, session.console
     plan = make_plan(
         loaded.model,
         mode=mode,
@@ -126,19 +128,8 @@ def perplexity(
     announce(console, loaded, corpus, plan)
     cost = total_cost(loaded, corpus, plan) / group.processes
     with StageBar(Console(stderr=True, quiet=not group.is_main), cost) as bar:
-        result = run(loaded, corpus, plan, reference=original, spread=group.spread, progress=bar)
-    if not group.is_main:
-        return
-    if not (as_json or as_csv):
-        show(result, console)
-    write_outputs(
-        result.to_dict(),
-        result.rows(),
-        draw=lambda path: save_figure(result, path),
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-    )
+        result = run(loaded, corpus, plan, reference=session.reference, spread=group.spread, progress=bar)
+    session.finish(result, show, save_figure)
 
 
 def _corpus(

@@ -28,7 +28,6 @@ from ctxext.cli.options import (
     Trust,
     Unpatched,
 )
-from ctxext.cli.outputs import write_outputs
 
 __all__ = ["ruler"]
 
@@ -81,6 +80,7 @@ def ruler(
 
     [bold]Example[/]: ctxext eval ruler Llama-3-8B --text book.txt --method yarn --factor 4 -o ruler.json -o ruler.png
     """
+    from ctxext.evaluation.readings import find_readers, lengths_of
     from ctxext.evaluation.report.retrieval import save_ruler_figure, show_ruler
     from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
 
@@ -88,14 +88,19 @@ def ruler(
     sources = Sources(document, squad, hotpotqa)
     session = open_session(
         checkpoint,
+        reference,
         output=output,
         as_json=as_json,
         as_csv=as_csv,
         dtype=dtype,
         device=device,
         trust=trust,
-        reference=reference,
-        sliding_window=sliding_window,
+        through_files=True,
+    )
+    readers = find_readers(
+        session.checkpoint,
+        reference=session.reference,
+        sliding_window=sliding_window.value if sliding_window else None,
         methods=method or (),
         factors=factor or (),
         lengths=length or (),
@@ -106,7 +111,7 @@ def ruler(
     with session.console.status("Drawing prompts ..."):
         prompts = ruler_prompts(
             session.checkpoint,
-            lengths=session.lengths,
+            lengths=lengths_of(readers),
             tasks=task,
             samples=samples,
             seed=seed,
@@ -115,18 +120,7 @@ def ruler(
         )
     left_out = {} if task else {name: why for name, one in TASKS.items() if (why := one.why_not(sources))}
     where = f"{len(TASKS) - len(left_out) if task is None else len(task)} tasks"
-    survey = run_survey(session, "ctxext eval ruler", prompts, where=where)
-    if not session.group.is_main:
-        return
+    survey = run_survey(session, "ctxext eval ruler", readers, prompts, where=where)
     provenance = provenance_with(session.checkpoint, document, seed)
     report = ruler_report(survey, provenance, sources=sources, chat=chat, left_out=left_out)
-    if not (as_json or as_csv):
-        show_ruler(report, session.console)
-    write_outputs(
-        report.to_dict(),
-        report.rows(),
-        draw=lambda path: save_ruler_figure(report, path),
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-    )
+    session.finish(report, show_ruler, save_ruler_figure)
