@@ -128,7 +128,7 @@ def known_trained_length(model: nn.Module, given: int | None = None) -> int:
         InvalidParameterError: nothing says so.
     """
     base = base_model(model)
-    known = given or trained_length_of(base, already_extended(base.config))
+    known = given or trained_length_of(base)
     if known is None:
         raise InvalidParameterError(
             "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
