@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from typer.testing import CliRunner, Result
 
 from ctxext.cli.app import app
 from ctxext.cli.demo import DemoResult, cost_of, demo_result, markdown, sentences
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, prepare, summarise
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument, tokenise
@@ -50,6 +50,12 @@ def checkpoint(model: LlamaForCausalLM, files: Path) -> Path:
 
 def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+
+
+def refusal(found: Result) -> str:
+    """What a mistake of the user is answered by, on one line."""
+    assert (found.exit_code, type(found.exception)) == (1, SystemExit), found.output
+    return " ".join(found.output.split())
 
 
 def measured(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, passage: TokenisedDocument) -> DemoResult:
@@ -90,9 +96,7 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     # A second run may replace what a demo wrote, nothing else.
     assert call(*arguments, "--method", "pi", "--no-passkey").exception is None
     (output / "result.json").write_text("{}", encoding="utf-8")
-    refused = call(*arguments)
-    assert isinstance(refused.exception, InvalidParameterError)
-    assert "not an earlier demo's" in str(refused.exception)
+    assert "not an earlier demo's" in refusal(call(*arguments))
 
 
 def test_the_numbers_are_those_of_the_evaluations(
@@ -146,7 +150,11 @@ def test_what_it_says_follows_what_it_measured(
     def told(unpatched: torch.Tensor, method: torch.Tensor) -> str:
         series = [
             summarise(name, losses, unpatched=unpatched, truncated=best, trained_length=TRAINED)
-            for name, losses in (("unpatched", unpatched), ("truncated", flat), ("pi", method))
+            for name, losses in (
+                ("unpatched", unpatched),
+                *((name, flat) for name in (*TRUNCATIONS, "truncated")),
+                ("pi", method),
+            )
         ]
         return " ".join(sentences(type(found)(**{**vars(found), "series": tuple(series)})))
 
@@ -163,34 +171,30 @@ def test_what_it_says_follows_what_it_measured(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        (["--text", "{files}/none.txt"], InvalidParameterError, "none.txt.*No such file"),
-        (["--text", "{files}/binary.txt"], InvalidParameterError, "not UTF-8"),
-        (["--text", "{files}/short.txt"], InvalidParameterError, r"has 700 tokens; this length needs 1,024"),
-        (["--model", "{files}/nowhere.gguf"], CheckpointError, "No checkpoint at"),
-        (["--model", "{files}"], CheckpointError, "has no config.json"),
-        (["--length", "2000"], InvalidParameterError, "at most 1,024.*found 2,000.*--factor"),
-        (["--length", "512"], InvalidParameterError, "above the trained length of 512"),
-        (["--length", "514"], InvalidParameterError, "too little beyond"),
-        (["--factor", "0.5"], InvalidParameterError, "factor must be"),
-        (["--method", "yran"], UnknownNameError, "Did you mean 'yarn'"),
-        (["--method", "pi", "--method", "pi"], InvalidParameterError, "each method once"),
-        (["--output", "{files}/long.txt"], InvalidParameterError, "Cannot make the folder"),
+        (["--text", "{files}/none.txt"], "none.txt.*No such file"),
+        (["--text", "{files}/binary.txt"], "not UTF-8"),
+        (["--text", "{files}/short.txt"], r"1,025 tokens asked for; the longest has 701"),
+        (["--model", "{files}/nowhere.gguf"], "No checkpoint at"),
+        (["--model", "{files}"], "has no config.json"),
+        (["--length", "2000"], "at most 1,024.*found 2,000.*--factor"),
+        (["--length", "512"], "above the trained length of 512"),
+        (["--length", "514"], "too little beyond"),
+        (["--factor", "0.5"], "factor must be"),
+        (["--method", "yran"], "Did you mean 'yarn'"),
+        (["--method", "pi", "--method", "pi"], "each method once"),
+        (["--output", "{files}/long.txt"], "Cannot make the folder"),
     ],
 )
-def test_bad_input(
-    checkpoint: Path, files: Path, tmp_path: Path, arguments: list[str], error: type[Exception], message: str
-) -> None:
+def test_bad_input(checkpoint: Path, files: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     given = {"--model": str(checkpoint), "--text": str(files / "long.txt"), "--output": str(tmp_path / "out")}
     rest = [argument.format(files=files) for argument in arguments]
     for name in list(given):
         if name in rest:
             del given[name]
     found = call(*(part for pair in given.items() for part in pair), *rest)
-    assert isinstance(found.exception, error), found.output
-    with pytest.raises(error, match=message):
-        raise found.exception
+    assert re.search(message, refusal(found)), found.output
 
 
 def test_labels_and_edges() -> None:
