@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -143,3 +145,21 @@ def test_layouts_of_packed_documents(around: Callable[[], Any]) -> None:
     assert [x.tolist() if isinstance(x, Tensor) else x for x in indices] == [
         x.tolist() if isinstance(x, Tensor) else x for x in token_indices(usual)
     ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        *itertools.product(["llama", "deepseek_v3", "gpt_neox"], ["yarn", "dynamic_ntk"]),
+        *itertools.product(["llama", "gpt_neox"], ["alibi"]),
+    ],
+)
+def test_a_model_patched_without_memory_rotates_once_it_has_some(model_type: str, method: str) -> None:
+    """Frequencies are in no checkpoint: after ``to_empty`` nothing else would fill them, and nothing would say so."""
+    extension = {"method": method, "factor": 4.0, "trained_length": TRAINED_LENGTH}
+    filled = ctxext.patch(tiny(model_type), **extension)
+    with torch.device("meta"):
+        empty = type(filled)(tiny(model_type).config)
+    ctxext.patch(empty, **extension).to_empty(device="cpu").load_state_dict(filled.state_dict())
+    long = tokens(2 * TRAINED_LENGTH)
+    assert torch.equal(logits(filled, long), logits(empty.eval(), long))

@@ -261,10 +261,31 @@ class NeverCompiles:
         return False
 
 
+@dataclass
+class RefuseContinuousBatching:
+    """Stands in for ``model.init_continuous_batching``, which ``generate_batch`` calls too.
+
+    Continuous batching puts requests of several lengths into one row, end to end, as one call; where their positions
+    happen to rise, such a row is one document to whoever looks at positions, and a short request would get the
+    frequencies of a long one.
+    """
+
+    method: str
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Arguments of transformers' own method."""
+        raise IncompatibleError(
+            f"Positions of {self.method!r} follow the length of each text, and continuous batching puts several texts "
+            f"into one row. Call generate() with a padded batch, or extend by a method of fixed positions, like yarn."
+        )
+
+
 def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length: int, edits: Edits) -> None:
     """Let ``model.generate`` follow a dynamic method."""
     if hasattr(model, "_valid_auto_compile_criteria"):
         edits.set(model, "_valid_auto_compile_criteria", NeverCompiles())
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, method, trained_length))
+    if hasattr(model, "init_continuous_batching"):
+        edits.set(model, "init_continuous_batching", RefuseContinuousBatching(method.name))
     if hasattr(model, "_get_candidate_generator"):
         edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, method, trained_length))

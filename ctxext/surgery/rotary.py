@@ -19,7 +19,7 @@ from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 from ctxext.surgery.probe import Layers, look, reader_of
-from ctxext.surgery.rebuild import Rebuild, rotaries
+from ctxext.surgery.rebuild import Rebuild, restoring, rotaries
 from ctxext.surgery.windows import is_windowed, mixes_windows
 
 __all__ = [
@@ -329,13 +329,16 @@ def _worst_error(cos: Tensor, sin: Tensor, angle: Tensor, scale: float) -> float
 class PinnedApply:
     """Stands in for ``module._apply``: moves tensors between devices but never rounds them.
 
-    ``model.bfloat16()`` would otherwise round ``inv_freq``: 0.7 rad of phase error at position 4096.
+    ``model.bfloat16()`` would otherwise round ``inv_freq``: 0.7 rad of phase error at position 4096. Frequencies are in
+    no checkpoint, so a model that was built without memory has none either once ``to_empty`` has given it some, and
+    nothing would say so: they are computed then.
     """
 
     module: nn.Module
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Apply ``fn`` and undo a change of floating dtype."""
+        """Apply ``fn``, undo a change of floating dtype, and fill what had no memory before."""
+        without_memory = [name for name, buffer in self.module.named_buffers(recurse=False) if buffer.is_meta]
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -344,4 +347,10 @@ class PinnedApply:
             return moved
 
         type(self.module)._apply(self.module, keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        empty = [name for name in without_memory if not self.module.get_buffer(name).is_meta]
+        if empty:
+            with restoring(), torch.device("cpu"), torch.no_grad():
+                computed = type(self.module)(self.module.config)
+                for name in empty:
+                    self.module.get_buffer(name).copy_(computed.get_buffer(name))
         return self.module
