@@ -16,14 +16,9 @@ from typer.core import TyperCommand, TyperGroup
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 
 if TYPE_CHECKING:
-    from ctxext.spec import RopeSpec
-from typing import TYPE_CHECKING
-
-from ctxext.methods.base import parameter_of
-
-if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.corpus import Corpus
+    from ctxext.spec import RopeSpec
 
 
 @contextlib.contextmanager
@@ -119,8 +114,8 @@ class ScalingChoice(StrEnum):
 
 def method_names(incomplete: str) -> list[str]:
     """For shells: every method is a file of its name, so that none needs to be imported."""
-    files = Path(__file__).with_name("methods").glob("[!_]*.py")
-    return sorted(file.stem for file in files if file.stem != "base" and file.stem.startswith(incomplete))
+    stems = {file.stem for file in (Path(__file__).parents[1] / "methods").glob("[!_]*.py")} - {"base", "formulas"}
+    return sorted(stem for stem in stems if stem.startswith(incomplete))
 
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
@@ -203,6 +198,8 @@ def arguments(
     Raises:
         InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
     """
+    from ctxext.methods.base import parameter_of
+
     own: dict[str, Any] = {
         "factor": factor,
         "target_length": target_length,

@@ -119,7 +119,7 @@ def plan(
 
 def _show_stored(stored: str, dtype: str) -> None:
     """Say how weights that come quantised were counted."""
-    from ctxext.training.plan import EXPERTS
+    from ctxext.planning.plan import EXPERTS
 
     said = f"Its weights are stored as {stored}, and counted in {dtype}, as if unpacked: in use they may take less."
     if stored in EXPERTS:
