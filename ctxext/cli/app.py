@@ -32,7 +32,7 @@ from ctxext.cli.options import (
     rope_of,
 )
 from ctxext.cli.plan import plan
-from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.errors import CheckpointError, InvalidParameterError, require_package
 from ctxext.files import whole_file
 from ctxext.progress import DelayedBar
 
@@ -256,10 +256,7 @@ def frequencies(
 
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CheckpointError("Plots need matplotlib: pip install 'ctxext\\[eval]'.")
+    require_package("matplotlib", "eval", "Plots need", CheckpointError)
     from ctxext.cli.spectrum import plot_spectrum, shown_by_default
     from ctxext.patching import method as build
 

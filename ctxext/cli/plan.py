@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ctxext.cli.options import Checkpoint, Json, Trust
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
 
 if TYPE_CHECKING:
     from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
@@ -74,6 +73,7 @@ def plan(
     """
     if memory is None and length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
+    require_package("peft", "train", "Training is planned with", CheckpointError)
 
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.source import checked_path, read_config, read_json
@@ -81,8 +81,6 @@ def plan(
     from ctxext.planning.plan import plan_serving, plan_training, reach_of, stored_as
     from ctxext.training.memory import Memory
 
-    if importlib.util.find_spec("peft") is None:
-        raise CheckpointError("Training is planned with PEFT: pip install 'ctxext[train]'.")
     budget = None if memory is None else parse_bytes(memory)
     way = Memory(
         loss_chunk=loss_chunk or None,
