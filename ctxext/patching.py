@@ -33,6 +33,7 @@ from ctxext.saved import (
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.generation import recompute_in_generate
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.rebuild import own_defaults
@@ -147,6 +148,8 @@ def patch(
         )
         give_own_config(base, edits)
         extension = architecture.apply(base, chosen, request, edits)
+        if chosen.dynamic:
+            recompute_in_generate(base, chosen, extension.trained_length, edits)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         write_old_form(base.config, edits)

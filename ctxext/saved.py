@@ -129,7 +129,9 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
     """
     rest = {name: value for name, value in _complete(saved).items() if name not in (*NOT_IDENTITY, "method")}
     kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
-    return saved_method(saved).to_dict() | rest | kept
+    # A method of the user's own, passed as an object, cannot be rebuilt from its name: it is compared as it was saved.
+    chosen = saved_method(saved).to_dict() if saved["method"]["method"] in METHODS else saved["method"]
+    return chosen | rest | kept
 
 
 def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str:

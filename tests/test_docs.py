@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from _models import tiny
 from packaging.requirements import Requirement
 from typer.main import get_command
 
@@ -26,10 +27,11 @@ import ctxext
 from ctxext.cli.app import app
 from ctxext.cli.demo import demo
 from ctxext.methods import METHODS
+from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # they are not part of the installed package
+sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "scripts")]  # they are not part of the installed package
 
 from scripts.update_readme import blocks, filled, pages  # noqa: E402
 
@@ -267,6 +269,16 @@ def test_python_names_what_exists(page: Path) -> None:
             check_python(code)
         elif code in METHODS or code.startswith(tuple(f"{section}." for section in SECTIONS)):
             assert code in METHODS or code.split(": ")[0] in SETTINGS, code
+
+
+def test_a_method_of_ones_own_works_as_it_is_shown() -> None:
+    shown = [code for code in fenced(ROOT / "docs" / "extending.md", "python") if "class MyMethod" in code]
+    model = tiny("llama")
+    exec(compile(shown[0], "extending.md", "exec", dont_inherit=True), {"model": model, "__name__": "mine"})
+    found = ctxext.describe(model)
+    assert (found.method, found.target_length, found.stock) == ({"method": "mine", "factor": 4.0}, 256, True)
+    ExtensionCallback(model)
+    ctxext.unpatch(model)
 
 
 SECTIONS = ("extension", "data", "lora", "memory", "training", "evaluation")

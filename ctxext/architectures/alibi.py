@@ -15,7 +15,6 @@ from ctxext.methods.formulas import trained_slopes
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import recompute_in_generate
 from ctxext.surgery.positions import ATTENTION, PositionedForward
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 
@@ -94,8 +93,6 @@ class AlibiArchitecture(Architecture):
                 edits.set(module, "forward", PositionedForward.around(module))
             elif isinstance(module, self.attention_class):
                 edits.set(module, "forward", self.forward_of(module, attend, method))
-        if method.dynamic:
-            recompute_in_generate(model, method, trained_length, edits)
         return Extension(
             trained_length=trained_length,
             target_length=target,

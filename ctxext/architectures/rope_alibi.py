@@ -18,7 +18,6 @@ from ctxext.surgery.alibi import (
     why_no_custom_attention,
 )
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import recompute_in_generate
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
 from ctxext.surgery.rope_types import UNROTATED_TYPE
@@ -45,16 +44,15 @@ def replace_rotation(
         IncompatibleError: if ctxext's attention cannot take the place of the model's own.
     """
     text = model.config.get_text_config(decoder=True)
-    reason = why_no_custom_attention(model, places, layers)
-    if reason:
-        raise IncompatibleError(_refusal(method, text, reason))
+    refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
+    if reason := why_no_custom_attention(model, places, layers):
+        raise IncompatibleError(f"{refusal}: {reason}.")
     if getattr(method, "bias", "exact") != "exact":
         raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
     place, target = places[0], method.target_length(trained_length)
     rebuild = _unrotated(model, method, place, target, window_fields(text, request, target))
-    reason = why_install_fails(rebuild, place)
-    if reason:
-        raise IncompatibleError(_refusal(method, text, reason))
+    if reason := why_install_fails(rebuild, place):
+        raise IncompatibleError(f"{refusal}: {reason}.")
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     rebuild.apply(edits)
     rotary = model.get_submodule(place.path)
@@ -62,8 +60,6 @@ def replace_rotation(
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     attend = AlibiAttend(method, alibi, request.attention or "auto")
     install_attention(model, place, attend, edits)
-    if method.dynamic:
-        recompute_in_generate(model, method, trained_length, edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
@@ -96,7 +92,3 @@ def _unrotated(
             f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept rope_type "
             f"{UNROTATED_TYPE!r} ({error})"
         ) from error
-
-
-def _refusal(method: BiasMethod, text: Any, reason: str) -> str:
-    return f"Method {method.name!r} cannot replace the rotation of this {text.model_type}: {reason}."

@@ -345,24 +345,11 @@ def _reading(
     own, losses, seconds = timed
     scores = _position_scores(plan, own, losses, truncations) if plan.mode == "position" else []
     for length, scored in losses.at.items():
-        # The tokens that the protocol scores, averaged as the protocol does it, for the baselines too.
-        weights = measured.at[length]
+        weights = measured.at[length]  # the tokens that the protocol scores, averaged as it does, for the baselines too
         beyond = truncations if length > plan.trained_length else {}
         cut = {window: _cut(one.at[length].losses, weights.losses) for window, one in beyond.items()}
-        best = best_window(cut) if cut else None
-        parts = cut[best] if own == TRUNCATED and best is not None else _cut(scored.losses, weights.losses)
-        versus = None if best is None or own == TRUNCATED else _difference(plan, length, parts, cut[best], len(cut))
-        scores.append(
-            PerplexityScore(
-                kind=LENGTH,
-                start=0,
-                stop=length,
-                tokens=sum(map(len, parts)),
-                loss=weights.average(parts),
-                versus_truncation=versus,
-                window=_window(own, best),
-            )
-        )
+        parts = _cut(scored.losses, weights.losses)
+        scores.append(_score(plan, own, LENGTH, (0, length), parts, cut, weights.average))
     return PerplexityReading(
         name=own,
         scores=tuple(scores),
@@ -378,43 +365,50 @@ def _cut(losses: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     return [part[: len(one)] for part, one in zip(losses, like, strict=True)]
 
 
-def _window(name: str, best: int | None) -> int | None:
-    """The window that a truncation sees beyond the trained length."""
-    return None if best is None else best if name == TRUNCATED else window_of(name)
-
-
 def _position_scores(
     plan: PerplexityPlan, name: str, losses: Losses, truncations: Truncations
 ) -> list[PerplexityScore]:
     """Mean losses between consecutive lengths; a dynamic method's come from the pass at the greater one."""
     scores = []
     for start, stop in itertools.pairwise((0, *plan.lengths)):
-        cut = {
-            window: [part[start:stop] for part in one.at[stop].losses]
-            for window, one in truncations.items()
-            if start >= plan.trained_length or name == TRUNCATED
-        }
-        best = best_window(cut) if cut else None
+        beyond = truncations if start >= plan.trained_length else {}
+        cut = {window: [part[start:stop] for part in one.at[stop].losses] for window, one in beyond.items()}
         parts = [part[start:stop] for part in losses.at[stop].losses]
-        difference = None
-        if name == TRUNCATED and best is not None:
-            parts = cut[best]
-        elif best is not None:
-            difference = document_difference(parts, cut[best], baselines=len(cut))
-        tokens = sum(map(len, parts))
-        mean = sum(part.double().sum().item() for part in parts) / tokens
-        scores.append(
-            PerplexityScore(
-                kind=POSITIONS,
-                start=start,
-                stop=stop,
-                tokens=tokens,
-                loss=mean,
-                versus_truncation=difference,
-                window=_window(name, best if start >= plan.trained_length else None),
-            )
-        )
+        scores.append(_score(plan, name, POSITIONS, (start, stop), parts, cut, _mean))
     return scores
+
+
+def _mean(parts: Sequence[Tensor]) -> float:
+    return sum(part.double().sum().item() for part in parts) / sum(map(len, parts))
+
+
+def _score(
+    plan: PerplexityPlan,
+    name: str,
+    kind: str,
+    span: tuple[int, int],
+    losses: list[Tensor],
+    truncations: Mapping[int, list[Tensor]],
+    average: Callable[[Sequence[Tensor]], float],
+) -> PerplexityScore:
+    """One number of a reading; the truncations' losses, of the same tokens, are none where nothing is truncated."""
+    versus, window = None, None
+    if truncations:
+        best = best_window(truncations)
+        window = best if name == TRUNCATED else window_of(name)
+        if name == TRUNCATED:
+            losses = truncations[best]
+        else:
+            versus = _difference(plan, span[1], losses, truncations[best], len(truncations))
+    return PerplexityScore(
+        kind=kind,
+        start=span[0],
+        stop=span[1],
+        tokens=sum(map(len, losses)),
+        loss=average(losses),
+        versus_truncation=versus,
+        window=window,
+    )
 
 
 def _difference(

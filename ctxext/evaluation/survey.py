@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,16 +28,16 @@ from ctxext.evaluation.readings import Reader
 __all__ = [
     "Answer",
     "Job",
+    "ProcessGroup",
     "Prompt",
     "PromptJob",
     "Survey",
-    "Team",
     "Trial",
     "check_finite",
     "explain_out_of_memory",
     "jobs_of",
+    "launched_processes",
     "my_share",
-    "team_of_launcher",
 ]
 
 Item = TypeVar("Item")
@@ -47,20 +47,20 @@ PATIENCE = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True, eq=False)
-class Team:
+class ProcessGroup:
     """What one process knows of the others.
 
     Args:
         process: its number, from 0; process 0 is the main one, which talks and writes the report.
         processes: how many there are.
         device: where this process computes; None leaves it to the loading of the checkpoint.
-        meet: returns when every process has called it.
+        barrier: returns when every process has called it.
     """
 
     process: int = 0
     processes: int = 1
     device: str | None = None
-    meet: Callable[[], None] = lambda: None
+    barrier: Callable[[], None] = lambda: None
 
     @property
     def is_main(self) -> bool:
@@ -78,21 +78,23 @@ class Team:
         return [found[number] for number in range(len(items))]
 
 
-def team_of_launcher() -> Team:
-    """The team that ``accelerate launch`` or ``torchrun`` started, each with a device of its own; else a team of one.
+def launched_processes() -> ProcessGroup:
+    """The group that ``accelerate launch`` or ``torchrun`` started, each with a device of its own; else a group of one.
 
     The processes only wait for each other, so they meet over gloo on any device: nothing spins on a GPU meanwhile.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return Team()
+        return ProcessGroup()
+    # Not accelerate's PartialState: on GPUs its processes wait over NCCL, which spins and gives up after minutes, and
+    # whoever evaluates need not have accelerate (it comes with ctxext[train]).
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=PATIENCE)
         atexit.register(distributed.destroy_process_group)
     found = torch.accelerator.current_accelerator()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = f"{found.type}:{local % torch.accelerator.device_count()}" if found else "cpu"
-    meet: Callable[[], None] = distributed.barrier
-    return Team(distributed.get_rank(), distributed.get_world_size(), device, meet)
+    barrier: Callable[[], None] = distributed.barrier
+    return ProcessGroup(distributed.get_rank(), distributed.get_world_size(), device, barrier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,7 @@ class Survey(Generic[Work]):
         jobs: all of them, reader by reader.
         corpus: on which texts; None where none was given.
         journal: where answers are kept; None keeps them in memory.
-        team: the processes that share the work.
+        group: the processes that share the work.
     """
 
     def __init__(
@@ -152,14 +154,14 @@ class Survey(Generic[Work]):
         *,
         corpus: Corpus | None = None,
         journal: Journal | None = None,
-        team: Team | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.made_by = made_by
         self.checkpoint = checkpoint
         self.corpus = corpus
         self.jobs = tuple(jobs)
         self.journal = journal or Journal(None)
-        self.team = team or Team()
+        self.group = group or ProcessGroup()
 
     @property
     def keys(self) -> set[str]:
@@ -182,14 +184,14 @@ class Survey(Generic[Work]):
         Raises:
             ResultsError: the journal is of another measurement, or cannot be written.
         """
-        if self.team.is_main:
+        if self.group.is_main:
             self.journal.claim(self._identity())
-        self.team.meet()
+        self.group.barrier()
         finished = self.journal.finished()
-        self.team.meet()  # nobody writes before everybody has read, so that all see the same jobs pending
+        self.group.barrier()  # nobody writes before everybody has read, so that all see the same jobs pending
         first = {job.key: job for job in reversed(self.jobs)}
         pending = [job for job in self.jobs if job.key not in finished and first[job.key] is job]
-        return my_share(pending, self.team.process, self.team.processes)
+        return my_share(pending, self.group.process, self.group.processes)
 
     def measure(self, jobs: Sequence[Work], *, progress: Progress = lambda *_: None) -> None:
         """Do jobs and keep each at once, then wait for the other processes. Models are at the end what they were.
@@ -213,7 +215,7 @@ class Survey(Generic[Work]):
                     seconds = round(time.perf_counter() - began, 3)
                     about = {"key": job.key, "reading": reader.reading.name}
                     self.journal.keep(about | answer.values | {"seconds": seconds}, answer.losses)
-        self.team.meet()
+        self.group.barrier()
 
     def trials(self) -> list[tuple[Reader, list[Trial]]]:
         """What every reader answered to prompts, in their order."""
@@ -232,7 +234,7 @@ class Survey(Generic[Work]):
             if one.window is None
         }
         trained = self.readers[0].readings.trained_length
-        return Provenance(**{**provenance.__dict__, "extensions": found, "trained_length": trained})
+        return replace(provenance, extensions=found, trained_length=trained)
 
     def _identity(self) -> dict[str, Any]:
         """Of what the journal is: another checkpoint or corpus needs another one."""

@@ -17,7 +17,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import note_fitted_lengths, recompute_in_generate, refuse_stale_cache
+from ctxext.surgery.generation import note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import PositionedForward, declared_length
 from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rope_types import ROPE_TYPE
@@ -187,7 +187,7 @@ def _joined(parts: list[Any], dim: int) -> Any:
 
 
 def follow_length(model: PreTrainedModel, form: StoredForm, edits: Edits) -> None:
-    """Edit the rotary modules of a model that became ``form.rebuild``, and its generation.
+    """Edit the rotary modules of a model that became ``form.rebuild``, and the decoders that call them.
 
     Raises:
         IncompatibleError: if some of them rotate other positions than those of the sequence.
@@ -211,7 +211,6 @@ def follow_length(model: PreTrainedModel, form: StoredForm, edits: Edits) -> Non
         edits.set(rotary, "rope_type", changed)
     for decoder in dict.fromkeys(owners.values()):
         edits.set(decoder, "forward", CountedForward.around(decoder))
-    recompute_in_generate(model, method, form.spec.trained_length, edits)
 
 
 def _owner(model: PreTrainedModel, path: str) -> nn.Module:

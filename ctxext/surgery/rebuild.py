@@ -25,7 +25,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 
-__all__ = ["REFUSALS", "Rebuild", "is_restoring", "own_defaults", "restoring", "rotaries", "without_weights"]
+__all__ = ["REFUSALS", "RESTORING", "Rebuild", "own_defaults", "restoring", "rotaries", "without_weights"]
 
 Scalar = int | float | str | bool | None
 
@@ -136,22 +136,17 @@ def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-_restoring: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
+RESTORING: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
 
 
 @contextlib.contextmanager
 def restoring() -> Iterator[None]:
     """While active, a model may be built whose dynamic method, or whose attention, is attached afterwards."""
-    token = _restoring.set(True)
+    token = RESTORING.set(True)
     try:
         yield
     finally:
-        _restoring.reset(token)
-
-
-def is_restoring() -> bool:
-    """Whether what a config alone cannot say is attached afterwards."""
-    return _restoring.get()
+        RESTORING.reset(token)
 
 
 @contextlib.contextmanager

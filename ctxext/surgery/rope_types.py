@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.spec import RopeSpec
-from ctxext.surgery.rebuild import is_restoring
+from ctxext.surgery.rebuild import RESTORING
 
 __all__ = ["GUARD", "GUARDED_FIELD", "ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters"]
 
@@ -61,7 +61,7 @@ def _initial_frequencies(
             f"have. Install the version named in its config.json under 'ctxext'."
         )
     method = method_class.from_dict(saved)
-    if method.dynamic and not is_restoring():
+    if method.dynamic and not RESTORING.get():
         raise CheckpointError(
             f"This checkpoint is extended by the dynamic method {method.name!r}, which needs more than its config "
             f"to be computed rightly. Load it with ctxext.load(path)."
@@ -77,7 +77,7 @@ def _no_rotation(
     config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
     """Rope init function of ``ctxext_unrotated``: cos is 1 and sin is 0 everywhere."""
-    if not is_restoring():
+    if not RESTORING.get():
         raise CheckpointError(
             "This checkpoint has no rotary positions any more: its attention needs ctxext. Load it with "
             "ctxext.load(path)."

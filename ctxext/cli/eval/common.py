@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ctxext.evaluation.corpus import Document
     from ctxext.evaluation.provenance import Provenance
     from ctxext.evaluation.readings import Reader
-    from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey, Team
+    from ctxext.evaluation.survey import Job, ProcessGroup, Prompt, PromptJob, Survey
 
 __all__ = [
     "Session",
@@ -41,14 +41,14 @@ class Session:
     Args:
         checkpoint: to measure.
         readers: the references first.
-        team: the processes that share the work.
+        group: the processes that share the work.
         console: quiet in all processes but the main one.
         trials: the file that keeps finished trials; None where no output was named.
     """
 
     checkpoint: Checkpoint
     readers: tuple[Reader, ...]
-    team: Team
+    group: ProcessGroup
     console: Console
     trials: Path | None
 
@@ -78,21 +78,21 @@ def open_session(
     """
     from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.readings import find_readers
-    from ctxext.evaluation.survey import team_of_launcher
+    from ctxext.evaluation.survey import launched_processes
 
     check_outputs(output, as_json, as_csv)
-    team = team_of_launcher()
-    if team.processes > 1 and not output:
+    group = launched_processes()
+    if group.processes > 1 and not output:
         raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
-    console = Console(stderr=as_json or as_csv, quiet=not team.is_main, highlight=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device or team.device, "trust_remote_code": trust}
+    console = Console(stderr=as_json or as_csv, quiet=not group.is_main, highlight=False)
+    how: dict[str, Any] = {"dtype": dtype, "device": device or group.device, "trust_remote_code": trust}
     with console.status("Loading the checkpoint ..."):
         loaded = load_checkpoint(checkpoint, **how)
         original = None if reference is None else load_checkpoint(reference, **how)
     window = sliding_window.value if sliding_window else None
     found = find_readers(loaded, reference=original, sliding_window=window, **readers)
     trials = output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None
-    return Session(loaded, found, team, console, trials)
+    return Session(loaded, found, group, console, trials)
 
 
 def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:
@@ -115,8 +115,8 @@ def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, whe
     from ctxext.progress import StageBar
 
     console, checkpoint, trained = session.console, session.checkpoint, session.readers[0].readings.trained_length
-    journal = Journal(session.trials, session.team.process)
-    survey = Survey(made_by, checkpoint, jobs_of(session.readers, prompts), journal=journal, team=session.team)
+    journal = Journal(session.trials, session.group.process)
+    survey = Survey(made_by, checkpoint, jobs_of(session.readers, prompts), journal=journal, group=session.group)
     mine = survey.begin()
     console.print(
         f"[bold]{checkpoint.name}[/], trained to {tokens_label(trained)} tokens, in {checkpoint.dtype_note}, is asked "
@@ -133,7 +133,7 @@ def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, whe
 
 def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
     """How much a survey has to do, and this process of it, such as ``14 trials, 5 of them finished before``."""
-    finished, processes = survey.finished, survey.team.processes
+    finished, processes = survey.finished, survey.group.processes
     return (
         f"{len(survey.keys)} {survey.journal.work}"
         + (f", {finished} of them finished before" if finished else "")

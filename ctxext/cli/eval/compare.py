@@ -93,14 +93,14 @@ def compare(
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.passkey import DEPTHS
     from ctxext.evaluation.report.comparison import require_report
-    from ctxext.evaluation.survey import team_of_launcher
+    from ctxext.evaluation.survey import launched_processes
     from ctxext.progress import DelayedBar
 
     require_report()
-    team = team_of_launcher()
-    console = Console(quiet=not team.is_main, highlight=False)
+    group = launched_processes()
+    console = Console(quiet=not group.is_main, highlight=False)
     with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, dtype=dtype, device=device or team.device, trust_remote_code=trust)
+        loaded = load_checkpoint(checkpoint, dtype=dtype, device=device or group.device, trust_remote_code=trust)
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
         comparison = prepare(
             loaded,
@@ -124,14 +124,14 @@ def compare(
             seed=seed,
             trained_length=trained_length,
             sliding_window=sliding_window.value if sliding_window else None,
-            team=team,
-            progress=trying if team.is_main else lambda *_: None,
+            group=group,
+            progress=trying if group.is_main else lambda *_: None,
         )
     mine = comparison.begin()
     _announce(console, comparison, mine)
     with told_on_interrupt(console, comparison):
         _measure(console, comparison, mine)
-    if team.is_main:
+    if group.is_main:
         _show(console, comparison.result(), output)
 
 

@@ -108,7 +108,7 @@ def passkey(
         turning_point=turning_point(session.checkpoint.model),
     )
     survey = run_survey(session, "ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
-    if not session.team.is_main:
+    if not session.group.is_main:
         return
     report = passkey_report(survey, haystack, provenance_with(session.checkpoint, document, seed))
     if not (as_json or as_csv):

@@ -99,14 +99,14 @@ def perplexity(
     from ctxext.evaluation.forward import parse_bytes
     from ctxext.evaluation.perplexity import make_plan, run, total_cost
     from ctxext.evaluation.report.perplexity import announce, save_figure, show
-    from ctxext.evaluation.survey import team_of_launcher
+    from ctxext.evaluation.survey import launched_processes
     from ctxext.progress import StageBar
 
     check_outputs(output, as_json, as_csv)
     budget = None if memory is None else parse_bytes(memory)
-    team = team_of_launcher()
-    console = Console(stderr=as_json or as_csv, quiet=not team.is_main, highlight=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device or team.device, "trust_remote_code": trust}
+    group = launched_processes()
+    console = Console(stderr=as_json or as_csv, quiet=not group.is_main, highlight=False)
+    how: dict[str, Any] = {"dtype": dtype, "device": device or group.device, "trust_remote_code": trust}
     with console.status("Loading the checkpoint ..."):
         loaded = load_checkpoint(checkpoint, **how)
         original = None if reference is None else load_checkpoint(reference, **how)
@@ -124,10 +124,10 @@ def perplexity(
     texts = {"split": split, "column": column, "documents": documents, "skip": skip}
     corpus = _corpus(loaded, text, plan, tokens, bos, texts)
     announce(console, loaded, corpus, plan)
-    cost = total_cost(loaded, corpus, plan) / team.processes
-    with StageBar(Console(stderr=True, quiet=not team.is_main), cost) as bar:
-        result = run(loaded, corpus, plan, reference=original, spread=team.spread, progress=bar)
-    if not team.is_main:
+    cost = total_cost(loaded, corpus, plan) / group.processes
+    with StageBar(Console(stderr=True, quiet=not group.is_main), cost) as bar:
+        result = run(loaded, corpus, plan, reference=original, spread=group.spread, progress=bar)
+    if not group.is_main:
         return
     if not (as_json or as_csv):
         show(result, console)

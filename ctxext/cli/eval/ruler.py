@@ -116,7 +116,7 @@ def ruler(
     left_out = {} if task else {name: why for name, one in TASKS.items() if (why := one.why_not(sources))}
     where = f"{len(TASKS) - len(left_out) if task is None else len(task)} tasks"
     survey = run_survey(session, "ctxext eval ruler", prompts, where=where)
-    if not session.team.is_main:
+    if not session.group.is_main:
         return
     provenance = provenance_with(session.checkpoint, document, seed)
     report = ruler_report(survey, provenance, sources=sources, chat=chat, left_out=left_out)

@@ -14,7 +14,7 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import Readings, chosen_methods
-from ctxext.evaluation.survey import Survey, Team
+from ctxext.evaluation.survey import ProcessGroup, Survey
 from ctxext.methods import Method
 
 __all__ = ["Comparison", "prepare"]
@@ -28,18 +28,24 @@ class Comparison(Survey[Cell]):
         corpus: on which texts, whole.
         plan: all cells.
         output: folder of finished cells; None keeps them in memory.
-        team: the processes that share the work.
+        group: the processes that share the work.
         seed: of the passkeys.
     """
 
     corpus: Corpus
 
     def __init__(
-        self, checkpoint: Checkpoint, corpus: Corpus, plan: ComparisonPlan, output: Path | None, team: Team, seed: int
+        self,
+        checkpoint: Checkpoint,
+        corpus: Corpus,
+        plan: ComparisonPlan,
+        output: Path | None,
+        group: ProcessGroup,
+        seed: int,
     ) -> None:
         path, identity = (None, None) if output is None else (output / "cells.jsonl", output / "comparison.json")
-        journal = Journal(path, team.process, work="cells", identity=identity)
-        super().__init__("ctxext eval compare", checkpoint, plan.cells, corpus=corpus, journal=journal, team=team)
+        journal = Journal(path, group.process, work="cells", identity=identity)
+        super().__init__("ctxext eval compare", checkpoint, plan.cells, corpus=corpus, journal=journal, group=group)
         self.plan = plan
         self.seed = seed
 
@@ -52,7 +58,7 @@ class Comparison(Survey[Cell]):
             "date": provenance.pop("date"),
             "command": provenance.pop("command"),
             "seconds": sum(finished[cell.key]["seconds"] for cell in self.plan.cells),
-            "processes": self.team.processes,
+            "processes": self.group.processes,
         }
         return assemble(self.plan, self.journal, provenance=provenance, made=made)
 
@@ -70,7 +76,7 @@ def prepare(
     seed: int = 0,
     trained_length: int | None = None,
     sliding_window: str | None = None,
-    team: Team | None = None,
+    group: ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Comparison:
     """Plan a comparison, before anything of it is measured.
@@ -87,7 +93,7 @@ def prepare(
         seed: of the first passkey of each length and depth.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
-        team: the processes that share the work; None for this one alone.
+        group: the processes that share the work; None for this one alone.
         progress: called with methods tried and methods in all.
 
     Raises:
@@ -106,4 +112,4 @@ def prepare(
         lengths=wanted,
         turning_point=turning_point(checkpoint.model),
     )
-    return Comparison(checkpoint, texts, plan, output, team or Team(), seed)
+    return Comparison(checkpoint, texts, plan, output, group or ProcessGroup(), seed)
