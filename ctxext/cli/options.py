@@ -123,25 +123,52 @@ MethodName = Annotated[
     str,
     typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
 ]
-Factor = Annotated[float | None, typer.Option("--factor", "-f", help="Target length / trained length, at least 1.")]
-Target = Annotated[int | None, typer.Option("--target-length", help="Tokens to extend to, instead of a factor.")]
+Factor = Annotated[
+    float | None,
+    typer.Option(
+        "--factor", "-f", help="Target length / trained length, at least 1.", show_default="what --target-length needs"
+    ),
+]
+Target = Annotated[
+    int | None,
+    typer.Option(
+        "--target-length",
+        help="Tokens to extend to, instead of a factor.",
+        show_default="factor times the trained length",
+    ),
+]
 Trained = Annotated[
     int | None,
-    typer.Option("--trained-length", help="Tokens the weights were trained for, where the config does not say so."),
+    typer.Option(
+        "--trained-length",
+        help="Tokens the weights were trained for, where the config does not say so.",
+        show_default="the config's",
+    ),
 ]
 ScalingOption = Annotated[
     ScalingChoice | None,
     typer.Option(
         "--scaling",
         help="For a checkpoint whose config scales its positions already: extend from it, or replace it.",
+        show_default="refuse it",
     ),
 ]
 SlidingWindow = Annotated[
-    SlidingWindowChoice | None, typer.Option("--sliding-window", help="For models whose every attention layer has one.")
+    SlidingWindowChoice | None,
+    typer.Option(
+        "--sliding-window",
+        help="For models whose every attention layer has one.",
+        show_default="refuse a window that caps the reach",
+    ),
 ]
 Param = Annotated[
     list[str] | None,
-    typer.Option("--param", "-p", help="The method's own parameter, KEY=JSON or KEY=@FILE.json. Repeatable."),
+    typer.Option(
+        "--param",
+        "-p",
+        help="The method's own parameter, KEY=JSON or KEY=@FILE.json. Repeatable.",
+        show_default="the method's",
+    ),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -233,7 +260,9 @@ Text = Annotated[
         show_default=False,
     ),
 ]
-Split = Annotated[str | None, typer.Option("--split", help="Split of a data set, where it has several.")]
+Split = Annotated[
+    str | None, typer.Option("--split", help="Split of a data set, where it has several.", show_default="the only one")
+]
 Column = Annotated[str | None, typer.Option("--column", help="Column that holds the text; default text.")]
 Documents = Annotated[
     int | None, typer.Option("--documents", "-n", help="Read the first N that are long enough; default all, or 1 play.")
@@ -280,7 +309,10 @@ Lengths = Annotated[
 Reference = Annotated[
     str | None,
     typer.Option(
-        "--reference", help="The original of a checkpoint that was saved extended, for the references.", metavar="PATH"
+        "--reference",
+        help="The original of a checkpoint that was saved extended, for the references.",
+        metavar="PATH",
+        show_default="the checkpoint itself, where it is plain",
     ),
 ]
 Unpatched = Annotated[
@@ -296,7 +328,7 @@ Output = Annotated[
         "-o",
         help="Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
         metavar="FILE",
-        show_default=False,
+        show_default="none",
     ),
 ]
 

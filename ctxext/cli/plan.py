@@ -39,10 +39,14 @@ ROWS = {
 def plan(
     checkpoint: Checkpoint,
     memory: Annotated[
-        str | None, typer.Option(help="What there is, such as 80GiB: plan the longest context.", show_default=False)
+        str | None,
+        typer.Option(
+            help="What there is, such as 80GiB: plan the longest context.", show_default="none, with --length"
+        ),
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", "-l", help="Tokens: plan what they take.", min=1, show_default=False)
+        int | None,
+        typer.Option("--length", "-l", help="Tokens: plan what they take.", min=1, show_default="what --memory holds"),
     ] = None,
     lora_rank: Annotated[int, typer.Option(help="Of LoRA on all linear layers.", min=1)] = 16,
     norms: Annotated[bool, typer.Option("--norms/--no-norms", help="Train normalisation weights too.")] = True,
@@ -51,7 +55,7 @@ def plan(
         "auto"
     ),
     quantisation: Annotated[
-        str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default=False)
+        str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default="none")
     ] = None,
     loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits exist at a time; 0 for all.", min=0)] = 1024,
     checkpointing: Annotated[
@@ -60,7 +64,7 @@ def plan(
     save_attention: Annotated[bool, typer.Option("--save-attention", help="Keep attention's output for it.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Move the layers' inputs to the host.")] = False,
     mlp_tile: Annotated[
-        int | None, typer.Option(help="Tokens that pass through an MLP at a time.", show_default=False)
+        int | None, typer.Option(help="Tokens that pass through an MLP at a time.", show_default="all")
     ] = None,
     as_json: Json = False,
     trust: Trust = False,

@@ -54,7 +54,7 @@ def longppl(
     ] = None,
     keys: Annotated[
         Path | None,
-        typer.Option("--keys", help="File of key tokens: reused where it exists, else written.", show_default=False),
+        typer.Option("--keys", help="File of key tokens: reused where it exists, else written.", show_default="none"),
     ] = None,
     evaluator: Annotated[
         str | None,

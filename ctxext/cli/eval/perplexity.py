@@ -74,7 +74,9 @@ def perplexity(
     ] = None,
     reference: Reference = None,
     unpatched: Unpatched = True,
-    memory: Annotated[str | None, typer.Option(help="Budget for weights and passes, such as 2GiB.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Budget for weights and passes, such as 2GiB.", show_default="no limit")
+    ] = None,
     split: Split = None,
     column: Column = None,
     documents: Documents = None,

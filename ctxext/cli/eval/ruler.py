@@ -50,14 +50,19 @@ def ruler(
     text: Annotated[
         str | None,
         typer.Option(
-            "--text", "-t", help="Prose for the tasks that hide things in it, such as a novel.", show_default=False
+            "--text",
+            "-t",
+            help="Prose for the tasks that hide things in it, such as a novel.",
+            show_default="without them",
         ),
     ] = None,
     squad: Annotated[
-        Path | None, typer.Option("--squad", help="SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default=False)
+        Path | None,
+        typer.Option("--squad", help="SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it"),
     ] = None,
     hotpotqa: Annotated[
-        Path | None, typer.Option("--hotpotqa", help="HotpotQA's dev set, a JSON file, for qa_2.", show_default=False)
+        Path | None,
+        typer.Option("--hotpotqa", help="HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
     reference: Reference = None,
