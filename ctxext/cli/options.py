@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -333,31 +336,60 @@ Output = Annotated[
 ]
 
 
-def read_corpus(
-    checkpoint: Loaded,
-    text: list[str] | None,
-    *,
-    tokens: int,
-    split: str | None = None,
-    column: str | None = None,
-    documents: int | None = None,
-    skip: int | None = None,
-    bos: str = "auto",
-    whole: bool = False,
-) -> Corpus:
-    """The texts that the options name, made ready; arguments as for ``corpus_of`` and ``read_documents``.
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options: each field of a dataclass becomes an option, in the group's place.
 
-    Raises:
-        InvalidParameterError: as there.
+    typer knows single options only. What it asks a function for, its signature, is here that of the options one by
+    one; what it then hands over is put together again.
     """
-    from ctxext.evaluation.corpus import SKIPPED_TOKENS, corpus_of, read_documents
+    taken = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {name: one.annotation for name, one in taken.items() if is_dataclass(one.annotation)}
+    options = []
+    for name, one in taken.items():
+        kind = groups.get(name)
+        hints = {name: one.annotation} if kind is None else get_type_hints(kind, include_extras=True)
+        defaults = {name: one.default} if kind is None else {field.name: field.default for field in fields(kind)}
+        options += [
+            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each])
+            for each, default in defaults.items()
+        ]
 
-    return corpus_of(
-        read_documents(text or (), split=split, column=column),
-        checkpoint.tokenizer,
-        tokens=tokens,
-        whole=whole,
-        skip=(0 if text else SKIPPED_TOKENS) if skip is None else skip,
-        limit=documents if documents is not None or text else 1,
-        bos=bos,
-    )
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**given, **made)
+
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Which of the texts are read, and what stands in front of each."""
+
+    split: Split = None
+    column: Column = None
+    documents: Documents = None
+    skip: Skip = None
+    bos: Bos = "auto"
+
+    def read(self, checkpoint: Loaded, text: list[str] | None, *, tokens: int, whole: bool = False) -> Corpus:
+        """The texts, made ready; ``tokens`` and ``whole`` as for ``corpus_of``.
+
+        Raises:
+            InvalidParameterError: as there.
+        """
+        from ctxext.evaluation.corpus import SKIPPED_TOKENS, corpus_of, read_documents
+
+        return corpus_of(
+            read_documents(text or (), split=self.split, column=self.column),
+            checkpoint.tokenizer,
+            tokens=tokens,
+            whole=whole,
+            skip=(0 if text else SKIPPED_TOKENS) if self.skip is None else self.skip,
+            limit=self.documents if self.documents is not None or text else 1,
+            bos=self.bos,
+        )

@@ -94,8 +94,9 @@ def test_import_brings_no_engine() -> None:
     """Engines, trainers and plots wait until they are asked for, also where they are installed; nothing is printed."""
     program = (
         "import sys, ctxext; from transformers import LlamaConfig, LlamaForCausalLM; "
-        "small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64); "
-        "ctxext.patch(LlamaForCausalLM(LlamaConfig(max_position_embeddings=64, **small)), 'yarn', factor=4); "
+        "small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2); "
+        "model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **small)); "
+        "ctxext.patch(model, 'yarn', factor=4); "
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)

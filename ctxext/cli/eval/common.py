@@ -11,8 +11,23 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from ctxext.cli.options import SlidingWindowChoice
-from ctxext.cli.outputs import check_outputs
+from ctxext.cli.options import (
+    Beyond,
+    Column,
+    Device,
+    Dtype,
+    Factors,
+    Lengths,
+    Measured,
+    Methods,
+    Reference,
+    Seed,
+    SlidingWindow,
+    Split,
+    Trained,
+    Unpatched,
+)
+from ctxext.cli.outputs import OutputOptions
 from ctxext.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -23,10 +38,13 @@ if TYPE_CHECKING:
     from ctxext.evaluation.survey import Job, ProcessGroup, Prompt, PromptJob, Survey
 
 __all__ = [
+    "ReaderOptions",
+    "RetrievalOptions",
     "Session",
     "amount_of_work",
     "cost_of",
     "first_document",
+    "load_both",
     "open_session",
     "provenance_with",
     "run_survey",
@@ -58,41 +76,73 @@ class Session:
         return sorted({length for reader in self.readers for length in reader.lengths})
 
 
-def open_session(
-    checkpoint: str | None,
-    *,
-    output: Sequence[Path] | None,
-    as_json: bool,
-    as_csv: bool,
-    dtype: str,
-    device: str | None,
-    trust: bool,
-    reference: str | None,
-    sliding_window: SlidingWindowChoice | None,
-    **readers: Any,
-) -> Session:
-    """Load what the options name; ``readers`` goes to ``find_readers``.
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions:
+    """Who is asked, and at which lengths."""
+
+    checkpoint: Measured = None
+    method: Methods = None
+    factor: Factors = None
+    length: Lengths = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalOptions:
+    """What asking for hidden things takes beside who is asked and what is hidden."""
+
+    reference: Reference = None
+    unpatched: Unpatched = True
+    beyond: Beyond = False
+    split: Split = None
+    column: Column = None
+    trained_length: Trained = None
+    sliding_window: SlidingWindow = None
+    dtype: Dtype = "auto"
+    device: Device = None
+    seed: Seed = 0
+
+
+def load_both(
+    console: Console, checkpoint: str | None, reference: str | None, dtype: str, device: str | None, trust: bool
+) -> tuple[Checkpoint, Checkpoint | None]:
+    """What is measured, and what the references are read with where that is another."""
+    from ctxext.evaluation.checkpoint import load_checkpoint
+
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
+    with console.status("Loading the checkpoint ..."):
+        loaded = load_checkpoint(checkpoint, **how)
+        return loaded, None if reference is None else load_checkpoint(reference, **how)
+
+
+def open_session(asked: ReaderOptions, options: RetrievalOptions, results: OutputOptions, trust: bool) -> Session:
+    """Load what the options name.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
     """
-    from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.readings import find_readers
     from ctxext.evaluation.survey import launched_processes
 
-    check_outputs(output, as_json, as_csv)
-    group = launched_processes()
+    results.check()
+    group, output = launched_processes(), results.output
     if group.processes > 1 and not output:
         raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
-    console = Console(stderr=as_json or as_csv, quiet=not group.is_main, highlight=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device or group.device, "trust_remote_code": trust}
-    with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, **how)
-        original = None if reference is None else load_checkpoint(reference, **how)
-    window = sliding_window.value if sliding_window else None
-    found = find_readers(loaded, reference=original, sliding_window=window, **readers)
+    console = Console(stderr=results.to_stdout, quiet=not group.is_main, highlight=False)
+    device = options.device or group.device
+    loaded, original = load_both(console, asked.checkpoint, options.reference, options.dtype, device, trust)
+    readers = find_readers(
+        loaded,
+        reference=original,
+        methods=asked.method or (),
+        factors=asked.factor or (),
+        lengths=asked.length or (),
+        unpatched=options.unpatched,
+        beyond=options.beyond,
+        trained_length=options.trained_length,
+        sliding_window=options.sliding_window.value if options.sliding_window else None,
+    )
     trials = output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None
-    return Session(loaded, found, group, console, trials)
+    return Session(loaded, readers, group, console, trials)
 
 
 def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ctxext.cli.eval.common import first_document, open_session, provenance_with, run_survey
-from ctxext.cli.options import (
-    Beyond,
-    Column,
-    Csv,
-    Device,
-    Dtype,
-    Factors,
-    Json,
-    Lengths,
-    Measured,
-    Methods,
-    Output,
-    Reference,
-    Seed,
-    SlidingWindow,
-    Split,
-    Trained,
-    Trust,
-    Unpatched,
+from ctxext.cli.eval.common import (
+    ReaderOptions,
+    RetrievalOptions,
+    first_document,
+    open_session,
+    provenance_with,
+    run_survey,
 )
-from ctxext.cli.outputs import write_outputs
+from ctxext.cli.options import Seed, Trust, grouped
+from ctxext.cli.outputs import OutputOptions
 
 __all__ = ["ruler"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RulerOptions(RetrievalOptions):
+    """With the seed of NVIDIA's prompts."""
+
+    seed: Seed = 42
+
+
+@grouped
 def ruler(
-    checkpoint: Measured = None,
-    method: Methods = None,
-    factor: Factors = None,
-    length: Lengths = None,
+    *,
+    asked: ReaderOptions,
     task: Annotated[
         list[str] | None,
         typer.Option(
@@ -65,19 +60,8 @@ def ruler(
         typer.Option("--hotpotqa", help="HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
-    reference: Reference = None,
-    unpatched: Unpatched = True,
-    beyond: Beyond = False,
-    split: Split = None,
-    column: Column = None,
-    trained_length: Trained = None,
-    sliding_window: SlidingWindow = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    seed: Seed = 42,
-    output: Output = None,
-    as_json: Json = False,
-    as_csv: Csv = False,
+    options: RulerOptions,
+    results: OutputOptions,
     trust: Trust = False,
 ) -> None:
     """Measure RULER's tasks at every length, offline: unpatched, truncated, and extended.
@@ -89,32 +73,16 @@ def ruler(
     from ctxext.evaluation.report.retrieval import save_ruler_figure, show_ruler
     from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
 
-    document = first_document(text, split, column)
+    document = first_document(text, options.split, options.column)
     sources = Sources(document, squad, hotpotqa)
-    session = open_session(
-        checkpoint,
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-        dtype=dtype,
-        device=device,
-        trust=trust,
-        reference=reference,
-        sliding_window=sliding_window,
-        methods=method or (),
-        factors=factor or (),
-        lengths=length or (),
-        unpatched=unpatched,
-        beyond=beyond,
-        trained_length=trained_length,
-    )
+    session = open_session(asked, options, results, trust)
     with session.console.status("Drawing prompts ..."):
         prompts = ruler_prompts(
             session.checkpoint,
             lengths=session.lengths,
             tasks=task,
             samples=samples,
-            seed=seed,
+            seed=options.seed,
             sources=sources,
             chat=chat,
         )
@@ -123,15 +91,8 @@ def ruler(
     survey = run_survey(session, "ctxext eval ruler", prompts, where=where)
     if not session.group.is_main:
         return
-    provenance = provenance_with(session.checkpoint, document, seed)
+    provenance = provenance_with(session.checkpoint, document, options.seed)
     report = ruler_report(survey, provenance, sources=sources, chat=chat, left_out=left_out)
-    if not (as_json or as_csv):
-        show_ruler(report, session.console)
-    write_outputs(
-        report.to_dict(),
-        report.rows(),
-        draw=lambda path: save_ruler_figure(report, path),
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
+    results.write(
+        report, show=lambda: show_ruler(report, session.console), draw=lambda path: save_ruler_figure(report, path)
     )
