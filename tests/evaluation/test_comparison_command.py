@@ -15,9 +15,9 @@ from _programs import killed_at, launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from ctxext import errors
 from ctxext.cli.app import app
 from ctxext.evaluation import passkey
-from ctxext.evaluation.report import comparison
 
 TRUNCATIONS = [f"truncated {window}" for window in (128, 256, 384, 512)]
 
