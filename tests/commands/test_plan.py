@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from conftest import SHAPE
-from ctxext.training.plan import plan_serving
+from ctxext.planning.plan import plan_serving
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig
 from typer.testing import Result
 
