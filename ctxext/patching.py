@@ -346,7 +346,7 @@ def _refuse_patched(base: PreTrainedModel) -> None:
         )
 
 
-def trained_length_of(model: PreTrainedModel, extended: str | None) -> int | None:
+def trained_length_of(model: PreTrainedModel) -> int | None:
     """What the config says the weights were trained for; None where it does not say."""
     config = model.config
     saved = getattr(config, "ctxext", None)

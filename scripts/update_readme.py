@@ -24,7 +24,6 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from ctxext.cli.app import app
-from ctxext.cli.demo import demo
 from ctxext.cli.show import methods_markdown
 from ctxext.methods import METHODS
 from ctxext.training.settings import Settings
@@ -106,17 +105,14 @@ def _yaml(value: Any) -> str:
 
 def commands_markdown() -> str:
     """Every command of ``ctxext`` with its options, as ``--help`` says them."""
-    own = typer.Typer(add_completion=False)
-    own.command()(demo)
-    found = [*_commands(get_command(app), "ctxext"), ("ctxext demo", get_command(own))]
-    return "\n\n".join(_command_markdown(name, command) for name, command in found)
+    return "\n\n".join(_command_markdown(name, command) for name, command in _commands(get_command(app), "ctxext"))
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     for part, inner in sorted(getattr(command, "commands", {}).items()):
         if hasattr(inner, "commands"):
             yield from _commands(inner, f"{name} {part}")
-        elif part != "demo":
+        else:
             yield f"{name} {part}", inner
 
 

@@ -25,7 +25,6 @@ from typer.main import get_command
 
 import ctxext
 from ctxext.cli.app import app
-from ctxext.cli.demo import demo
 from ctxext.methods import METHODS
 from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings
@@ -115,10 +114,7 @@ def command_of(function: Any) -> Any:
 
 
 def parse_ctxext(arguments: list[str]) -> None:
-    if arguments[:1] == ["demo"]:
-        parse(command_of(demo), arguments[1:], "demo")
-    else:
-        parse(get_command(app), arguments, "ctxext")
+    parse(get_command(app), arguments, "ctxext")
 
 
 def parse_recipe(arguments: list[str]) -> None:

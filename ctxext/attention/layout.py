@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ctxext.attention.spans import find_spans, require_counted, require_distinct
+from ctxext.attention.spans import find_spans, require_counted, require_distinct, require_no_hole
 from ctxext.errors import InvalidParameterError
 
 __all__ = ["Layout", "Span"]
@@ -112,12 +112,7 @@ class Layout:
             )
         query = _tail(query, keep.shape[1])
         if analyse and not torch.compiler.is_compiling():
-            starts = (keep.int().diff(dim=1) == 1).sum(1) + keep[:, 0].int()
-            if bool((starts > 1).any()):
-                raise InvalidParameterError(
-                    f"keep has a hole in row {int((starts > 1).nonzero()[0, 0])}: whether positions skip it or not "
-                    "changes the result. Call Layout.of with explicit positions."
-                )
+            require_no_hole("keep", keep, "Call Layout.of with explicit positions.")
         positions = (keep.long().cumsum(1) - 1).clamp(min=0)
         documents = keep.long() - 1
         return cls.of(positions[:, -query:], positions, documents[:, -query:], documents, analyse=analyse)

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["find_spans", "require_counted", "require_distinct"]
+__all__ = ["find_spans", "require_counted", "require_distinct", "require_no_hole"]
 
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # rows, queries, keys, as (start, stop)
+
+
+def require_no_hole(name: str, keep: Bool[Tensor, "batch seq"], remedy: str) -> None:
+    """Raise unless the tokens of each row stand together: padding before and after them has one meaning only.
+
+    Raises:
+        InvalidParameterError: naming the mask, the row and what to do.
+    """
+    starts = (keep.int().diff(dim=1) == 1).sum(1) + keep[:, 0].int()
+    if bool((starts > 1).any()):
+        raise InvalidParameterError(
+            f"{name} has a hole in row {int((starts > 1).nonzero()[0, 0])}: whether positions skip it or not changes "
+            f"the result. {remedy}"
+        )
 
 
 def require_counted(side: str, positions: Int[Tensor, "batch seq"], documents: Int[Tensor, "batch seq"]) -> None:

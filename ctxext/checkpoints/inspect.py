@@ -121,7 +121,7 @@ def inspect_checkpoint(
     model = _without_weights(config, trust_remote_code)
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
-    known = trained_length or trained_length_of(model, extended)
+    known = trained_length or trained_length_of(model)
     window, caps = _window(text, known)
     positions, reason, spec = _positions(model, known or 1)
     verdicts = _verdicts(model, known if extended else trained_length, spec, caps, progress)
@@ -155,7 +155,7 @@ def rope_of_checkpoint(
     config = read_config(place, trust_remote_code=trust_remote_code)
     saved = saved_extension(config, os.fspath(place))
     model = _without_weights(config if saved is None else plain_config(config, saved), trust_remote_code)
-    known = trained_length or trained_length_of(model, already_extended(model.config))
+    known = trained_length or trained_length_of(model)
     if known is None:
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
     _, reason, spec = _positions(model, known)

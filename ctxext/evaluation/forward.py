@@ -25,13 +25,13 @@ __all__ = [
     "cached_tokens_for",
     "check_reach",
     "check_token_ids",
+    "fitted_length_of",
     "head_chunk",
     "length_dependent",
     "logits_in_chunks",
     "parse_bytes",
     "pass_bytes",
     "pass_cost",
-    "regime_of",
     "ticking",
     "turning_point",
 ]
@@ -170,8 +170,8 @@ def length_dependent(causal: PreTrainedModel) -> bool:
     return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(text))
 
 
-def regime_of(causal: PreTrainedModel) -> Callable[[int], int]:
-    """What tells lengths apart whose positions differ: lengths of the same regime have the same positions."""
+def fitted_length_of(causal: PreTrainedModel) -> Callable[[int], int]:
+    """The length that the positions of so many tokens are fitted to: where it is the same, so are the positions."""
     patched = patched_state(causal)
     if patched is not None:
         method, trained = patched.method, patched.extension.trained_length

@@ -33,7 +33,7 @@ from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.provenance import Provenance, provenance_of
 from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
-from ctxext.evaluation.statistics import PairedDifference, grouped_difference
+from ctxext.evaluation.statistics import BLOCK, ENOUGH_DOCUMENTS, PairedDifference, grouped_difference
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,
@@ -187,10 +187,6 @@ def _score(saved: Mapping[str, Any]) -> LongPplScore:
 
 def _value(difference: PairedDifference | None, name: str) -> float | None:
     return None if difference is None else getattr(difference, name)
-
-
-# As in `perplexity`: fewer documents say too little about how documents differ, and blocks of text stand in for them.
-ENOUGH_DOCUMENTS, BLOCK = 5, 64
 
 
 def run(

@@ -29,9 +29,9 @@ from ctxext.evaluation.forward import (
     SMALL_MODEL,
     Progress,
     check_reach,
+    fitted_length_of,
     logits_in_chunks,
     pass_cost,
-    regime_of,
     ticking,
 )
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
@@ -231,8 +231,8 @@ def passes(model: nn.Module, passkey: Passkey) -> int:
 
 def _steps(model: nn.Module, passkey: Passkey) -> list[list[int]]:
     """The steps of decoding the answer, those together that see the same positions."""
-    regime = regime_of(base_model(model))
-    steps = itertools.groupby(range(len(passkey.answer)), lambda step: regime(passkey.length + step))
+    fitted = fitted_length_of(base_model(model))
+    steps = itertools.groupby(range(len(passkey.answer)), lambda step: fitted(passkey.length + step))
     return [list(group) for _, group in steps]
 
 

@@ -78,7 +78,7 @@ class PerplexityPlan:
         method: to extend by; None measures the checkpoint as it is.
         arguments: of ``ctxext.patch`` beside the method.
         dynamic: whether the extension's positions follow the length.
-        regimes: for each length, the length that its positions are made for.
+        fitted_lengths: for each length, the length that its positions are made for.
         cached: tokens per cached call; None for uncached passes.
         unpatched: whether the unextended model also reads beyond its window, as a negative control.
     """
@@ -91,7 +91,7 @@ class PerplexityPlan:
     method: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool = False
-    regimes: Mapping[int, int] = field(default_factory=dict)
+    fitted_lengths: Mapping[int, int] = field(default_factory=dict)
     cached: int | None = None
     unpatched: bool = True
 
@@ -148,7 +148,7 @@ def make_plan(
     trained = known_trained_length(model, given.get("trained_length"))
     if method is not None and not given.keys() & {"factor", "target_length"} and max(lengths, default=0) > trained:
         given["target_length"] = max(lengths)
-    reach, dynamic, regime = _extension(model, method, given, trained)
+    reach, dynamic, fitted = _extension(model, method, given, trained)
     chosen = _lengths(mode, lengths, trained, reach, stride)
     _require_reach(model, chosen[-1], reach, dynamic, trained, method)
     return PerplexityPlan(
@@ -160,7 +160,7 @@ def make_plan(
         method=method,
         arguments=given if method is not None else {},
         dynamic=dynamic,
-        regimes={length: regime(length) for length in chosen},
+        fitted_lengths={length: fitted(length) for length in chosen},
         cached=cached_tokens_for(model, chosen[-1], memory),
         unpatched=unpatched,
     )
@@ -170,7 +170,7 @@ def groups_by_positions(plan: PerplexityPlan) -> dict[int, list[int]]:
     """The lengths of a plan that one pass serves because their positions are the same, by the longest of them."""
     found: dict[int, list[int]] = {}
     for length in plan.lengths:
-        found.setdefault(plan.regimes[length], []).append(length)
+        found.setdefault(plan.fitted_lengths[length], []).append(length)
     return {max(group): group for group in found.values()}
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "ignores_factor",
     "known_trained_length",
     "label_for",
+    "lengths_of",
     "name_for",
     "patched",
 ]
@@ -127,7 +128,7 @@ def known_trained_length(model: nn.Module, given: int | None = None) -> int:
         InvalidParameterError: nothing says so.
     """
     base = base_model(model)
-    known = given or trained_length_of(base, already_extended(base.config))
+    known = given or trained_length_of(base)
     if known is None:
         raise InvalidParameterError(
             "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
@@ -160,19 +161,26 @@ class Readings:
         checkpoint: not patched in this process (``ctxext.load`` may have restored an extension).
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
+        windows: of the truncations, in tokens; None for ``windows_of`` the trained length.
 
     Raises:
         InvalidParameterError: nothing says for how many tokens the checkpoint was trained.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, trained_length: int | None = None, sliding_window: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        *,
+        trained_length: int | None = None,
+        sliding_window: str | None = None,
+        windows: Sequence[int] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.model = checkpoint.model
         self.extended = already_extended(base_model(self.model).config)
         self.sliding_window = sliding_window
         self.trained_length = known_trained_length(self.model, trained_length)
+        self.windows = windows_of(self.trained_length) if windows is None else tuple(windows)
         self._given = self.trained_length if self.extended else trained_length
 
     @cached_property
@@ -233,7 +241,7 @@ class Readings:
             fingerprint=found.fingerprint,
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
-        names = [*map(window_name, windows_of(self.trained_length)), TRUNCATED]
+        names = [*map(window_name, self.windows), TRUNCATED]
         return plain, *(Reading(name=name, label=label_of(name)) for name in names)
 
     @contextlib.contextmanager
@@ -450,6 +458,11 @@ def find_readers(
         if asked:
             readers.append(Reader(reading, own if reading in candidates else original, asked))
     return tuple(readers)
+
+
+def lengths_of(readers: Sequence[Reader]) -> list[int]:
+    """All lengths at which anybody is asked, in tokens, increasing."""
+    return sorted({length for reader in readers for length in reader.lengths})
 
 
 def _original(own: Readings, reference: Checkpoint) -> Readings:

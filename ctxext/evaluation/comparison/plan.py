@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,14 +86,6 @@ class ComparisonPlan:
     def lengths_of(self, reading: Reading) -> tuple[int, ...]:
         """The lengths that a reading is meant for."""
         return tuple(length for length in self.lengths if reading.is_reference or length <= (reading.reach or 0))
-
-    def find(self, reading: str, kind: str, length: int, index: int) -> Cell | None:
-        """The cell of one reading, kind, length and document or prompt; None where the plan has none."""
-        return self._places.get((reading, kind, length, index))
-
-    @cached_property
-    def _places(self) -> dict[tuple[str, str, int, int], Cell]:
-        return {(cell.reader.reading.name, cell.kind, cell.length, cell.index): cell for cell in self.cells}
 
 
 def make_plan(

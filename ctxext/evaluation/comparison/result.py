@@ -277,7 +277,11 @@ class FinishedLosses:
     """Losses of finished cells, read when they are asked for: all at once may not fit into memory."""
 
     def __init__(self, plan: ComparisonPlan, journal: Journal) -> None:
-        self.plan, self.journal, self.lines = plan, journal, journal.finished()
+        self.plan, self.journal = plan, journal
+        found = journal.finished()
+        self._lines = {
+            (cell.reader.reading.name, cell.kind, cell.length, cell.index): found[cell.key] for cell in plan.cells
+        }
         self.unpatched = next(reading for reading in plan.readings if reading.name == UNPATCHED)
         self.windows = {reading.window: reading for reading in plan.readings if reading.window is not None}
         self._ends: dict[int, Tensor] = {}
@@ -316,7 +320,7 @@ class FinishedLosses:
 
     def _rows(self, reading: Reading, length: int) -> Tensor:
         documents = range(len(self.plan.documents))
-        return torch.stack([self.journal.losses(self._line(reading, LOSS, length, index)) for index in documents])
+        return torch.stack([self.journal.losses(self._lines[reading.name, LOSS, length, index]) for index in documents])
 
     def passkeys(self, reading: Reading) -> tuple[PasskeyScore, ...]:
         """What was found at each length and depth."""
@@ -330,7 +334,7 @@ class FinishedLosses:
             asked = self.unpatched if reading.window is not None and inside else reading
             if prompt.length in self.plan.lengths_of(reading):
                 place = (prompt.length, prompt.passkey.depth)
-                places.setdefault(place, []).append(self._line(asked, PASSKEY, prompt.length, index))
+                places.setdefault(place, []).append(self._lines[asked.name, PASSKEY, prompt.length, index])
                 hidden[place] = prompt.passkey.distance > self.plan.trained_length
         return tuple(
             PasskeyScore(
@@ -343,12 +347,6 @@ class FinishedLosses:
             )
             for (length, depth), lines in places.items()
         )
-
-    def _line(self, reading: Reading, kind: str, length: int, index: int) -> Mapping[str, Any]:
-        cell = self.plan.find(reading.name, kind, length, index)
-        if cell is None or cell.key not in self.lines:
-            raise LookupError(f"unfinished: {reading.name}, {kind}, {length}, {index}")
-        return self.lines[cell.key]
 
 
 def _stretch(plan: ComparisonPlan, length: int) -> int:

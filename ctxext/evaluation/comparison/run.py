@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.plan import Cell, ComparisonPlan, check_lengths, make_plan
+from ctxext.evaluation.comparison.plan import LOSS, Cell, ComparisonPlan, check_lengths, make_plan
 from ctxext.evaluation.comparison.result import ComparisonResult, assemble
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import Readings, chosen_methods
+from ctxext.evaluation.readings import Reading, Readings, chosen_methods
 from ctxext.evaluation.survey import ProcessGroup, Survey
+from ctxext.evaluation.truncation import TRUNCATED
 from ctxext.methods import Method
 
 __all__ = ["Comparison", "prepare"]
@@ -51,16 +57,35 @@ class Comparison(Survey[Cell]):
 
     def result(self) -> ComparisonResult:
         """Put the finished cells together."""
+        return self._assembled(self.plan)
+
+    def so_far(self, readings: Sequence[Reading]) -> ComparisonResult | None:
+        """The same of some readings, all of which are finished; None before every reference is among them."""
+        own = [reading for reading in self.plan.readings if reading in readings or reading.name == TRUNCATED]
+        if not all(reading in own for reading in self.plan.readings if reading.is_reference):
+            return None
+        readers = [reader for reader in self.readers if reader.reading in own]
+        cells = [cell for cell in self.plan.cells if cell.reader in readers]
+        return self._assembled(replace(self.plan, readings=tuple(own), cells=tuple(cells)))
+
+    def losses(self, reading: Reading) -> Float[Tensor, "documents positions"]:
+        """A finished reading's losses at its greatest length; of a truncation, those beyond the trained window."""
+        finished = self.journal.finished()
+        cells = [cell for cell in self.plan.cells if cell.reader.reading is reading and cell.kind == LOSS]
+        last = max(cell.length for cell in cells)
+        return torch.stack([self.journal.losses(finished[cell.key]) for cell in cells if cell.length == last])
+
+    def _assembled(self, plan: ComparisonPlan) -> ComparisonResult:
         provenance = provenance_of(self.checkpoint, self.corpus, seed=self.seed).to_dict()
         del provenance["extensions"], provenance["trained_length"]  # in the rows, and as it was measured
         finished = self.journal.finished()
         made = {
             "date": provenance.pop("date"),
             "command": provenance.pop("command"),
-            "seconds": sum(finished[cell.key]["seconds"] for cell in self.plan.cells),
+            "seconds": sum(finished[cell.key]["seconds"] for cell in plan.cells),
             "processes": self.group.processes,
         }
-        return assemble(self.plan, self.journal, provenance=provenance, made=made)
+        return assemble(plan, self.journal, provenance=provenance, made=made)
 
 
 def prepare(
@@ -76,6 +101,7 @@ def prepare(
     seed: int = 0,
     trained_length: int | None = None,
     sliding_window: str | None = None,
+    windows: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Comparison:
@@ -93,13 +119,14 @@ def prepare(
         seed: of the first passkey of each length and depth.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
+        windows: of the truncations, see ``Readings``.
         group: the processes that share the work; None for this one alone.
         progress: called with methods tried and methods in all.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is computed.
     """
-    model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
+    model = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window, windows=windows)
     readings, refusals = model.find(chosen_methods(checkpoint.model, methods, factors), progress=progress)
     wanted = check_lengths(lengths, model.trained_length, readings)
     texts = corpus(wanted[-1] + 1)

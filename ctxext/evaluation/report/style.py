@@ -94,7 +94,7 @@ def looks_for(names: Mapping[str, tuple[str, str]]) -> dict[str, Look]:
 
 
 def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: int, title: str) -> None:
-    """Draw perplexity by position on the left, the difference to the best truncation on the right.
+    """Draw perplexity by position on the left, the methods' difference to the best truncation on the right.
 
     Args:
         series: the references first, then the methods; of the truncations the best one is drawn.
@@ -116,13 +116,15 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2, width_ratios=(1.65, 1))
+        widths = (1.65, 1) if methods else (1,)
+        left, *right = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
         draw_perplexity(left, series, looks, trained_length)
         left.set_title("Perplexity by position", loc="left", fontsize=10.5)
-        draw_differences(right, methods, looks)
-        right.set_title("Loss minus the best truncation's, nats", loc="left", fontsize=10.5)
-        right.legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.2, labelcolor="linecolor")
+        for axes in right:
+            draw_differences(axes, methods, looks)
+            axes.set_title("Loss minus the best truncation's, nats", loc="left", fontsize=10.5)
+            axes.legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.2, labelcolor="linecolor")
         figure.savefig(path, dpi=160)
 
 
