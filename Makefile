@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test slow gpu-test floor check format clean
+.PHONY: demo test slow gpu-test floor wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (15 to 25 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
@@ -21,6 +21,9 @@ gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; f
 
 floor: ## the suite on the oldest supported transformers, in an environment of its own
 	scripts/floor_test.sh
+
+wheel-test: ## the wheel, installed alone into an empty environment, as whoever runs pip install ctxext has it
+	scripts/wheel_test.sh
 
 check: $(INSTALLED) ## lint, format, types
 	$(BIN)/ruff check ctxext recipes scripts tests

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ctxext.errors import CheckpointError
+from ctxext.errors import CheckpointError, require_package
 from ctxext.files import write_whole
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
@@ -190,6 +190,7 @@ def read_extension(directory: Path) -> tuple[dict[str, Any], Any]:
     Raises:
         CheckpointError: if the adapter was saved without its extension, or not in safetensors.
     """
+    require_package("peft", "train", f"{directory} is an adapter; reading it takes", CheckpointError)
     from peft import PeftConfig
 
     path = directory / EXTENSION_FILE

@@ -16,6 +16,7 @@ A message names the thing, the value found and the next step.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "ResultsError",
     "UnknownNameError",
     "VerificationError",
+    "require_package",
 ]
 
 
@@ -74,3 +76,9 @@ class BackendUnavailableError(CtxextError, RuntimeError):
 
 class ResultsError(CtxextError, RuntimeError):
     """Results on disk belong to another run, are damaged, or cannot be written."""
+
+
+def require_package(package: str, extra: str, who: str, error: type[CtxextError] = InvalidParameterError) -> None:
+    """Raise ``error`` with the command to run where a package that only an extra of ctxext brings is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise error(f"{who} the package {package}, which is not installed. Run `pip install 'ctxext[{extra}]'`.")

@@ -76,7 +76,7 @@ class Frequencies:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What ``ctxext.describe`` knows about a model; ``str()`` is made for reading.
+    """What ``ctxext.describe`` knows about a model; ``str()`` and ``repr()`` are made for reading.
 
     Args:
         model_type: transformers' name of the architecture.
@@ -101,6 +101,9 @@ class Description:
     attention: str = ""
     notes: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:  # what an interactive session shows
+        return str(self)
 
     def __str__(self) -> str:
         if self.method is None:

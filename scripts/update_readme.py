@@ -137,6 +137,8 @@ def _default(parameter: Any) -> str:
     if parameter.required:
         return "needed"
     default = parameter.default
+    if isinstance(parameter.show_default, str):
+        return parameter.show_default
     if isinstance(default, bool):
         return f"`{(parameter.opts if default else parameter.secondary_opts)[0]}`" if parameter.secondary_opts else ""
     return "" if default is None or callable(default) else f"`{default}`"

@@ -122,6 +122,9 @@ def test_describe() -> None:
     assert "LlamaRotaryEmbedding.inv_freq" in found.edits
     for part in ("yarn", "factor=4.0", f"{TRAINED_LENGTH} -> {4 * TRAINED_LENGTH}", "stock transformers", "inv_freq"):
         assert part in str(found)
+    assert repr(found) == str(found)  # what an interactive session shows
+    assert repr(found).splitlines()[0].startswith("llama extended by yarn (factor=4.0, ")
+    assert f"\n  length       {TRAINED_LENGTH} -> {4 * TRAINED_LENGTH} tokens\n" in repr(found)
     assert model.config.ctxext["fingerprint"] == found.fingerprint
     ctxext.unpatch(model)
     assert ctxext.describe(model) == plain

@@ -369,9 +369,9 @@ def _load_adapter(
     loading: dict[str, Any],
     auto_class: Any = None,
 ) -> Any:
+    saved, adapter = read_extension(directory)  # it says so where PEFT is missing
     from peft import PeftModel
 
-    saved, adapter = read_extension(directory)
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
     if isinstance(base, nn.Module):
         given = {"attention": attention, "auto_class": auto_class}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from transformers import (
 
 from ctxext.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config
-from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError, require_package
 from ctxext.saved import checked_extension
 from ctxext.surgery.rope_types import GUARD
 
@@ -360,8 +359,7 @@ def scaling_in_gguf(path: Path) -> tuple[str, ...]:
     Raises:
         CheckpointError: if the file is not GGUF, or the package that reads it is missing.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError(f"Reading {path} needs the package gguf: pip install gguf.")
+    require_package("gguf", "demo", f"Reading {path} needs", CheckpointError)
     from gguf import GGUFReader
 
     try:

@@ -32,7 +32,7 @@ from ctxext.cli.options import (
     rope_of,
 )
 from ctxext.cli.plan import plan
-from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.errors import CheckpointError, InvalidParameterError, require_package
 from ctxext.files import whole_file
 from ctxext.progress import DelayedBar
 
@@ -44,20 +44,24 @@ __all__ = ["app"]
 
 app = typer.Typer(
     cls=Clean,
-    help="Give a Hugging Face checkpoint a longer context, and prove that it works.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-plot_app = typer.Typer(cls=Clean, help="Draw what methods do.", no_args_is_help=True, rich_markup_mode="rich")
+plot_app = typer.Typer(cls=Clean, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(plot_app, name="plot")
 app.add_typer(eval_app, name="eval")
 
 
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    """Give a Hugging Face checkpoint a longer context, and prove that it works."""
+    """Give a Hugging Face checkpoint a longer context, and prove that it works.
+
+    `ctxext inspect` says which methods extend a checkpoint, `ctxext eval compare` which of them is worth it.
+
+    [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
+    """
     from ctxext.version import __version__
 
     if version:
@@ -71,6 +75,14 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
         logging.set_verbosity_error()
     else:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+@plot_app.callback()
+def plot() -> None:
+    """Draw what methods do.
+
+    [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -o spectrum.png
+    """
 
 
 @app.command(cls=Once)
@@ -178,6 +190,7 @@ def export(
             "--method",
             "-m",
             help="Serve a plain checkpoint extended, its files as they are.",
+            show_default="the extension that it was saved with",
             autocompletion=method_names,
         ),
     ] = None,
@@ -236,7 +249,13 @@ def methods(
 
 @plot_app.command(cls=Once)
 def frequencies(
-    checkpoint: Annotated[str | None, typer.Argument(help="A directory or hub name; or give --base etc.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            help="A directory or a name on the hub.",
+            show_default="none: --rotary-dim, --base and --trained-length describe it",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")] = Path(
         "frequencies.png"
     ),
@@ -247,8 +266,10 @@ def frequencies(
             "--method", "-m", help="Repeatable; default: all that need only a factor.", autocompletion=method_names
         ),
     ] = None,
-    rotary_dim: Annotated[int | None, typer.Option("--rotary-dim", help="Head dimensions that rotate.")] = None,
-    base: Annotated[float | None, typer.Option("--base", help="rope_theta.")] = None,
+    rotary_dim: Annotated[
+        int | None, typer.Option("--rotary-dim", help="Head dimensions that rotate.", show_default="the checkpoint's")
+    ] = None,
+    base: Annotated[float | None, typer.Option("--base", help="rope_theta.", show_default="the checkpoint's")] = None,
     trained_length: Trained = None,
     trust: Trust = False,
 ) -> None:
@@ -256,10 +277,7 @@ def frequencies(
 
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CheckpointError("Plots need matplotlib: pip install 'ctxext\\[eval]'.")
+    require_package("matplotlib", "eval", "Plots need", CheckpointError)
     from ctxext.cli.spectrum import plot_spectrum, shown_by_default
     from ctxext.patching import method as build
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -16,14 +19,9 @@ from typer.core import TyperCommand, TyperGroup
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
 
 if TYPE_CHECKING:
-    from ctxext.spec import RopeSpec
-from typing import TYPE_CHECKING
-
-from ctxext.methods.base import parameter_of
-
-if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.corpus import Corpus
+    from ctxext.spec import RopeSpec
 
 
 @contextlib.contextmanager
@@ -119,8 +117,8 @@ class ScalingChoice(StrEnum):
 
 def method_names(incomplete: str) -> list[str]:
     """For shells: every method is a file of its name, so that none needs to be imported."""
-    files = Path(__file__).with_name("methods").glob("[!_]*.py")
-    return sorted(file.stem for file in files if file.stem != "base" and file.stem.startswith(incomplete))
+    stems = {file.stem for file in (Path(__file__).parents[1] / "methods").glob("[!_]*.py")} - {"base", "formulas"}
+    return sorted(stem for stem in stems if stem.startswith(incomplete))
 
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
@@ -128,25 +126,52 @@ MethodName = Annotated[
     str,
     typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
 ]
-Factor = Annotated[float | None, typer.Option("--factor", "-f", help="Target length / trained length, at least 1.")]
-Target = Annotated[int | None, typer.Option("--target-length", help="Tokens to extend to, instead of a factor.")]
+Factor = Annotated[
+    float | None,
+    typer.Option(
+        "--factor", "-f", help="Target length / trained length, at least 1.", show_default="what --target-length needs"
+    ),
+]
+Target = Annotated[
+    int | None,
+    typer.Option(
+        "--target-length",
+        help="Tokens to extend to, instead of a factor.",
+        show_default="factor times the trained length",
+    ),
+]
 Trained = Annotated[
     int | None,
-    typer.Option("--trained-length", help="Tokens the weights were trained for, where the config does not say so."),
+    typer.Option(
+        "--trained-length",
+        help="Tokens the weights were trained for, where the config does not say so.",
+        show_default="the config's",
+    ),
 ]
 ScalingOption = Annotated[
     ScalingChoice | None,
     typer.Option(
         "--scaling",
         help="For a checkpoint whose config scales its positions already: extend from it, or replace it.",
+        show_default="refuse it",
     ),
 ]
 SlidingWindow = Annotated[
-    SlidingWindowChoice | None, typer.Option("--sliding-window", help="For models whose every attention layer has one.")
+    SlidingWindowChoice | None,
+    typer.Option(
+        "--sliding-window",
+        help="For models whose every attention layer has one.",
+        show_default="refuse a window that caps the reach",
+    ),
 ]
 Param = Annotated[
     list[str] | None,
-    typer.Option("--param", "-p", help="The method's own parameter, KEY=JSON or KEY=@FILE.json. Repeatable."),
+    typer.Option(
+        "--param",
+        "-p",
+        help="The method's own parameter, KEY=JSON or KEY=@FILE.json. Repeatable.",
+        show_default="the method's",
+    ),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -203,6 +228,8 @@ def arguments(
     Raises:
         InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
     """
+    from ctxext.methods.base import parameter_of
+
     own: dict[str, Any] = {
         "factor": factor,
         "target_length": target_length,
@@ -236,7 +263,9 @@ Text = Annotated[
         show_default=False,
     ),
 ]
-Split = Annotated[str | None, typer.Option("--split", help="Split of a data set, where it has several.")]
+Split = Annotated[
+    str | None, typer.Option("--split", help="Split of a data set, where it has several.", show_default="the only one")
+]
 Column = Annotated[str | None, typer.Option("--column", help="Column that holds the text; default text.")]
 Documents = Annotated[
     int | None, typer.Option("--documents", "-n", help="Read the first N that are long enough; default all, or 1 play.")
@@ -283,7 +312,10 @@ Lengths = Annotated[
 Reference = Annotated[
     str | None,
     typer.Option(
-        "--reference", help="The original of a checkpoint that was saved extended, for the references.", metavar="PATH"
+        "--reference",
+        help="The original of a checkpoint that was saved extended, for the references.",
+        metavar="PATH",
+        show_default="the checkpoint itself, where it is plain",
     ),
 ]
 Unpatched = Annotated[
@@ -299,36 +331,65 @@ Output = Annotated[
         "-o",
         help="Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
         metavar="FILE",
-        show_default=False,
+        show_default="none",
     ),
 ]
 
 
-def read_corpus(
-    checkpoint: Loaded,
-    text: list[str] | None,
-    *,
-    tokens: int,
-    split: str | None = None,
-    column: str | None = None,
-    documents: int | None = None,
-    skip: int | None = None,
-    bos: str = "auto",
-    whole: bool = False,
-) -> Corpus:
-    """The texts that the options name, made ready; arguments as for ``corpus_of`` and ``read_documents``.
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options: each field of a dataclass becomes an option, in the group's place.
 
-    Raises:
-        InvalidParameterError: as there.
+    typer knows single options only. What it asks a function for, its signature, is here that of the options one by
+    one; what it then hands over is put together again.
     """
-    from ctxext.evaluation.corpus import SKIPPED_TOKENS, corpus_of, read_documents
+    taken = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {name: one.annotation for name, one in taken.items() if is_dataclass(one.annotation)}
+    options = []
+    for name, one in taken.items():
+        kind = groups.get(name)
+        hints = {name: one.annotation} if kind is None else get_type_hints(kind, include_extras=True)
+        defaults = {name: one.default} if kind is None else {field.name: field.default for field in fields(kind)}
+        options += [
+            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each])
+            for each, default in defaults.items()
+        ]
 
-    return corpus_of(
-        read_documents(text or (), split=split, column=column),
-        checkpoint.tokenizer,
-        tokens=tokens,
-        whole=whole,
-        skip=(0 if text else SKIPPED_TOKENS) if skip is None else skip,
-        limit=documents if documents is not None or text else 1,
-        bos=bos,
-    )
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**given, **made)
+
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Which of the texts are read, and what stands in front of each."""
+
+    split: Split = None
+    column: Column = None
+    documents: Documents = None
+    skip: Skip = None
+    bos: Bos = "auto"
+
+    def read(self, checkpoint: Loaded, text: list[str] | None, *, tokens: int, whole: bool = False) -> Corpus:
+        """The texts, made ready; ``tokens`` and ``whole`` as for ``corpus_of``.
+
+        Raises:
+            InvalidParameterError: as there.
+        """
+        from ctxext.evaluation.corpus import SKIPPED_TOKENS, corpus_of, read_documents
+
+        return corpus_of(
+            read_documents(text or (), split=self.split, column=self.column),
+            checkpoint.tokenizer,
+            tokens=tokens,
+            whole=whole,
+            skip=(0 if text else SKIPPED_TOKENS) if self.skip is None else self.skip,
+            limit=self.documents if self.documents is not None or text else 1,
+            bos=self.bos,
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ctxext.cli.options import Checkpoint, Json, Trust
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
 
 if TYPE_CHECKING:
     from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
@@ -40,10 +39,14 @@ ROWS = {
 def plan(
     checkpoint: Checkpoint,
     memory: Annotated[
-        str | None, typer.Option(help="What there is, such as 80GiB: plan the longest context.", show_default=False)
+        str | None,
+        typer.Option(
+            help="What there is, such as 80GiB: plan the longest context.", show_default="none, with --length"
+        ),
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", "-l", help="Tokens: plan what they take.", min=1, show_default=False)
+        int | None,
+        typer.Option("--length", "-l", help="Tokens: plan what they take.", min=1, show_default="what --memory holds"),
     ] = None,
     lora_rank: Annotated[int, typer.Option(help="Of LoRA on all linear layers.", min=1)] = 16,
     norms: Annotated[bool, typer.Option("--norms/--no-norms", help="Train normalisation weights too.")] = True,
@@ -52,7 +55,7 @@ def plan(
         "auto"
     ),
     quantisation: Annotated[
-        str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default=False)
+        str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default="none")
     ] = None,
     loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits exist at a time; 0 for all.", min=0)] = 1024,
     checkpointing: Annotated[
@@ -61,7 +64,7 @@ def plan(
     save_attention: Annotated[bool, typer.Option("--save-attention", help="Keep attention's output for it.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Move the layers' inputs to the host.")] = False,
     mlp_tile: Annotated[
-        int | None, typer.Option(help="Tokens that pass through an MLP at a time.", show_default=False)
+        int | None, typer.Option(help="Tokens that pass through an MLP at a time.", show_default="all")
     ] = None,
     as_json: Json = False,
     trust: Trust = False,
@@ -74,6 +77,7 @@ def plan(
     """
     if memory is None and length is None:
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
+    require_package("peft", "train", "Training is planned with", CheckpointError)
 
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.source import checked_path, read_config, read_json
@@ -81,8 +85,6 @@ def plan(
     from ctxext.planning.plan import plan_serving, plan_training, reach_of, stored_as
     from ctxext.training.memory import Memory
 
-    if importlib.util.find_spec("peft") is None:
-        raise CheckpointError("Training is planned with PEFT: pip install 'ctxext[train]'.")
     budget = None if memory is None else parse_bytes(memory)
     way = Memory(
         loss_chunk=loss_chunk or None,
@@ -119,7 +121,7 @@ def plan(
 
 def _show_stored(stored: str, dtype: str) -> None:
     """Say how weights that come quantised were counted."""
-    from ctxext.training.plan import EXPERTS
+    from ctxext.planning.plan import EXPERTS
 
     said = f"Its weights are stored as {stored}, and counted in {dtype}, as if unpacked: in use they may take less."
     if stored in EXPERTS:

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
 from ctxext.checkpoints.load import load
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
-from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.evaluation.documents import package_folders
 from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
@@ -164,6 +164,7 @@ def _sample(tensor: Tensor) -> bytes:
 
 
 def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[nn.Module, Any, str]:
+    require_package("gguf", "demo", f"Reading {path} needs", CheckpointError)
     where, inside = gguf_inside(path, {})
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(None, device)
     why = "weights dequantised from GGUF" if dtype == "auto" and chosen == "bf16" else why
@@ -202,6 +203,7 @@ def _load_adapter(source: str, dtype: str, device: torch.device, trust: dict[str
     elif not (Path(source) / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(f"{source} has no {ADAPTER_WEIGHTS}; other formats can run code when they are read.")
     else:
+        require_package("peft", "train", f"{source} is an adapter; reading it takes", CheckpointError)
         from peft import PeftModel
 
         plain = _load_gguf(Path(base), chosen, device) if inside else _load(base, chosen, device, trust)

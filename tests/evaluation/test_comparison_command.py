@@ -15,9 +15,9 @@ from _programs import killed_at, launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from ctxext import errors
 from ctxext.cli.app import app
 from ctxext.evaluation import passkey
-from ctxext.evaluation.report import comparison
 
 TRUNCATIONS = [f"truncated {window}" for window in (128, 256, 384, 512)]
 
@@ -179,7 +179,7 @@ def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[
 def test_a_package_that_is_missing_is_named_before_anything_is_computed(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors.importlib.util, "find_spec", lambda name: None)
     result = call(*arguments, "-o", tmp_path / "out")
     assert (result.exit_code, (tmp_path / "out").exists()) == (1, False)
     assert "pip install 'ctxext[eval]'" in result.output

@@ -14,14 +14,15 @@ from ctxext.cli.options import Clean, Once
 
 __all__ = ["eval_app"]
 
-eval_app = typer.Typer(
-    cls=Clean, help="Measure what a context is worth.", no_args_is_help=True, rich_markup_mode="rich"
-)
+eval_app = typer.Typer(cls=Clean, no_args_is_help=True, rich_markup_mode="rich")
 
 
 @eval_app.callback()
 def main() -> None:
-    """Measure what a context is worth, with truncation beside it."""
+    """Measure what a context is worth, with truncation beside it.
+
+    [bold]Example[/]: ctxext eval compare Llama-3-8B --text book.txt -o report
+    """
 
 
 for _found in pkgutil.iter_modules(__path__):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,23 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from ctxext.cli.outputs import check_outputs, write_outputs
+from ctxext.cli.options import (
+    Beyond,
+    Column,
+    Device,
+    Dtype,
+    Factors,
+    Lengths,
+    Measured,
+    Methods,
+    Reference,
+    Seed,
+    SlidingWindow,
+    Split,
+    Trained,
+    Unpatched,
+)
+from ctxext.cli.outputs import OutputOptions
 from ctxext.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -22,10 +38,13 @@ if TYPE_CHECKING:
     from ctxext.evaluation.survey import Job, ProcessGroup, Prompt, PromptJob, Survey
 
 __all__ = [
+    "ReaderOptions",
+    "RetrievalOptions",
     "Session",
     "amount_of_work",
     "cost_of",
     "first_document",
+    "load_both",
     "open_session",
     "provenance_with",
     "run_survey",
@@ -35,88 +54,103 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """What a command has loaded, and where its result goes.
+    """A loaded checkpoint and who reads with it.
 
     Args:
         checkpoint: to measure.
-        reference: the original of a checkpoint that comes extended; None where none was named.
+        readers: the references first.
         group: the processes that share the work.
         console: quiet in all processes but the main one.
-        output: files to write.
-        as_json: whether to print JSON.
-        as_csv: whether to print CSV.
+        trials: the file that keeps finished trials; None where no output was named.
     """
 
     checkpoint: Checkpoint
-    reference: Checkpoint | None
+    readers: tuple[Reader, ...]
     group: ProcessGroup
     console: Console
-    output: Sequence[Path]
-    as_json: bool
-    as_csv: bool
+    trials: Path | None
 
     @property
-    def trials(self) -> Path | None:
-        """The file that keeps finished trials; None where no output was named."""
-        return self.output[0].with_name(f"{self.output[0].stem}.trials.jsonl") if self.output else None
-
-    def finish(self, result: Any, show: Callable[[Any, Console], None], draw: Callable[[Any, Path], None]) -> None:
-        """Print and write a result, in the main process."""
-        if not self.group.is_main:
-            return
-        if not (self.as_json or self.as_csv):
-            show(result, self.console)
-        write_outputs(
-            result.to_dict(),
-            result.rows(),
-            draw=lambda path: draw(result, path),
-            output=self.output,
-            as_json=self.as_json,
-            as_csv=self.as_csv,
-        )
+    def lengths(self) -> list[int]:
+        """All at which anybody is asked, in tokens, increasing."""
+        return sorted({length for reader in self.readers for length in reader.lengths})
 
 
-def open_session(
-    checkpoint: str | None,
-    reference: str | None,
-    *,
-    output: Sequence[Path] | None,
-    as_json: bool,
-    as_csv: bool,
-    dtype: str,
-    device: str | None,
-    trust: bool,
-    through_files: bool = False,
-) -> Session:
-    """Load what the options of these names say; ``through_files`` where processes exchange what they find by files.
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions:
+    """Who is asked, and at which lengths."""
+
+    checkpoint: Measured = None
+    method: Methods = None
+    factor: Factors = None
+    length: Lengths = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalOptions:
+    """What asking for hidden things takes beside who is asked and what is hidden."""
+
+    reference: Reference = None
+    unpatched: Unpatched = True
+    beyond: Beyond = False
+    split: Split = None
+    column: Column = None
+    trained_length: Trained = None
+    sliding_window: SlidingWindow = None
+    dtype: Dtype = "auto"
+    device: Device = None
+    seed: Seed = 0
+
+
+def load_both(
+    console: Console, checkpoint: str | None, reference: str | None, dtype: str, device: str | None, trust: bool
+) -> tuple[Checkpoint, Checkpoint | None]:
+    """What is measured, and what the references are read with where that is another."""
+    from ctxext.evaluation.checkpoint import load_checkpoint
+
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
+    with console.status("Loading the checkpoint ..."):
+        loaded = load_checkpoint(checkpoint, **how)
+        return loaded, None if reference is None else load_checkpoint(reference, **how)
+
+
+def open_session(asked: ReaderOptions, options: RetrievalOptions, results: OutputOptions, trust: bool) -> Session:
+    """Load what the options name.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
     """
-    from ctxext.evaluation.checkpoint import load_checkpoint
+    from ctxext.evaluation.readings import find_readers
     from ctxext.evaluation.survey import launched_processes
 
-    check_outputs(output, as_json, as_csv)
-    group = launched_processes()
-    if through_files and group.processes > 1 and not output:
+    results.check()
+    group, output = launched_processes(), results.output
+    if group.processes > 1 and not output:
         raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
-    console = Console(stderr=as_json or as_csv, quiet=not group.is_main, highlight=False)
-    how: dict[str, Any] = {"dtype": dtype, "device": device or group.device, "trust_remote_code": trust}
-    with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, **how)
-        original = None if reference is None else load_checkpoint(reference, **how)
-    return Session(loaded, original, group, console, output or (), as_json, as_csv)
+    console = Console(stderr=results.to_stdout, quiet=not group.is_main, highlight=False)
+    device = options.device or group.device
+    loaded, original = load_both(console, asked.checkpoint, options.reference, options.dtype, device, trust)
+    readers = find_readers(
+        loaded,
+        reference=original,
+        methods=asked.method or (),
+        factors=asked.factor or (),
+        lengths=asked.length or (),
+        unpatched=options.unpatched,
+        beyond=options.beyond,
+        trained_length=options.trained_length,
+        sliding_window=options.sliding_window.value if options.sliding_window else None,
+    )
+    trials = output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None
+    return Session(loaded, readers, group, console, trials)
 
 
-def run_survey(
-    session: Session, made_by: str, readers: Sequence[Reader], prompts: Sequence[Prompt], *, where: str
-) -> Survey[PromptJob]:
+def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:
     """Ask everything that is not yet answered, with a bar and the time left.
 
     Args:
         session: from ``open_session``.
         made_by: the command.
-        readers: from ``find_readers``.
         prompts: what is asked.
         where: in what things are hidden, to show.
 
@@ -126,21 +160,20 @@ def run_survey(
     """
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.labels import tokens_label
-    from ctxext.evaluation.readings import lengths_of
     from ctxext.evaluation.report.sentences import all_of
     from ctxext.evaluation.survey import Survey, jobs_of
     from ctxext.progress import StageBar
 
-    console, checkpoint, trained = session.console, session.checkpoint, readers[0].readings.trained_length
+    console, checkpoint, trained = session.console, session.checkpoint, session.readers[0].readings.trained_length
     journal = Journal(session.trials, session.group.process)
-    survey = Survey(made_by, checkpoint, jobs_of(readers, prompts), journal=journal, group=session.group)
+    survey = Survey(made_by, checkpoint, jobs_of(session.readers, prompts), journal=journal, group=session.group)
     mine = survey.begin()
     console.print(
         f"[bold]{checkpoint.name}[/], trained to {tokens_label(trained)} tokens, in {checkpoint.dtype_note}, is asked "
-        f"at {all_of([tokens_label(length) for length in lengths_of(readers)])} tokens, {where}."
+        f"at {all_of([tokens_label(length) for length in session.lengths])} tokens, {where}."
     )
     console.print(
-        f"Readings: {all_of([one.reading.label for one in readers])}; {amount_of_work(survey, mine)}. "
+        f"Readings: {all_of([one.reading.label for one in session.readers])}; {amount_of_work(survey, mine)}. "
         + (f"Each is kept in {session.trials}." if session.trials else "--output FILE would keep each finished trial.")
     )
     with told_on_interrupt(console, survey), StageBar(Console(stderr=True, quiet=console.quiet), cost_of(mine)) as bar:

@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ctxext.cli.eval.common import amount_of_work, cost_of, told_on_interrupt
+from ctxext.cli.eval.common import amount_of_work, cost_of, load_both, told_on_interrupt
 from ctxext.cli.options import (
-    Bos,
-    Column,
     Device,
-    Documents,
     Dtype,
     Measured,
     Seed,
-    Skip,
     SlidingWindow,
-    Split,
     Text,
+    TextOptions,
     Trained,
     Trust,
-    read_corpus,
+    grouped,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 
+@grouped
 def compare(
+    *,
     checkpoint: Measured = None,
     text: Text = None,
     output: Annotated[
@@ -69,11 +67,7 @@ def compare(
         ),
     ] = None,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Passkeys per length and depth.")] = 1,
-    split: Split = None,
-    column: Column = None,
-    documents: Documents = None,
-    skip: Skip = None,
-    bos: Bos = "auto",
+    texts: TextOptions,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
     dtype: Dtype = "auto",
@@ -89,7 +83,6 @@ def compare(
     """
     from rich.progress import BarColumn, MofNCompleteColumn
 
-    from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.passkey import DEPTHS
     from ctxext.evaluation.report.comparison import require_report
@@ -99,22 +92,11 @@ def compare(
     require_report()
     group = launched_processes()
     console = Console(quiet=not group.is_main, highlight=False)
-    with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, dtype=dtype, device=device or group.device, trust_remote_code=trust)
+    loaded, _ = load_both(console, checkpoint, None, dtype, device or group.device, trust)
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
         comparison = prepare(
             loaded,
-            lambda tokens: read_corpus(
-                loaded,
-                text,
-                tokens=tokens,
-                whole=True,
-                split=split,
-                column=column,
-                documents=documents,
-                skip=skip,
-                bos=bos,
-            ),
+            lambda tokens: texts.read(loaded, text, tokens=tokens, whole=True),
             output,
             methods=method or (),
             factors=factor or (2.0,),

@@ -8,27 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ctxext.cli.eval.common import open_session
+from ctxext.cli.eval.common import load_both
 from ctxext.cli.options import (
-    Bos,
-    Column,
-    Csv,
     Device,
-    Documents,
     Dtype,
     Factors,
-    Json,
     Measured,
     Methods,
-    Output,
     Reference,
-    Skip,
-    Split,
     Text,
+    TextOptions,
     Trained,
     Trust,
-    read_corpus,
+    grouped,
 )
+from ctxext.cli.outputs import OutputOptions
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -38,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["longppl"]
 
 
+@grouped
 def longppl(
+    *,
     checkpoint: Measured = None,
     text: Text = None,
     method: Methods = None,
@@ -54,7 +50,7 @@ def longppl(
     ] = None,
     keys: Annotated[
         Path | None,
-        typer.Option("--keys", help="File of key tokens: reused where it exists, else written.", show_default=False),
+        typer.Option("--keys", help="File of key tokens: reused where it exists, else written.", show_default="none"),
     ] = None,
     evaluator: Annotated[
         str | None,
@@ -75,17 +71,11 @@ def longppl(
     beta: Annotated[
         float | None, typer.Option("--beta", help="Least log-likelihood, nats; default the paper's -2.")
     ] = None,
-    split: Split = None,
-    column: Column = None,
-    documents: Documents = None,
-    skip: Skip = None,
-    bos: Bos = "auto",
+    texts: TextOptions,
     trained_length: Trained = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    output: Output = None,
-    as_json: Json = False,
-    as_csv: Csv = False,
+    results: OutputOptions,
     trust: Trust = False,
 ) -> None:
     """Measure perplexity over key tokens: those that need a long context, found by the unextended model.
@@ -95,33 +85,19 @@ def longppl(
     [bold]Example[/]: ctxext eval longppl Llama-3-8B --text books.parquet --keys keys.json -m yarn -m ntk --factor 2
     """
     from ctxext.evaluation import longppl as evaluation
-    from ctxext.evaluation.checkpoint import load_checkpoint
     from ctxext.evaluation.readings import chosen_methods
     from ctxext.evaluation.report.longppl import save_figure, show
     from ctxext.progress import StageBar
 
+    results.check()
     if keys is not None and not keys.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {keys.parent}", param_hint="--keys")
-    session = open_session(
-        checkpoint,
-        reference,
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-        dtype=dtype,
-        device=device,
-        trust=trust,
-    )
-    loaded, original, console = session.checkpoint, session.reference, session.console
+    console = Console(stderr=results.to_stdout, highlight=False)
+    loaded, original = load_both(console, checkpoint, reference, dtype, device, trust)
     lengths, factors = _asked(loaded, method or [], factor or [], length or [], trained_length)
     methods = chosen_methods(loaded.model, method, factors) if method else ()
-    texts: dict[str, Any] = {"split": split, "column": column, "documents": documents, "skip": skip, "bos": bos}
-    corpus = read_corpus(loaded, text, tokens=max(lengths) + 1, **texts)
-    finder = (
-        original or loaded
-        if evaluator is None
-        else load_checkpoint(evaluator, dtype=dtype, device=device, trust_remote_code=trust)
-    )
+    corpus = texts.read(loaded, text, tokens=max(lengths) + 1)
+    finder = original or loaded if evaluator is None else load_both(console, evaluator, None, dtype, device, trust)[0]
     search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
     found = _key_tokens(console, finder, corpus, keys, {k: v for k, v in search.items() if v is not None})
     total = evaluation.total_cost(loaded, corpus, found, lengths=lengths, methods=max(1, len(methods)))
@@ -136,7 +112,7 @@ def longppl(
             trained_length=trained_length,
             progress=bar,
         )
-    session.finish(result, show, save_figure)
+    results.write(result, show=lambda: show(result, console), draw=lambda path: save_figure(result, path))
 
 
 def _asked(

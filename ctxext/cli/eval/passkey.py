@@ -6,36 +6,24 @@ from typing import Annotated
 
 import typer
 
-from ctxext.cli.eval.common import first_document, open_session, provenance_with, run_survey
-from ctxext.cli.options import (
-    Beyond,
-    Column,
-    Csv,
-    Device,
-    Dtype,
-    Factors,
-    Json,
-    Lengths,
-    Measured,
-    Methods,
-    Output,
-    Reference,
-    Seed,
-    SlidingWindow,
-    Split,
-    Trained,
-    Trust,
-    Unpatched,
+from ctxext.cli.eval.common import (
+    ReaderOptions,
+    RetrievalOptions,
+    first_document,
+    open_session,
+    provenance_with,
+    run_survey,
 )
+from ctxext.cli.options import Trust, grouped
+from ctxext.cli.outputs import OutputOptions
 
 __all__ = ["passkey"]
 
 
+@grouped
 def passkey(
-    checkpoint: Measured = None,
-    method: Methods = None,
-    factor: Factors = None,
-    length: Lengths = None,
+    *,
+    asked: ReaderOptions,
     depth: Annotated[
         list[float] | None,
         typer.Option(
@@ -51,19 +39,8 @@ def passkey(
             "--text", "-t", help="Hide keys in this text, a needle test. Default: repeated noise.", show_default=False
         ),
     ] = None,
-    reference: Reference = None,
-    unpatched: Unpatched = True,
-    beyond: Beyond = False,
-    split: Split = None,
-    column: Column = None,
-    trained_length: Trained = None,
-    sliding_window: SlidingWindow = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    seed: Seed = 0,
-    output: Output = None,
-    as_json: Json = False,
-    as_csv: Csv = False,
+    options: RetrievalOptions,
+    results: OutputOptions,
     trust: Trust = False,
 ) -> None:
     """Ask for five digits hidden at every length and depth: unpatched, truncated, and extended.
@@ -75,43 +52,27 @@ def passkey(
     from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.haystack import noise, of_text
     from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
-    from ctxext.evaluation.readings import find_readers, lengths_of
     from ctxext.evaluation.report.retrieval import save_passkey_figure, show_passkeys
 
-    document = first_document(text, split, column)
-    session = open_session(
-        checkpoint,
-        reference,
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-        dtype=dtype,
-        device=device,
-        trust=trust,
-        through_files=True,
-    )
-    readers = find_readers(
-        session.checkpoint,
-        reference=session.reference,
-        sliding_window=sliding_window.value if sliding_window else None,
-        methods=method or (),
-        factors=factor or (),
-        lengths=length or (),
-        unpatched=unpatched,
-        beyond=beyond,
-        trained_length=trained_length,
-    )
+    document = first_document(text, options.split, options.column)
+    session = open_session(asked, options, results, trust)
     tokenizer = session.checkpoint.tokenizer
     haystack = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
     prompts = make_prompts(
         tokenizer,
-        lengths_of(readers),
+        session.lengths,
         depth or DEPTHS,
         trials=trials,
-        seed=seed,
+        seed=options.seed,
         haystack=haystack,
         turning_point=turning_point(session.checkpoint.model),
     )
-    survey = run_survey(session, "ctxext eval passkey", readers, prompts, where=f"keys in {haystack.name}")
-    report = passkey_report(survey, haystack, provenance_with(session.checkpoint, document, seed))
-    session.finish(report, show_passkeys, save_passkey_figure)
+    survey = run_survey(session, "ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
+    if not session.group.is_main:
+        return
+    report = passkey_report(survey, haystack, provenance_with(session.checkpoint, document, options.seed))
+    results.write(
+        report,
+        show=lambda: show_passkeys(report, session.console),
+        draw=lambda path: save_passkey_figure(report, path),
+    )

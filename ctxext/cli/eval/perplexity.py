@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ctxext.cli.eval.common import open_session
+from ctxext.cli.eval.common import load_both
 from ctxext.cli.options import (
-    Bos,
-    Column,
-    Csv,
     Device,
-    Documents,
     Dtype,
     Factor,
-    Json,
     Measured,
-    Output,
     Param,
     Reference,
     ScalingOption,
-    Skip,
     SlidingWindow,
-    Split,
     Target,
     Text,
+    TextOptions,
     Trained,
     Trust,
     Unpatched,
     arguments,
+    grouped,
     method_names,
-    read_corpus,
 )
+from ctxext.cli.outputs import OutputOptions
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -43,7 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["perplexity"]
 
 
+@grouped
 def perplexity(
+    *,
     checkpoint: Measured = None,
     text: Text = None,
     method: Annotated[
@@ -74,21 +71,17 @@ def perplexity(
     ] = None,
     reference: Reference = None,
     unpatched: Unpatched = True,
-    memory: Annotated[str | None, typer.Option(help="Budget for weights and passes, such as 2GiB.")] = None,
-    split: Split = None,
-    column: Column = None,
-    documents: Documents = None,
-    skip: Skip = None,
-    bos: Bos = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help="Budget for weights and passes, such as 2GiB.", show_default="no limit")
+    ] = None,
+    texts: TextOptions,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
     scaling: ScalingOption = None,
     param: Param = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    output: Output = None,
-    as_json: Json = False,
-    as_csv: Csv = False,
+    results: OutputOptions,
     trust: Trust = False,
 ) -> None:
     """Measure perplexity by position, or by a published protocol, against the best of several truncations.
@@ -98,20 +91,14 @@ def perplexity(
     from ctxext.evaluation.forward import parse_bytes
     from ctxext.evaluation.perplexity import make_plan, run, total_cost
     from ctxext.evaluation.report.perplexity import announce, save_figure, show
+    from ctxext.evaluation.survey import launched_processes
     from ctxext.progress import StageBar
 
+    results.check()
     budget = None if memory is None else parse_bytes(memory)
-    session = open_session(
-        checkpoint,
-        reference,
-        output=output,
-        as_json=as_json,
-        as_csv=as_csv,
-        dtype=dtype,
-        device=device,
-        trust=trust,
-    )
-    loaded, group, console = session.checkpoint, session.group, session.console
+    group = launched_processes()
+    console = Console(stderr=results.to_stdout, quiet=not group.is_main, highlight=False)
+    loaded, original = load_both(console, checkpoint, reference, dtype, device or group.device, trust)
     plan = make_plan(
         loaded.model,
         mode=mode,
@@ -123,17 +110,18 @@ def perplexity(
         memory=budget,
         unpatched=unpatched,
     )
-    texts = {"split": split, "column": column, "documents": documents, "skip": skip}
-    corpus = _corpus(loaded, text, plan, tokens, bos, texts)
+    corpus = _corpus(loaded, text, plan, tokens, texts)
     announce(console, loaded, corpus, plan)
     cost = total_cost(loaded, corpus, plan) / group.processes
     with StageBar(Console(stderr=True, quiet=not group.is_main), cost) as bar:
-        result = run(loaded, corpus, plan, reference=session.reference, spread=group.spread, progress=bar)
-    session.finish(result, show, save_figure)
+        result = run(loaded, corpus, plan, reference=original, spread=group.spread, progress=bar)
+    if not group.is_main:
+        return
+    results.write(result, show=lambda: show(result, console), draw=lambda path: save_figure(result, path))
 
 
 def _corpus(
-    loaded: Loaded, text: list[str] | None, plan: PerplexityPlan, tokens: int | None, bos: str, texts: dict[str, Any]
+    loaded: Loaded, text: list[str] | None, plan: PerplexityPlan, tokens: int | None, texts: TextOptions
 ) -> Corpus:
     """The texts, as long as the mode reads them, with the prefix that the mode puts in front."""
     from ctxext.errors import InvalidParameterError
@@ -141,15 +129,17 @@ def _corpus(
     whole = plan.mode != "position"
     if not whole and tokens is not None:
         raise InvalidParameterError("--tokens is for windows that slide; in mode position, --length says it all.")
-    if plan.mode == "longlora" and bos not in ("auto", "none"):
-        raise InvalidParameterError(f"LongLoRA's protocol has nothing in front of its texts; leave out --bos {bos}.")
+    if plan.mode == "longlora" and texts.bos not in ("auto", "none"):
+        raise InvalidParameterError(
+            f"LongLoRA's protocol has nothing in front of its texts; leave out --bos {texts.bos}."
+        )
     if plan.mode == "longlora":
-        bos = "none"
-    elif plan.mode == "yarn" and bos == "auto":  # its code adds the tokenizer's BOS wherever there is one
-        bos = "none" if loaded.tokenizer.bos_token is None else "bos"
+        texts = replace(texts, bos="none")
+    elif plan.mode == "yarn" and texts.bos == "auto":  # its code adds the tokenizer's BOS wherever there is one
+        texts = replace(texts, bos="none" if loaded.tokenizer.bos_token is None else "bos")
     least = 2 if plan.mode == "longlora" else plan.length + 1
     most = 2 * plan.length if tokens is None else tokens
     if whole and most < least:
         raise InvalidParameterError(f"--tokens must be at least {least:,}, one more than the length; found {most:,}.")
-    found = read_corpus(loaded, text, tokens=least, whole=whole, bos=bos, **texts)
+    found = texts.read(loaded, text, tokens=least, whole=whole)
     return found.cut(most) if whole else found

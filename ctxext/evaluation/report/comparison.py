@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table as RichTable
 
-from ctxext.errors import InvalidParameterError, ResultsError
+from ctxext.errors import ResultsError, require_package
 from ctxext.evaluation.comparison.result import ComparisonResult, standard_errors_needed
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.comparison_figures import drawings
@@ -30,8 +29,7 @@ PAGE, DATA, ROWS, MARKDOWN, FIGURES = "report.html", "report.json", "report.csv"
 def require_report() -> None:
     """Raise ``InvalidParameterError`` with the command to run if what a report needs is missing."""
     require_matplotlib()
-    if importlib.util.find_spec("jinja2") is None:
-        raise InvalidParameterError("A report needs jinja2. Run `pip install 'ctxext[eval]'`.")
+    require_package("jinja2", "eval", "A report needs")
 
 
 def write_report(result: ComparisonResult, output: Path) -> list[Path]:

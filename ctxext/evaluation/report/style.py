@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import require_package
 from ctxext.evaluation.comparison import Series
 from ctxext.evaluation.labels import few_of, label_of, tokens_label
 from ctxext.evaluation.truncation import is_reference, window_of
@@ -130,10 +130,7 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
 
 def require_matplotlib() -> None:
     """Raise ``InvalidParameterError`` with the command to run if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InvalidParameterError("Plots need matplotlib. Run `pip install 'ctxext[eval]'`.") from error
+    require_package("matplotlib", "eval", "Plots need")
 
 
 def draw_perplexity(axes: Any, series: Sequence[Series], looks: Mapping[str, Look], trained_length: int) -> None:

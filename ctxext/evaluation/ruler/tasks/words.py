@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import require_package
 
 __all__ = ["Words", "words"]
 
@@ -31,11 +31,8 @@ def words() -> Words:
     Raises:
         InvalidParameterError: wonderwords is not installed.
     """
-    try:
-        from wonderwords import Defaults, RandomWord
-    except ImportError as error:
-        raise InvalidParameterError(
-            "RULER takes its words from the package wonderwords. Run `pip install 'ctxext[eval]'`."
-        ) from error
+    require_package("wonderwords", "eval", "RULER takes its words from")
+    from wonderwords import Defaults, RandomWord
+
     lists = (Defaults.NOUNS, Defaults.ADJECTIVES, Defaults.VERBS)
     return Words(*(tuple(RandomWord(enhanced_prefixes=False, words=each).filter()) for each in lists))
