@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/installed
 
 .PHONY: demo test slow gpu-test floor wheel-test check format clean
 
-demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (15 to 25 minutes on 2 plain cores)
+demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
 
 test: $(INSTALLED) ## the test suite: CPU, offline
