@@ -235,10 +235,9 @@ def _measure(console: Console, comparison: Comparison, keys: Survey[PromptJob] |
             measure(comparison, reader)
             cells = "".join(f"{_number(value) if value else '':>9}" for value in _so_far(comparison, reader, edges))
             console.print(f"{reader.reading.label:<18}{cells}{done[-1][1]:8.0f} s")
-            if reader.reading.is_candidate or reader.reading.name == UNPATCHED:
-                finished = comparison.so_far([one.reading for one, _ in done])
-                if finished is not None:
-                    _draw(demo_result(finished, (), {}), output)
+            finished = comparison.so_far([one.reading for one, _ in done])
+            if finished is not None:
+                _draw(demo_result(finished, (), {}), output)
         if keys:
             for reader in keys.readers:
                 measure(keys, reader)

@@ -18,6 +18,7 @@ from ctxext.cli.app import app
 from ctxext.cli.demo import DemoResult, cost_of, demo_result, markdown, sentences
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, prepare, summarise
+from ctxext.evaluation.comparison.plan import Cell
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument, tokenise
 from ctxext.evaluation.documents import Document
 from ctxext.evaluation.labels import tokens_label
@@ -97,6 +98,42 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     assert call(*arguments, "--method", "pi", "--no-passkey").exception is None
     (output / "result.json").write_text("{}", encoding="utf-8")
     assert "not an earlier demo's" in refusal(call(*arguments))
+
+
+def test_what_is_finished_outlives_an_interruption(
+    checkpoint: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--model", checkpoint, "--text", files / "long.txt", "--output", tmp_path / "out"]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ctxext.cli.demo._draw", interrupt)
+        assert call(*arguments).exit_code != 0
+    kept = (tmp_path / "out" / "unfinished" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {json.loads(line)["reading"] for line in kept} == {"truncated 256", "truncated 512", "unpatched"}
+    asked: list[str] = []
+    ask = Cell.ask
+    monkeypatch.setattr(Cell, "ask", lambda cell, *rest: (asked.append(cell.reader.reading.name), ask(cell, *rest))[1])
+    assert call(*arguments).exit_code == 0
+    assert asked == ["yarn x2"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == OUTPUTS
+
+
+@pytest.mark.parametrize(("pace", "length"), [(1e-9, 2 * TRAINED), (1.0, TRAINED * 3 // 2)])
+def test_as_much_is_read_as_there_is_time_for(
+    checkpoint: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: float, length: int
+) -> None:
+    monkeypatch.setattr("ctxext.cli.demo.seconds_per_cost", lambda *_: pace)
+    found = call("--model", checkpoint, "--text", files / "long.txt", "--output", tmp_path)
+    assert found.exit_code == 0, found.output
+    saved = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert saved["length"] == length
+    assert [series["name"] for series in saved["series"]] == [
+        "unpatched", "truncated 256", "truncated 512", "truncated", "yarn"
+    ]  # fmt: skip
+    assert saved["passkeys"] == []
 
 
 def test_the_numbers_are_those_of_the_evaluations(
