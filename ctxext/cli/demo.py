@@ -39,7 +39,7 @@ from ctxext.progress import StageBar
 __all__ = ["DemoResult", "PasskeyRow", "cost_of", "demo_result", "markdown", "sentences", "show"]
 
 SECONDS = 280.0  # five minutes, of which loading takes some
-STEP = 2048  # tokens of the pass by which the time is told
+STEP = 4096  # tokens of the pass by which the time is told; shorter ones say too much of what long ones do not have
 QUICK, EVERYTHING = ("yarn",), ("pi", "ntk", "dynamic_ntk", "yarn")
 FIGURE, DATA, TABLE, UNFINISHED = "loss.png", "result.json", "table.md", "unfinished"
 # Below this ratio to the unpatched model inside its window a perplexity counts as flat.
@@ -94,7 +94,7 @@ def faster_dtype() -> str:
         return "auto"
 
     def seconds(dtype: torch.dtype) -> float:
-        one, other = torch.ones(STEP, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        one, other = torch.ones(2048, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
         F.linear(one, other)
         began = time.perf_counter()
         for _ in range(4):
@@ -157,15 +157,19 @@ class Preset:
         return wanted
 
     def fitting(self, corpus: Corpus, length: int | None, pace: float) -> Comparison:
-        """The comparison: of the whole length, or, where none is given, of what can be read in time."""
+        """The comparison of the whole length, or, where none is given, the fullest of which there is time for."""
         wanted = self.checked(length)
-        whole = self._comparison(corpus, wanted)
-        shorter = (self.trained + wanted) // 2
-        if length is not None or self.everything or cost_of(whole) * pace <= SECONDS or shorter <= self.trained:
-            return whole
-        return self._comparison(corpus, shorter)
+        if self.everything:
+            return self._comparison(corpus, wanted, None)
+        half, trained = self.trained // 2, self.trained
+        presets = [(wanted, (half, trained)), (wanted, (trained,)), ((trained + wanted) // 2, (trained,))]
+        for tokens, windows in presets if length is None else presets[:1]:
+            comparison = self._comparison(corpus, tokens, windows)
+            if cost_of(comparison) * pace <= SECONDS:
+                break
+        return comparison
 
-    def _comparison(self, corpus: Corpus, length: int) -> Comparison:
+    def _comparison(self, corpus: Corpus, length: int, windows: Sequence[int] | None) -> Comparison:
         return prepare(
             self.checkpoint,
             corpus.cut,
@@ -174,7 +178,7 @@ class Preset:
             factors=(self.factor,),
             lengths=(length,),
             depths=(),
-            windows=None if self.everything else (self.trained // 2, self.trained),
+            windows=windows,
         )
 
     def keys(self, comparison: Comparison) -> Survey[PromptJob]:
@@ -442,8 +446,8 @@ def _truncation_sentence(result: DemoResult) -> str:
     difference = best.versus_truncation[-1]
     where = difference.scope(len(result.texts))
     window = tokens_label(result.of(TRUNCATED).windows[-1])
-    windows = [window_of(series.name) for series in result.series]
-    tried = all_of([tokens_label(tokens) for tokens in windows if tokens])
+    windows = [tokens_label(tokens) for series in result.series if (tokens := window_of(series.name))]
+    among = f"the best of truncations to {all_of(windows)} at the end of the text, " if len(windows) > 1 else ""
     judged = difference.verdict_of_best(len(result.extended))
     if judged == "better":
         verdict = f"so{where} the longer context already pays for itself in perplexity"
@@ -456,8 +460,8 @@ def _truncation_sentence(result: DemoResult) -> str:
         shown = "this text" if len(result.texts) == 1 else "these texts"
         verdict = f"so for plain prediction it makes no difference that {shown} can show"
     return (
-        f"Against simply feeding the last {window} tokens, the best of truncations to {tried} at the end of the text, "
-        f"the best method there, {label_of(best.name)}, differs by {difference} nats per token, {verdict}."
+        f"Against simply feeding the last {window} tokens, {among}the best method there, {label_of(best.name)}, "
+        f"differs by {difference} nats per token, {verdict}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -121,18 +122,27 @@ def test_what_is_finished_outlives_an_interruption(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == OUTPUTS
 
 
-@pytest.mark.parametrize(("pace", "length"), [(1e-9, 2 * TRAINED), (1.0, TRAINED * 3 // 2)])
+@pytest.mark.parametrize(
+    ("costs", "length", "windows"),
+    [([0.0], 2 * TRAINED, [256, 512]), ([1e9, 0.0], 2 * TRAINED, [512]), ([1e9, 1e9, 1e9], TRAINED * 3 // 2, [512])],
+)
 def test_as_much_is_read_as_there_is_time_for(
-    checkpoint: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: float, length: int
+    checkpoint: Path,
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pace: float,
+    length: int,
+    windows: list[int],
 ) -> None:
-    monkeypatch.setattr("ctxext.cli.demo.seconds_per_cost", lambda *_: pace)
+    told = itertools.chain(costs, itertools.repeat(0.0))
+    monkeypatch.setattr("ctxext.cli.demo.cost_of", lambda *_: next(told))
     found = call("--model", checkpoint, "--text", files / "long.txt", "--output", tmp_path)
     assert found.exit_code == 0, found.output
     saved = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert saved["length"] == length
-    assert [series["name"] for series in saved["series"]] == [
-        "unpatched", "truncated 256", "truncated 512", "truncated", "yarn"
-    ]  # fmt: skip
+    names = ["unpatched", *(f"truncated {window}" for window in windows), "truncated", "yarn"]
+    assert [series["name"] for series in saved["series"]] == names
     assert saved["passkeys"] == []
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError
-from ctxext.training import checkpoint
+from ctxext.training.checkpoint import load_base, require_device
 from ctxext.training.lora import attach_lora
 
 
@@ -34,15 +34,15 @@ def test_a_run_for_a_gpu_is_refused_without_one(overrides: list[str], said: str,
 
 def test_with_a_gpu(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert checkpoint.require_device(settings("--device", "cuda")) == "cuda"
-    assert checkpoint.require_device(settings()) == "cuda"
-    assert checkpoint.require_device(settings("--device", "cpu")) == "cpu"
+    assert require_device(settings("--device", "cuda")) == "cuda"
+    assert require_device(settings()) == "cuda"
+    assert require_device(settings("--device", "cpu")) == "cpu"
     with pytest.raises(BackendUnavailableError, match=r"\(quantisation: nf4\), but the device is set to cpu"):
-        checkpoint.require_device(settings("--quantisation", "nf4", "--device", "cpu"))
+        require_device(settings("--quantisation", "nf4", "--device", "cpu"))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
     with pytest.raises(BackendUnavailableError, match=r"needs bitsandbytes. Run `pip install 'ctxext\[qlora\]'`"):
-        checkpoint.require_device(settings("--quantisation", "nf4"))
+        require_device(settings("--quantisation", "nf4"))
 
 
 def test_what_cannot_be_quantised(settings: Any) -> None:
@@ -62,11 +62,11 @@ def test_a_run_begins_from_a_plain_checkpoint(settings: Any, checkpoint: Path, t
             r"extended was saved extended by ntk, and extensions are never stacked\. .* extension\.trained_length 64\.$"
         )
         with pytest.raises(CheckpointError, match=said):
-            checkpoint.load_base(extended, torch.device("cpu"))
+            load_base(extended, torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"adapter is an adapter on .*, perhaps of another extension\. A run beg"):
-        checkpoint.load_base(settings("--checkpoint", str(tmp_path / "adapter")), torch.device("cpu"))
+        load_base(settings("--checkpoint", str(tmp_path / "adapter")), torch.device("cpu"))
     with pytest.raises(CheckpointError, match="no such directory"):
-        checkpoint.load_base(settings("--checkpoint", str(tmp_path / "none")), torch.device("cpu"))
+        load_base(settings("--checkpoint", str(tmp_path / "none")), torch.device("cpu"))
 
 
 def test_a_run_goes_on_from_what_another_one_merged(
@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_what_another_one_merged(
     ctxext.save(first, tmp_path / "first")
     tokenizer.save_pretrained(tmp_path / "first")
     run = settings("--checkpoint", str(tmp_path / "first"), "--trained_length", "64", "--merge")
-    assert ctxext.describe(checkpoint.load_base(run, torch.device("cpu")).model).method is None
+    assert ctxext.describe(load_base(run, torch.device("cpu")).model).method is None
     recipe.finetune(run)
     adapted, whole = ctxext.load(tmp_path / "run" / "adapter"), ctxext.load(tmp_path / "run" / "merged")
     assert ctxext.describe(adapted).fingerprint == ctxext.describe(whole).fingerprint == expected
