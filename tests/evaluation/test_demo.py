@@ -131,7 +131,7 @@ def test_as_much_is_read_as_there_is_time_for(
     files: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    pace: float,
+    costs: list[float],
     length: int,
     windows: list[int],
 ) -> None:
