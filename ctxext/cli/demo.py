@@ -506,7 +506,9 @@ def _number(value: float) -> str:
 def _table(header: list[str], rows: list[list[str]], references: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(header):
-        table.add_column(name.replace(" vs", "\nvs"), justify="right" if index else "left", overflow="fold")
+        last = index == len(header) - 1  # numbers with their errors, which a narrow terminal must not break
+        told = name.replace(" vs best truncation", "\nvs best\ntruncation")
+        table.add_column(told, justify="right" if index else "left", overflow="fold", no_wrap=last)
     for row in rows:
         style = "red" if row[0] == label_of(UNPATCHED) else "dim" if row[0] in references else None
         table.add_row(*row, style=style)
