@@ -508,7 +508,8 @@ def _table(header: list[str], rows: list[list[str]], references: Sequence[str] =
     for index, name in enumerate(header):
         last = index == len(header) - 1  # numbers with their errors, which a narrow terminal must not break
         told = name.replace(" vs best truncation", "\nvs best\ntruncation")
-        table.add_column(told, justify="right" if index else "left", overflow="fold", no_wrap=last)
+        where: dict[str, Any] = {"justify": "right"} if index else {"min_width": 10}
+        table.add_column(told, overflow="fold", no_wrap=last, **where)
     for row in rows:
         style = "red" if row[0] == label_of(UNPATCHED) else "dim" if row[0] in references else None
         table.add_row(*row, style=style)
