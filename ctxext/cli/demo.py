@@ -105,9 +105,9 @@ def faster_dtype() -> str:
 
 
 def seconds_per_cost(checkpoint: Checkpoint, corpus: Corpus) -> float:
-    """Measured on one short pass: seconds for one unit of ``pass_cost``."""
+    """Measured on a short pass, the second of its kind: seconds for one unit of ``pass_cost``."""
     ids = corpus.documents[0].input_ids[:, : STEP + 1]
-    loss_by_position(checkpoint.model, ids[:, : max(2, ids.shape[1] // 8)])  # a first pass is slower
+    loss_by_position(checkpoint.model, ids)  # a first pass is slower, by the memory that it has to ask for
     began = time.perf_counter()
     loss_by_position(checkpoint.model, ids)
     return (time.perf_counter() - began) / pass_cost(ids.shape[1], turning_point(checkpoint.model))
@@ -260,7 +260,10 @@ def _so_far(comparison: Comparison, reader: Reader, edges: tuple[int, ...]) -> l
 
 def _passkeys(keys: Survey[PromptJob] | None) -> tuple[PasskeyRow, ...]:
     return tuple(
-        PasskeyRow(reader.reading.label, tuple(PasskeyTrial(**trial) for trial in trials))
+        PasskeyRow(
+            label_of((reader.reading.method or {}).get("method", UNPATCHED)),
+            tuple(PasskeyTrial(**trial) for trial in trials),
+        )
         for reader, trials in (keys.trials() if keys else ())
     )
 
