@@ -195,12 +195,17 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if the file holds anything else.
     """
+    found: dict[str, Any] = _parsed(path, dict, "a JSON object")
+    return found
+
+
+def _parsed(path: Path, kind: type, said: str) -> Any:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} should hold a JSON object; found {json.dumps(found)[:40]}.")
+    if not isinstance(found, kind):
+        raise CheckpointError(f"{path} should hold {said}; found {json.dumps(found)[:40]}.")
     return found
 
 
@@ -266,12 +271,7 @@ def _parts_of_sentence_transformers(source: Path) -> set[str]:
     path = source / "modules.json"
     if not path.is_file():
         return set()
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(modules, list):
-        raise CheckpointError(f"{path} should hold a list of modules; found {json.dumps(modules)[:40]}.")
+    modules = _parsed(path, list, "a list of modules")
     return {str(module["path"]) for module in modules if isinstance(module, dict) and module.get("path")}
 
 

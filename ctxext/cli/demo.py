@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from ctxext.cli.eval.common import cost_of, told_on_interrupt
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
 from ctxext.evaluation.comparison import Comparison, Series, prepare
@@ -28,7 +29,7 @@ from ctxext.evaluation.forward import pass_cost, turning_point
 from ctxext.evaluation.labels import label_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
-from ctxext.evaluation.readings import Reader, Readings, chosen_methods, known_trained_length
+from ctxext.evaluation.readings import Reader, Reading, chosen_methods, known_trained_length
 from ctxext.evaluation.report.sentences import all_of, unpatched_sentence
 from ctxext.evaluation.report.style import require_matplotlib, save_loss_figure
 from ctxext.evaluation.statistics import bucketed, edges_for
@@ -66,7 +67,7 @@ def show(
     console = Console(highlight=False)
     check_output(output)
     with console.status("Loading the checkpoint ..."):
-        checkpoint = load_checkpoint(model, dtype=faster_dtype())
+        checkpoint = load_checkpoint(model, dtype=faster_dtype() if model is None else "auto")
     chosen = Preset(
         checkpoint, tuple(methods or (EVERYTHING if everything else QUICK)), factor, everything, output / UNFINISHED
     )
@@ -79,13 +80,14 @@ def show(
         skip=0 if texts else SKIPPED_TOKENS,
     )
     pace = seconds_per_cost(checkpoint, corpus)
-    comparison = chosen.fitting(corpus, length, pace)
+    comparison = chosen.comparison(corpus, reach) if length else chosen.fitting(corpus, reach, pace)
     keys = chosen.keys(comparison) if (everything if passkey is None else passkey) else None
     _announce(console, comparison, keys, pace, everything)
     began = time.perf_counter()
-    result = _measure(console, comparison, keys, output)
+    with told_on_interrupt(console, comparison):
+        result = _measure(console, comparison, keys, output)
     _tell(console, result, time.perf_counter() - began, output)
-    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+    shutil.rmtree(output / UNFINISHED)
 
 
 def faster_dtype() -> str:
@@ -156,20 +158,19 @@ class Preset:
         edges_for(self.trained, wanted)
         return wanted
 
-    def fitting(self, corpus: Corpus, length: int | None, pace: float) -> Comparison:
-        """The comparison of the whole length, or, where none is given, the fullest of which there is time for."""
-        wanted = self.checked(length)
-        if self.everything:
-            return self._comparison(corpus, wanted, None)
-        half, trained = self.trained // 2, self.trained
-        presets = [(wanted, (half, trained)), (wanted, (trained,)), ((trained + wanted) // 2, (trained,))]
-        for tokens, windows in presets if length is None else presets[:1]:
-            comparison = self._comparison(corpus, tokens, windows)
-            if cost_of(comparison) * pace <= SECONDS:
-                break
-        return comparison
+    def fitting(self, corpus: Corpus, wanted: int, pace: float) -> Comparison:
+        """The comparison of ``wanted`` tokens, or, where there is no time for that, of less."""
+        fullest = self.comparison(corpus, wanted)
+        if self.everything or cost_of(fullest.jobs) * pace <= SECONDS:
+            return fullest
+        whole = self.comparison(corpus, wanted, (self.trained,))
+        if cost_of(whole.jobs) * pace <= SECONDS:
+            return whole
+        return self.comparison(corpus, (self.trained + wanted) // 2, (self.trained,))
 
-    def _comparison(self, corpus: Corpus, length: int, windows: Sequence[int] | None) -> Comparison:
+    def comparison(self, corpus: Corpus, length: int, windows: Sequence[int] | None = None) -> Comparison:
+        """Of so many tokens, against truncations to these windows; by default those of the preset."""
+        quick = None if self.everything else (self.trained // 2, self.trained)
         return prepare(
             self.checkpoint,
             corpus.cut,
@@ -178,7 +179,7 @@ class Preset:
             factors=(self.factor,),
             lengths=(length,),
             depths=(),
-            windows=windows,
+            windows=windows or quick,
         )
 
     def keys(self, comparison: Comparison) -> Survey[PromptJob]:
@@ -190,15 +191,9 @@ class Preset:
         prompts = make_prompts(self.checkpoint.tokenizer, (length,), depths, turning_point=point)
         extended = [reading for reading in comparison.plan.readings if reading.is_candidate]
         asked = next((one for one in extended if one.method and one.method["method"] == "yarn"), extended[-1])
-        model = Readings(self.checkpoint)
+        model = comparison.readers[0].readings
         readers = [Reader(reading, model, (length,)) for reading in (comparison.plan.readings[0], asked)]
         return Survey("ctxext demo", self.checkpoint, jobs_of(readers, prompts))
-
-
-def cost_of(*surveys: Survey[Any] | None) -> float:
-    """In the units of ``pass_cost``."""
-    costs: list[float] = [job.cost for survey in surveys if survey for job in survey.jobs]
-    return sum(costs)
 
 
 def _announce(
@@ -207,7 +202,7 @@ def _announce(
     plan, checkpoint = comparison.plan, comparison.checkpoint
     texts = all_of([document.name for document in plan.documents])
     who = all_of([reading.label for reading in plan.readings if reading.name != TRUNCATED])
-    minutes = max(1, round(cost_of(comparison, keys) * pace / 60))
+    minutes = max(1, round(cost_of([*comparison.jobs, *(keys.jobs if keys else ())]) * pace / 60))
     console.print(
         f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
         f"{checkpoint.dtype_note}, reads {tokens_label(plan.lengths[-1])} tokens of {texts}: {who}. About {minutes} "
@@ -217,36 +212,34 @@ def _announce(
 
 def _measure(console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, output: Path) -> DemoResult:
     """Measure and show each reading as soon as it is finished: the cheap ones first, the references before methods."""
-    surveys: list[Survey[Any]] = [survey for survey in (comparison, keys) if survey]
-    pending = {id(survey): survey.begin() for survey in surveys}
+    mine, asked = comparison.begin(), keys.begin() if keys else ()
     edges = edges_for(comparison.plan.trained_length, comparison.plan.lengths[-1])
     spans = [f"{tokens_label(start)}-{tokens_label(stop)}" for start, stop in itertools.pairwise(edges)]
     console.print(f"{'perplexity':<18}" + "".join(f"{span:>9}" for span in spans), style="dim")
-    total = sum(job.cost for jobs in pending.values() for job in jobs)
-    done = []
-    with StageBar(console, total) as bar:
 
-        def measure(survey: Survey[Any], reader: Reader) -> None:
-            began = time.perf_counter()
-            survey.measure([job for job in pending[id(survey)] if job.reader is reader], progress=bar)
-            done.append((reader, time.perf_counter() - began))
+    def order(reader: Reader) -> tuple[bool, float]:
+        return reader.reading.is_candidate, cost_of([job for job in comparison.jobs if job.reader is reader])
 
-        def cost(reader: Reader) -> tuple[bool, float]:
-            own = [job.cost for job in comparison.jobs if job.reader is reader]
-            return reader.reading.is_candidate, sum(own)
-
-        for reader in sorted(comparison.readers, key=cost):
-            measure(comparison, reader)
+    done: list[Reading] = []
+    with StageBar(console, cost_of([*mine, *asked])) as bar:
+        for reader in sorted(comparison.readers, key=order):
+            comparison.measure([job for job in mine if job.reader is reader], progress=bar)
+            done.append(reader.reading)
             cells = "".join(f"{_number(value) if value else '':>9}" for value in _so_far(comparison, reader, edges))
-            console.print(f"{reader.reading.label:<18}{cells}{done[-1][1]:8.0f} s")
-            finished = comparison.so_far([one.reading for one, _ in done])
+            console.print(f"{reader.reading.label:<18}{cells}{_seconds(comparison, reader.reading):8.0f} s")
+            finished = comparison.so_far(done)
             if finished is not None:
                 _draw(demo_result(finished, (), {}), output)
         if keys:
-            for reader in keys.readers:
-                measure(keys, reader)
-    seconds = {reader.reading.name: taken for reader, taken in done}
+            keys.measure(asked, progress=bar)
+    seconds = {reading.name: _seconds(comparison, reading) for reading in done}
     return demo_result(comparison.result(), _passkeys(keys), seconds)
+
+
+def _seconds(comparison: Comparison, reading: Reading) -> float:
+    """What a finished reading took, in this process or in one before it."""
+    finished = comparison.journal.finished()
+    return float(sum(finished[job.key]["seconds"] for job in comparison.jobs if job.reader.reading is reading))
 
 
 def _so_far(comparison: Comparison, reader: Reader, edges: tuple[int, ...]) -> list[float | None]:

@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from ctxext.cli.app import app
-from ctxext.cli.demo import DemoResult, cost_of, demo_result, markdown, sentences
+from ctxext.cli.demo import DemoResult, demo_result, markdown, sentences
+from ctxext.cli.eval.common import cost_of
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, prepare, summarise
 from ctxext.evaluation.comparison.plan import Cell
@@ -71,7 +72,7 @@ def measured(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, passag
     )
     steps: list[tuple[str, float]] = []
     comparison.measure(comparison.begin(), progress=lambda name, cost: steps.append((name, cost)))
-    assert sum(cost for _, cost in steps) == pytest.approx(cost_of(comparison))
+    assert sum(cost for _, cost in steps) == pytest.approx(cost_of(comparison.jobs))
     return demo_result(comparison.result(), (), {})
 
 
@@ -111,7 +112,9 @@ def test_what_is_finished_outlives_an_interruption(
 
     with monkeypatch.context() as patched:
         patched.setattr("ctxext.cli.demo._draw", interrupt)
-        assert call(*arguments).exit_code != 0
+        interrupted = call(*arguments)
+    assert interrupted.exit_code == 130
+    assert "Interrupted. 3 of 4 cells are finished and kept in" in " ".join(interrupted.output.split())
     kept = (tmp_path / "out" / "unfinished" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
     assert {json.loads(line)["reading"] for line in kept} == {"truncated 256", "truncated 512", "unpatched"}
     asked: list[str] = []
@@ -119,6 +122,8 @@ def test_what_is_finished_outlives_an_interruption(
     monkeypatch.setattr(Cell, "ask", lambda cell, *rest: (asked.append(cell.reader.reading.name), ask(cell, *rest))[1])
     assert call(*arguments).exit_code == 0
     assert asked == ["yarn x2"]
+    seconds = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))["seconds"]
+    assert {line["reading"]: line["seconds"] for line in map(json.loads, kept)}.items() <= seconds.items()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == OUTPUTS
 
 
