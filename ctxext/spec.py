@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["AlibiSpec", "Description", "Extension", "Frequencies", "Request", "RopeSpec"]
+__all__ = [
+    "AlibiSpec",
+    "Band",
+    "Chunks",
+    "Description",
+    "Extension",
+    "Frequencies",
+    "Piece",
+    "PositionMap",
+    "Region",
+    "Request",
+    "RopeSpec",
+    "Sinks",
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,115 @@ class Frequencies:
 
     inv_freq: Float[Tensor, " half"]
     attention_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionMap:
+    """Another position for each token: ``min(floor((p mod period) / group) * scale + offset, ceiling)``.
+
+    The default changes nothing. Where ``group`` and ``offset`` are tuples, every frequency has a position of its own.
+
+    Args:
+        period: tokens after which positions begin again at 0; None for never.
+        group: neighbouring tokens that share a position, at least 1; or one number per frequency, fastest first.
+        scale: positions that one group counts for, at least 0; 0 puts all tokens at ``offset``.
+        offset: what is added; or one number per frequency.
+        ceiling: the largest position; None for no limit.
+    """
+
+    period: int | None = None
+    group: int | tuple[int, ...] = 1
+    scale: float = 1.0
+    offset: float | tuple[float, ...] = 0.0
+    ceiling: float | None = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every token keeps its position."""
+        return self == PositionMap()
+
+    def __call__(self, positions: Int[Tensor, " seq"]) -> Tensor:
+        """Positions in float64: ``[seq]``, or ``[seq, frequencies]`` where each frequency has its own."""
+        place = positions if self.period is None else positions % self.period
+        if isinstance(self.group, tuple) or isinstance(self.offset, tuple):
+            place = place[:, None]
+        group = torch.tensor(self.group, dtype=torch.long, device=place.device)
+        grouped = torch.div(place, group, rounding_mode="floor").double()
+        offset = torch.tensor(self.offset, dtype=torch.float64, device=place.device)
+        found = grouped * self.scale + offset
+        return found if self.ceiling is None else found.clamp(max=self.ceiling)
+
+
+class Region(ABC):
+    """Which pairs of a query and a key that is not after it a piece of attention is for."""
+
+    @abstractmethod
+    def holds(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        """Whether the pairs of these positions, which broadcast against each other, belong to it."""
+
+
+@dataclass(frozen=True)
+class Band(Region):
+    """Keys that lie at least ``start`` and less than ``stop`` tokens back (None: to the beginning of the text)."""
+
+    start: int = 0
+    stop: int | None = None
+
+    def holds(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        back = query - key
+        found = back >= self.start
+        return found if self.stop is None else found & (back < self.stop)
+
+    def __str__(self) -> str:
+        if self.stop is None:
+            return f"keys {self.start:,} or more tokens back" if self.start else "all keys"
+        return f"keys less than {self.stop:,} tokens back" + (f", at least {self.start:,}" if self.start else "")
+
+
+@dataclass(frozen=True)
+class Chunks(Region):
+    """Keys of the chunk of ``size`` tokens that is ``back`` chunks before the query's, and of all ``older`` ones."""
+
+    size: int
+    back: int
+    older: bool = False
+
+    def holds(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        apart = torch.div(query, self.size, rounding_mode="floor") - torch.div(key, self.size, rounding_mode="floor")
+        return (key <= query) & ((apart >= self.back) if self.older else (apart == self.back))
+
+    def __str__(self) -> str:
+        which = ("the same chunk", "the chunk before")[self.back] if self.back < 2 else f"{self.back} chunks before"
+        return f"keys of {which} of {self.size:,} tokens" + (" or older ones" if self.older else "")
+
+
+@dataclass(frozen=True)
+class Sinks(Region):
+    """The first ``count`` keys of the text, where they lie at least ``start`` tokens back."""
+
+    count: int
+    start: int
+
+    def holds(self, query: Int[Tensor, "..."], key: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        return (key < self.count) & (query - key >= self.start)
+
+    def __str__(self) -> str:
+        return f"the first {self.count} keys, where they lie {self.start:,} or more tokens back"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of attention in which queries and keys stand at positions of its own.
+
+    Args:
+        region: which pairs of a query and a key it is for.
+        query: where it puts queries.
+        key: where it puts keys.
+    """
+
+    region: Region
+    query: PositionMap = PositionMap()
+    key: PositionMap = PositionMap()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,13 +95,13 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     reasons: dict[str, str] = {}
     for other in order if name == "auto" else [name]:
         backend = named(other)
-        reason = backend.why_not(need)
+        reason = backend.refuses(need)
         if reason is None:
             return backend, reasons
         reasons[other] = reason
     if name == "auto":
         listed = " ".join(f"{other}: {reason}" for other, reason in reasons.items())
         raise BackendUnavailableError(f"No attention backend can serve this call. {listed}")
-    able = [other for other in order if other != name and BACKENDS[other]().why_not(need) is None]
+    able = [other for other in order if other != name and BACKENDS[other]().refuses(need) is None]
     hint = f"These can: {', '.join(able)}." if able else "No other backend can either."
     raise BackendUnavailableError(f"Attention backend {name!r} cannot serve this call: {reasons[name]} {hint}")

@@ -26,6 +26,9 @@ from ctxext.errors import BackendUnavailableError, InvalidParameterError
 
 __all__ = ["AttentionBackend", "Call", "Need", "expand_heads"]
 
+# Queries whose weights the plain form of ``gradients`` writes out at a time.
+ROWS = 256
+
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -53,6 +56,7 @@ class Need:
         window: tokens that a query sees, itself included; None for all.
         dropout: probability, in [0, 1).
         compiling: whether torch.compile is tracing.
+        lse: whether the log-sum-exp of the scores is wanted too, to merge the call with others (``with_lse``).
     """
 
     device: str = "cpu"
@@ -70,6 +74,7 @@ class Need:
     window: int | None = None
     dropout: float = 0.0
     compiling: bool = False
+    lse: bool = False
 
     @property
     def cached(self) -> bool:
@@ -115,8 +120,11 @@ class Call:
         slopes: Tensor | None = None,
         window: int | None = None,
         dropout: float = 0.0,
+        lse: bool = False,
     ) -> Call:
         """Check the arguments, which are those of the class, and put them together; no layout is ``Layout.causal``.
+
+        ``lse`` says that the call is one of several that will be merged.
 
         Raises:
             InvalidParameterError: for arguments that contradict each other or lie outside their range.
@@ -148,6 +156,7 @@ class Call:
             window=window,
             dropout=dropout,
             compiling=torch.compiler.is_compiling(),
+            lse=lse,
         )
         return cls(q=q, k=k, v=v, layout=layout, scale=scale, slopes=slopes, window=window, dropout=dropout, need=need)
 
@@ -166,6 +175,78 @@ class AttentionBackend(ABC):
     def why_not(self, need: Need) -> str | None:
         """Return None if this backend serves ``need``, else the reason, in words that a user can act on."""
 
+    def refuses(self, need: Need) -> str | None:
+        """``why_not``, also for a backend that has never heard of a need that later versions know."""
+        if need.lse and type(self).with_lse is AttentionBackend.with_lse:
+            return "it does not return the log-sum-exp, by which attention in pieces is merged."
+        return self.why_not(need)
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        """Attention without positions, and the logarithm of the sum of the exponentials of each query's scores.
+
+        Args:
+            q: ``[batch, heads, query, head_dim]``.
+            k: ``[batch, kv_heads, key, head_dim]``.
+            v: as ``k``.
+            scale: multiplies ``q . k``.
+            causal: query t sees keys 0 to t; there are as many keys as queries. Else all see all.
+            mask: bool, broadcasts to ``[batch, heads, query, key]``, who sees whom; not together with ``causal``.
+
+        Returns:
+            The output, 0 where nothing is seen, and the log-sum-exp, float32 (float64 for float64 tensors), minus
+            infinity there. No gradient flows through either: see ``gradients``.
+        """
+        raise NotImplementedError
+
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v of a call of ``with_lse`` that was merged with others.
+
+        This form writes out the weights of some queries at a time. A backend with a fused one has its own.
+
+        Args:
+            q: as for ``with_lse``, like ``k``, ``v``, ``scale``, ``causal`` and ``mask``.
+            k: likewise.
+            v: likewise.
+            out: the *merged* output of these queries.
+            lse: their *merged* log-sum-exp.
+            grad: gradient of the merged output.
+            scale: likewise.
+            causal: likewise.
+            mask: likewise.
+        """
+        heads, kv_heads, wide = q.shape[1], k.shape[1], lse.dtype
+        keys, values = expand_heads(k, heads).to(wide), expand_heads(v, heads).to(wide)
+        dq, dk, dv = torch.empty_like(q, dtype=wide), torch.zeros_like(keys), torch.zeros_like(values)
+        share = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+        for start in range(0, q.shape[2], ROWS):
+            rows = slice(start, start + ROWS)
+            queries, up = q[:, :, rows].to(wide), grad[:, :, rows].to(wide)
+            weights = (queries @ keys.transpose(-1, -2) * scale - lse[:, :, rows, None]).exp()
+            if causal:
+                weights = weights.tril(start)
+            if mask is not None:
+                weights = weights.masked_fill(~mask[..., rows, :], 0.0)
+            slope = weights * (up @ values.transpose(-1, -2) - share[:, :, rows]) * scale
+            dq[:, :, rows] = slope @ keys
+            dk += slope.transpose(-1, -2) @ queries
+            dv += weights.transpose(-1, -2) @ up
+        folded = (dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2))
+        return dq, *folded
+
     @property
     def approximation(self) -> str | None:
         """What this backend leaves out and how much that can change the result; None for an exact one."""
@@ -181,7 +262,7 @@ class AttentionBackend(ABC):
         Raises:
             BackendUnavailableError: if this backend cannot serve the call, with the reason.
         """
-        reason = self.why_not(call.need)
+        reason = self.refuses(call.need)
         if reason is not None:
             raise BackendUnavailableError(f"Attention backend {self.name!r} cannot serve this call: {reason}")
         return self.attend(call)

@@ -250,20 +250,26 @@ class Layout:
         qd, kd = (None if part is None else change(part) for part in (self.query_documents, self.key_documents))
         return change(self.query_positions), change(self.key_positions), qd, kd
 
-    def visible(self, window: int | None = None) -> Bool[Tensor, "batch query key"]:
+    def visible(
+        self, window: int | None = None, *, queries: slice = slice(None)
+    ) -> Bool[Tensor, "batch query key"]:
         """Return who sees whom, by the rule in the module's docstring. Quadratic memory: one byte per pair.
+
+        Args:
+            window: tokens that a query sees, itself included; None for all.
+            queries: which queries are asked about.
 
         Raises:
             InvalidParameterError: for a ``shard``, whose causality is not ours to know.
         """
         if self.external_causality:
             raise InvalidParameterError("This layout is a shard: its engine decides who sees whom. Use Layout.of.")
-        queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
-        seen = keys <= queries
+        asking, keys = self.query_positions[:, queries, None], self.key_positions[:, None, :]
+        seen = keys <= asking
         if window is not None:
-            seen = seen & (queries - keys < window)
+            seen = seen & (asking - keys < window)
         if self.query_documents is not None and self.key_documents is not None:
-            same = self.query_documents[:, :, None] == self.key_documents[:, None, :]
+            same = self.query_documents[:, queries, None] == self.key_documents[:, None, :]
             seen = seen & same & (self.key_documents >= 0)[:, None, :]
         return seen
 

@@ -42,3 +42,16 @@ class Reference(AttentionBackend):
         weights = torch.softmax(scores.masked_fill(hidden & ~nothing, -math.inf), -1)
         weights = torch.dropout(weights.masked_fill(nothing, 0.0), call.dropout, train=call.dropout > 0)
         return (weights @ v).to(q.dtype)
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        k, v = expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
+        scores = q.to(dtype) @ k.transpose(-1, -2) * scale
+        if causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~seen, -math.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        return (torch.softmax(scores, -1).nan_to_num() @ v).to(q.dtype), torch.logsumexp(scores, -1)

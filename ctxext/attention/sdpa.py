@@ -18,6 +18,8 @@ from ctxext.attention.layout import Layout, Span
 
 __all__ = ["Sdpa", "kernel_order"]
 
+aten = torch.ops.aten
+
 
 def kernel_order(need: Need) -> list[SDPBackend]:
     """Return the fused kernels that may serve ``need`` on CUDA, best first.
@@ -55,6 +57,10 @@ class Sdpa(AttentionBackend):
             return "its CPU kernel has no attention dropout. Set attention_dropout to 0, or take 'reference'."
         if need.biased and need.device == "mps":
             return "ALiBi columns are computed in float64, which MPS does not have."
+        if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
+            return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
+        if need.lse and need.order == "external":
+            return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
         if need.order == "external" and need.window is not None:
             return "a window needs a mask, and the engine around a sharded layout forbids masks."
         if need.order == "external" and need.cached:
@@ -74,6 +80,38 @@ class Sdpa(AttentionBackend):
             out = _masked(kernel, q, k, v, layout, call.window)
         return out[..., : call.need.head_dim] if call.slopes is not None else out
 
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if not causal and mask is None and q.shape[2] <= self.dense_rows and heads > kv_heads:
+            # Query heads that share a key head become rows of one block of queries: keys are read once for all of them.
+            folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
+            out, lse = _fused(folded, k, v, scale, False, None)
+            return out.reshape(q.shape), lse.reshape(q.shape[:3])
+        return _fused(q, k, v, scale, causal, mask)
+
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.device.type != "cpu":
+            return super().gradients(q, k, v, out, lse, grad, scale=scale, causal=causal, mask=mask)
+        hidden = None if mask is None else _as_bias(mask, q)
+        found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, causal, attn_mask=hidden, scale=scale
+        )
+        return found
+
     def _blocks_pay(self, layout: Layout) -> bool:
         if layout.whole or layout.external_causality:
             return True
@@ -84,6 +122,36 @@ class Sdpa(AttentionBackend):
         work = sum((r[1] - r[0]) * (q[1] - q[0]) * (k[1] - k[0]) for r, q, k in spans)
         full = layout.batch * layout.query_length * layout.key_length
         return len(spans) > 0 and work + overhead * len(spans) <= full
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """torch's own kernels below ``scaled_dot_product_attention``, which return the log-sum-exp as well."""
+    if q.device.type == "cpu":
+        hidden = None if mask is None else _as_bias(mask, q)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=hidden, scale=scale)
+        if mask is not None:  # a query that sees nothing gets 0 from this kernel, not minus infinity
+            lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
+        return out, lse
+    if mask is None and q.dtype != torch.float32 and q.shape[3] <= 256:
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+        return out, lse
+    k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    if mask is not None:
+        some = mask.any(-1, keepdim=True)
+        room = (-k.shape[2]) % 16  # the kernel wants rows of the bias to begin at multiples of 16 bytes
+        bias = F.pad(_as_bias(mask | ~some, q), (0, room))[..., : k.shape[2]].expand(*q.shape[:3], k.shape[2])
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)[:2]
+        lse = lse[:, :, : q.shape[2]]
+        return torch.where(some, out, 0.0), lse.masked_fill(~some[..., 0].expand(lse.shape), -torch.inf)
+    out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask as what the kernels add to scores, in ``like``'s dtype."""
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -torch.inf)
 
 
 @dataclass(frozen=True)

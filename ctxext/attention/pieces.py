@@ -1,0 +1,344 @@
+"""Attention in pieces: pairs of tokens fall into regions, and in each region queries and keys stand at other positions.
+
+Every method that lets a model read further by giving distant tokens positions that it knows is of this form. A piece
+is computed by an ordinary kernel on rectangles without a mask (``ctxext.attention.regions``), which also returns the
+logarithm of the sum of exponentials of each query's scores; with it, the parts of a query are merged exactly::
+
+    lse = log(sum over parts of exp(lse_part))            out = sum over parts of exp(lse_part - lse) * out_part
+
+Regions do not overlap, so the kernels see as many scores as plain causal attention does. Queries and keys arrive
+rotated by the model itself; rotations compose, so a piece turns them on by the *difference* of the two positions, and a
+cache keeps what transformers puts there.
+
+Gradients: a kernel's log-sum-exp carries none, so autograd would take the weights of the merge for constants and be
+wrong without a word. Here the backward of each part is given the *merged* out and lse, with which the weights of the
+part are those of the whole softmax; ring attention does the same (Liu et al., arXiv:2310.01889).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.attention.base import AttentionBackend, Call
+from ctxext.attention.layout import Layout
+from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
+from ctxext.spec import Region
+
+__all__ = ["TILE", "Part", "Tile", "Turn", "TurnedPiece", "attend_pieces", "tiled"]
+
+TILE = 1024
+"""Queries of a tile on the CPU: what is kept at once of the merge, and of turned queries."""
+
+ACCELERATOR_TILE = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A rotation of queries or keys, one angle per token and pair of dimensions.
+
+    Args:
+        cos: ``[1 or batch, 1, seq, pairs]``, in the precision to compute in.
+        sin: likewise.
+        interleaved: whether dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
+            in Llama. Dimensions beyond ``2 * pairs`` do not rotate.
+    """
+
+    cos: Float[Tensor, "rows 1 seq pairs"]
+    sin: Float[Tensor, "rows 1 seq pairs"]
+    interleaved: bool
+
+    @classmethod
+    def by(cls, angles: Float[Tensor, "rows seq pairs"], *, interleaved: bool, dtype: torch.dtype) -> Turn:
+        """The rotation by these angles, in radians and float64."""
+        return cls(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None], interleaved)
+
+    def part(self, rows: slice, tokens: slice) -> Turn:
+        """The rotation of some rows and tokens."""
+        rows = rows if self.cos.shape[0] > 1 else slice(None)
+        return Turn(self.cos[rows, :, tokens], self.sin[rows, :, tokens], self.interleaved)
+
+    @property
+    def back(self) -> Turn:
+        """The rotation that undoes this one."""
+        return Turn(self.cos, -self.sin, self.interleaved)
+
+    def __call__(self, x: Float[Tensor, "batch heads seq head_dim"]) -> Float[Tensor, "batch heads seq head_dim"]:
+        """Rotate, in ``x``'s dtype."""
+        pairs = self.cos.shape[-1]
+        wide = x[..., : 2 * pairs].to(self.cos.dtype)
+        one, other = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else wide.split(pairs, -1)
+        turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        ones, others = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if self.interleaved else (
+            slice(0, pairs),
+            slice(pairs, 2 * pairs),
+        )
+        turned[..., ones] = one * self.cos - other * self.sin
+        turned[..., others] = other * self.cos + one * self.sin
+        turned[..., 2 * pairs :] = x[..., 2 * pairs :]
+        return turned
+
+
+class TurnedPiece(NamedTuple):
+    """A region, and how queries and keys are turned in it; None where they stay as they are."""
+
+    region: Region
+    query: Turn | None
+    key: Turn | None
+
+
+class Part(NamedTuple):
+    """One call of a kernel: queries and keys by their slots, as (start, stop).
+
+    Args:
+        piece: index of the piece whose rotations hold.
+        query: slots of queries, inside those of the tile.
+        key: slots of keys.
+        kind: ``FULL``, ``CAUSAL`` or ``FADING``, see ``ctxext.attention.regions``; ``FULL`` with a mask.
+        mask: bool ``[rows, 1, query, key]``, who sees whom; None for what ``kind`` says.
+    """
+
+    piece: int
+    query: tuple[int, int]
+    key: tuple[int, int]
+    kind: str
+    mask: Tensor | None = None
+
+
+class Tile(NamedTuple):
+    """Queries that are merged together: rows and slots, as (start, stop), and the calls they take."""
+
+    rows: tuple[int, int]
+    query: tuple[int, int]
+    parts: tuple[Part, ...]
+
+
+def tiled(layout: Layout, regions: Sequence[Region], size: int) -> tuple[Tile, ...]:
+    """The calls that compute ``regions`` on a layout.
+
+    Blocks of consecutive positions are cut into rectangles without masks. Anything else (positions with gaps, as in
+    skip-wise training) takes one masked call for each tile and region: right for any layout, at the price of a
+    mask of one byte per pair, and of as many scores as there are pieces.
+    """
+    found: list[Tile] = []
+    if layout.spans is None or not layout.consecutive or not _starts_at_zero(layout):
+        return tuple(_masked(layout, regions, size))
+    for rows, query, key in layout.spans:
+        stop = key[1] - key[0]
+        first = stop - (query[1] - query[0])  # the position of the first query
+        moved = query[0] - first  # from a position to the slot of its query; keys move by key[0]
+        for start, end in tiles(list(regions), first, stop, size):
+            parts = tuple(
+                Part(index, (q[0] + moved, q[1] + moved), (k[0] + key[0], k[1] + key[0]), kind)
+                for index, region in enumerate(regions)
+                for q, k, kind in rectangles(region, start, end)
+            )
+            found.append(Tile(rows, (start + moved, end + moved), parts))
+    return tuple(found)
+
+
+def _starts_at_zero(layout: Layout) -> bool:
+    """Whether in every span the first key stands at position 0, so that positions can be counted by slots."""
+    firsts = [layout.key_positions[rows[0] : rows[1], key[0]] for rows, _, key in layout.spans or ()]
+    return not firsts or not bool(torch.cat(firsts).any())
+
+
+def _masked(layout: Layout, regions: Sequence[Region], size: int) -> list[Tile]:
+    found = []
+    keys = layout.key_positions[:, None, None]
+    for start in range(0, layout.query_length, size):
+        stop = min(layout.query_length, start + size)
+        queries = layout.query_positions[:, None, start:stop, None]
+        visible = layout.visible(queries=slice(start, stop))[:, None]
+        parts = []
+        for index, region in enumerate(regions):
+            mask = visible & region.holds(queries, keys)
+            if bool(mask.any()):
+                parts.append(Part(index, (start, stop), (0, layout.key_length), FULL, mask))
+        found.append(Tile((0, layout.batch), (start, stop), tuple(parts)))
+    return found
+
+
+def attend_pieces(
+    backend: AttentionBackend, call: Call, pieces: Sequence[TurnedPiece], *, settled: int = 0, tile: int | None = None
+) -> Float[Tensor, "batch heads query head_dim"]:
+    """Attention whose pairs of tokens are told apart by ``pieces``. Differentiable in q, k and v.
+
+    Args:
+        backend: computes the parts; it serves ``call.need`` with ``lse``.
+        call: as for plain attention: q and k as the model rotated them, and where they stand.
+        pieces: disjoint regions. Pairs in none of them are not seen.
+        settled: how many slots of keys, from the first on, are turned already as the last piece has them. No other
+            piece reads them, unless it turns keys likewise. Without a gradient only.
+        tile: queries that are merged at once, at least 1; None for what suits the device.
+    """
+    size = tile or (TILE if call.need.device == "cpu" else ACCELERATOR_TILE)
+    regions = [piece.region for piece in pieces]
+    plan = call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
+    run = _Run(backend, tuple(pieces), plan, call.scale, settled)
+    if call.need.training:
+        found: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
+        return found
+    return run.forward(call.q, call.k, call.v)[0]
+
+
+class _Keys:
+    """Keys as each piece turns them; turned once, when they are first asked for."""
+
+    def __init__(self, k: Tensor, pieces: Sequence[TurnedPiece], plan: Sequence[Tile], settled: int) -> None:
+        self.k, self.pieces, self.settled = k, pieces, settled
+        self.used: dict[int, int] = {}
+        for tile in plan:
+            for part in tile.parts:
+                self.used[part.piece] = max(self.used.get(part.piece, 0), part.key[1])
+        self._turned: dict[int, Tensor] = {}
+
+    def __call__(self, piece: int, rows: slice, start: int, stop: int) -> Tensor:
+        """Keys ``start .. stop`` of some rows."""
+        turn = self.pieces[piece].key
+        if turn is None or (stop <= self.settled and turn is self.pieces[-1].key):
+            return self.k[rows, :, start:stop]
+        if piece not in self._turned:
+            self._turned[piece] = self._turn(turn, self.used[piece])
+        return self._turned[piece][rows, :, start:stop]
+
+    def _turn(self, turn: Turn, stop: int) -> Tensor:
+        before = self.settled if turn is self.pieces[-1].key else 0
+        rest = slice(min(before, stop), stop)
+        turned = turn.part(slice(None), rest)(self.k[:, :, rest])
+        return torch.cat([self.k[:, :, : rest.start], turned], 2) if rest.start else turned
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What stays the same between the forward and the backward of one call."""
+
+    backend: AttentionBackend
+    pieces: tuple[TurnedPiece, ...]
+    plan: tuple[Tile, ...]
+    scale: float
+    settled: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The merged output, ``[batch, heads, query, head_dim]``, and log-sum-exp, float32 or float64."""
+        batch, heads, query, head_dim = q.shape
+        precise = torch.promote_types(q.dtype, torch.float32)
+        # Laid out as the layers want it, so that they need not copy it.
+        out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+        lse = torch.full((batch, heads, query), -math.inf, dtype=precise, device=q.device)
+        keys = _Keys(k, self.pieces, self.plan, self.settled)
+        for tile in self.plan:
+            rows, tokens = slice(*tile.rows), slice(*tile.query)
+            merged = _Merge(q[rows, :, tokens].shape, precise, q.device)
+            queries = self._queries(q, tile)
+            for part in tile.parts:
+                values = v[rows, :, slice(*part.key)]
+                found = self._forward(part, queries(part), keys(part.piece, rows, *part.key), values)
+                merged.add(part.query[0] - tile.query[0], part.query[1] - tile.query[0], *found)
+            out[rows, :, tokens], lse[rows, :, tokens] = merged.out, merged.lse
+        return out, lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        dq, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, v))
+        dk = [torch.zeros_like(k, dtype=lse.dtype) for _ in self.pieces]
+        keys = _Keys(k, self.pieces, self.plan, self.settled)
+        for tile in self.plan:
+            rows = slice(*tile.rows)
+            queries = self._queries(q, tile)
+            for part in tile.parts:
+                here = (rows, slice(None), slice(*part.query))
+                there = (rows, slice(None), slice(*part.key))
+                tensors = (queries(part), keys(part.piece, rows, *part.key), v[there], out[here], lse[here], grad[here])
+                d_query, d_key, d_value = self._backward(part, *tensors)
+                turn = self.pieces[part.piece].query
+                dq[here] += d_query if turn is None else turn.part(rows, slice(*part.query)).back(d_query.to(lse.dtype))
+                dk[part.piece][there] += d_key
+                dv[there] += d_value
+        total = torch.zeros_like(dk[0])
+        for piece, d_key in zip(self.pieces, dk, strict=True):
+            total += d_key if piece.key is None else piece.key.back(d_key)
+        return dq.to(q.dtype), total.to(k.dtype), dv.to(v.dtype)
+
+    def _queries(self, q: Tensor, tile: Tile) -> Callable[[Part], Tensor]:
+        """Queries of a tile as each piece turns them, turned once."""
+        rows, tokens = slice(*tile.rows), slice(*tile.query)
+        turned: dict[int, Tensor] = {}
+
+        def queries(part: Part) -> Tensor:
+            if part.piece not in turned:
+                turn = self.pieces[part.piece].query
+                here = q[rows, :, tokens]
+                turned[part.piece] = here if turn is None else turn.part(rows, tokens)(here)
+            start = tile.query[0]
+            return turned[part.piece][:, :, part.query[0] - start : part.query[1] - start]
+
+        return queries
+
+    def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if part.kind == FADING:
+            out, lse = self.backend.with_lse(*_flipped(q, k, v), scale=self.scale, causal=True)
+            return out.flip(2), lse.flip(2)
+        return self.backend.with_lse(q, k, v, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+
+    def _backward(self, part: Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if part.kind == FADING:
+            grads = self.backend.gradients(*_flipped(*tensors), scale=self.scale, causal=True)
+            return _flipped(*grads)
+        return self.backend.gradients(*tensors, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+
+
+def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors with their tokens in reverse order, which makes a fading square a causal one."""
+    return tuple(x.flip(2) for x in tensors)
+
+
+class _Merge:
+    """The running merge of the parts of one tile."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.is_empty = True
+        self.out = self.lse = torch.empty(0)
+
+    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge a part that covers queries ``start .. stop`` of the tile."""
+        if self.is_empty and stop - start == self.shape[2]:
+            self.out, self.lse, self.is_empty = out, lse, False
+            return
+        if self.is_empty:
+            self.out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self.lse = torch.full(self.shape[:3], -math.inf, dtype=self.dtype, device=self.device)
+            self.is_empty = False
+        self.out = self.out.to(self.dtype)
+        old = self.lse[:, :, start:stop]
+        new = torch.logaddexp(old, lse.to(self.dtype))
+        # A query that has seen nothing so far has minus infinity minus minus infinity here, which is not a number.
+        kept = torch.where(old == -math.inf, 0.0, (old - new).exp())[..., None]
+        added = torch.where(lse == -math.inf, 0.0, (lse - new).exp())[..., None]
+        self.out[:, :, start:stop] = self.out[:, :, start:stop] * kept + out * added
+        self.lse[:, :, start:stop] = new
+
+
+class _Differentiable(torch.autograd.Function):
+    """The whole call as one step of autograd: it keeps q, k, v, out and lse, and turns anew in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = run.forward(q, k, v)
+        ctx.run = run
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        return (None, *ctx.run.backward(*ctx.saved_tensors, grad))
