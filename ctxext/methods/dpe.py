@@ -1,0 +1,76 @@
+"""DPE: Self-Extend with groups of another size for each frequency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ctxext.errors import UnknownNameError
+from ctxext.methods.base import require
+from ctxext.methods.remap import RemapMethod, tokens_of
+from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+
+__all__ = ["DPE"]
+
+# Tokens per group for each eighth of the frequencies, fastest first, all for a window of 1024 tokens and 128K of text.
+PUBLISHED = {
+    "llama-3-8b": (2, 8, 2, 8, 32, 32, 32, 4),
+    "llama-3.1-8b": (2, 32, 32, 2, 2, 2, 2, 1),
+    "mistral-7b-v0.2": (4, 16, 2, 16, 32, 16, 16, 2),
+    "qwen2.5-7b": (2, 16, 8, 8, 32, 8, 2, 4),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPE(RemapMethod):
+    """Keep the positions of the nearest tokens; beyond a window, group tokens by another size for each frequency.
+
+    Pick it where somebody has searched the sizes for your checkpoint: each frequency is stretched only as far as a
+    search for needles showed that it must be. Texts of up to ``window`` tokens are read exactly as without it. Inside a
+    group, a frequency does not tell the order of far tokens.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read:
+            no bound on relative positions follows from searched sizes, some of which are 1.
+        temperature: see ``RemapMethod``.
+        groups: tokens that share a position, at least 1 each, fastest frequency first: one for each pair of rotated
+            dimensions, or fewer that divide them into equal parts; or the name of published ones: "llama-3-8b",
+            "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".
+        window: distances below it are kept. Tokens, or below 1 a share of the trained length.
+
+    Source: Lu et al., arXiv:2504.18857. Authors' code: LuLuLuyi/DPE@46b85de, dpe_for_llama.py, and the sizes
+        of config/dpe_config.yaml (its README prints other ones for Llama 3). There prefill divides the window by a group
+        without rounding where decoding rounds; here it is rounded down.
+    """
+
+    name: ClassVar[str] = "dpe"
+    summary: ClassVar[str] = "keep near positions, group far tokens by a size per frequency"
+    source: ClassVar[str] = "arXiv:2504.18857"
+
+    groups: str | tuple[int, ...]
+    window: float = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.groups, str):
+            if self.groups not in PUBLISHED:
+                raise UnknownNameError.of("published group sizes of method 'dpe'", self.groups, PUBLISHED)
+            return
+        require(isinstance(self.groups, tuple) and len(self.groups) > 0, "groups", self.groups, "a tuple, not empty")
+        for index, size in enumerate(self.groups):
+            require(type(size) is int and size >= 1, f"groups[{index}]", size, "a whole number of tokens, at least 1")
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        window = tokens_of("window", self.window, rope, most=rope.trained_length - 1)
+        sizes = PUBLISHED[self.groups] if isinstance(self.groups, str) else self.groups
+        pairs = rope.rotary_dim // 2
+        expected = f"as many as rotated pairs of dimensions, {pairs}, or a number that divides it"
+        require(pairs % len(sizes) == 0, "groups", f"{len(sizes)} of them", expected)
+        each = tuple(size for size in sizes for _ in range(pairs // len(sizes)))
+        offsets = tuple(float(window - window // size) for size in each)
+        far = Piece(region=Band(window), query=PositionMap(group=each, offset=offsets), key=PositionMap(group=each))
+        return (Piece(region=Band(0, window)), far)
+
+    @classmethod
+    def example(cls: Any, rope: RopeSpec) -> Any:
+        return cls(factor=4.0, window=0.25, groups=(8,) * (rope.rotary_dim // 2))

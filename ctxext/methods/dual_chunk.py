@@ -1,0 +1,58 @@
+"""Dual Chunk Attention: positions begin again in each chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ctxext.methods.base import require
+from ctxext.methods.remap import RemapMethod, tokens_of
+from ctxext.spec import Chunks, Piece, PositionMap, RopeSpec
+
+__all__ = ["DualChunk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualChunk(RemapMethod):
+    """Cut the text into chunks: positions count inside a chunk, and all older chunks stand at one farthest query.
+
+    Pick it for checkpoints that are deployed with it (Qwen2.5-1M, together with YaRN), and where texts may grow without
+    limit. A query sees its own chunk as it stands, the last ``local`` tokens of the chunk before at their true distances, and
+    older chunks at distances that tell where in its chunk a key is, but not which chunk is older: a key of an older
+    chunk may seem nearer. Texts of up to ``chunk`` + 1 tokens are read as without it.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read.
+        temperature: see ``RemapMethod``. Qwen2.5-1M is run with "yarn".
+        chunk: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or below
+            1 a share of the trained length. The authors take 3/4 of it.
+        local: distances below it are kept across the border of a chunk, less than ``chunk`` / 2. Tokens, or below 1 a
+            share of the trained length. Positions begin again after ``chunk`` - ``local`` tokens.
+
+    Source: An et al., arXiv:2402.17463, section 3. Authors' code: HKUNLP/ChunkLlama@2add4d7,
+        chunkllama_attn_replace.py. There the weights of the merge get no gradient, and cached keys keep the temperature
+        of the length that they were cached at; vLLM's form with ``chunk`` = L reaches relative position L.
+    """
+
+    name: ClassVar[str] = "dual_chunk"
+    summary: ClassVar[str] = "positions begin again in each chunk; older chunks stand far away"
+    source: ClassVar[str] = "arXiv:2402.17463"
+
+    chunk: float | None = None
+    local: float = 0.125
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        most = rope.trained_length - 1
+        chunk = most if self.chunk is None else tokens_of("chunk", self.chunk, rope, most=most)
+        local = tokens_of("local", self.local, rope, most=most)
+        require(2 * local < chunk, "local", self.local, f"below half of chunk={chunk} tokens")
+        period = chunk - local
+        key = PositionMap(period=period)
+        return (
+            Piece(region=Chunks(period, 0), query=key, key=key),
+            Piece(region=Chunks(period, 1), query=PositionMap(period=period, offset=period, ceiling=chunk), key=key),
+            Piece(region=Chunks(period, 2, older=True), query=PositionMap(scale=0.0, offset=chunk), key=key),
+        )
+
+    def exact_length(self, rope: RopeSpec) -> int:
+        return rope.trained_length if self.chunk is None else tokens_of("chunk", self.chunk, rope, most=10**9) + 1

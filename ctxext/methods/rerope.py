@@ -1,0 +1,56 @@
+"""ReRoPE: beyond a window, all tokens are equally far, or nearly so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ctxext.methods.base import is_number, require
+from ctxext.methods.remap import RemapMethod, require_reach, tokens_of
+from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+
+__all__ = ["ReRoPE"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReRoPE(RemapMethod):
+    """Keep the positions of the nearest tokens, and put all others at one relative position, or nearly so.
+
+    Pick it where a text may grow without limit, or where nothing at all may change inside the trained window: by
+    default it is the model itself for texts up to the trained length. What is lost is the order of all tokens beyond
+    the window; with a ``leak``, they keep it.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Without a leak it only says how far the
+            model is meant to read.
+        temperature: see ``RemapMethod``. The authors use "logn".
+        window: distances below it are kept. Tokens, below 1 a share of the trained length, or None for
+            trained_length - 1.
+        leak: relative positions that each token beyond the window adds: 0 is ReRoPE, a number above 0 and below 1 Leaky
+            ReRoPE (1 / k there).
+
+    Source: Su, kexue.fm/9708. Author's code: bojone/rerope@acfe788, rerope_patch.py and leaky_rerope_patch.py.
+    """
+
+    name: ClassVar[str] = "rerope"
+    summary: ClassVar[str] = "keep near positions, put all far tokens at one distance"
+    source: ClassVar[str] = "kexue.fm/9708"
+
+    window: float | None = None
+    leak: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(is_number(self.leak) and 0 <= self.leak < 1, "leak", self.leak, "a number, at least 0 and below 1")
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        most = rope.trained_length - 1
+        window = most if self.window is None else tokens_of("window", self.window, rope, most=most)
+        if self.leak:
+            longest = window + math.floor((most - window) / self.leak + 1e-9) + 1
+            largest = max(most - window, 0) / max(length - 1 - window, 1)
+            require_reach(self.name, length, longest, f"Take a smaller window, or a leak of at most {largest:.6g}.")
+        query = PositionMap(scale=self.leak, offset=window * (1 - self.leak))
+        far = Piece(region=Band(window), query=query, key=PositionMap(scale=self.leak))
+        return (Piece(region=Band(0, window)), far)

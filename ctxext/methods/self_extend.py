@@ -1,0 +1,86 @@
+"""Self-Extend: distant tokens share positions in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ctxext.methods.base import require
+from ctxext.methods.remap import RemapMethod, require_reach, tokens_of
+from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+
+__all__ = ["SelfExtend"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(RemapMethod):
+    """Keep the positions of the nearest tokens; beyond a window, let groups of neighbouring tokens share one.
+
+    Pick it to read further without training: near distances, which carry most of what a text predicts, stay as they
+    are, and far tokens keep their order from group to group. What is lost is the order inside a group. Texts of up to
+    ``window`` tokens are read exactly as without it.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+        temperature: see ``RemapMethod``.
+        window: distances below it are kept. Tokens, or below 1 a share of the trained length. A wide one serves the
+            prediction of ordinary text.
+        group: tokens that share a position, at least 1; None for the smallest that stays within ``reach``.
+        reach: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or below
+            1 a share of the trained length. The last positions of the trained window are the least trained: a smaller
+            reach, which takes a larger group, serves finding single things far back. With ``group`` left out only.
+
+    Source: Jin et al., arXiv:2401.01325, section 3. Authors' code: datamllab/LongLM@cdbbb06,
+        self_extend_patch/Llama_4_40.py. There the rule (L - W) G + W >= N reaches relative position L, one more than
+        was trained; and its flash form divides W by G without rounding where its decoding rounds. Here positions stay
+        below L and W / G is rounded down.
+    """
+
+    name: ClassVar[str] = "self_extend"
+    summary: ClassVar[str] = "keep near positions, far tokens share positions in groups"
+    source: ClassVar[str] = "arXiv:2401.01325"
+
+    window: float = 0.5
+    group: int | None = None
+    reach: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.group is None or (type(self.group) is int and self.group >= 1)
+        require(given, "group", self.group, "a whole number of tokens, at least 1")
+        require(self.group is None or self.reach is None, "reach", self.reach, "left out where group is given")
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        most = rope.trained_length - 1
+        window = tokens_of("window", self.window, rope, most=most)
+        reach = most if self.reach is None else tokens_of("reach", self.reach, rope, most=most)
+        require(reach >= window, "reach", self.reach, f"at least window={window}: near tokens keep their positions")
+        group = self.group or smallest_group(length, window, reach)
+        remedy = f"Take group={smallest_group(length, window, most) or 'a larger one and a smaller window'}."
+        longest = longest_text(window, group or length, reach)
+        require_reach(self.name, length, longest, remedy if self.group else "Take a smaller window or a larger reach.")
+        assert group is not None
+        offset = window - window // group
+        far = Piece(
+            region=Band(window), query=PositionMap(group=group, offset=offset), key=PositionMap(group=group)
+        )
+        return (Piece(region=Band(0, window)), far)
+
+
+def largest_relative_position(length: int, window: int, group: int) -> int:
+    """How far the first token of a text is from the last one, in positions that are given out."""
+    return (length - 1) // group + window - window // group
+
+
+def smallest_group(length: int, window: int, reach: int) -> int | None:
+    """The smallest group that keeps all relative positions of ``length`` tokens at ``reach`` or below; None for none.
+
+    The largest relative position falls as groups grow, but for rounding; so all up to the first that fits are tried.
+    """
+    fits = (group for group in range(1, length + 1) if largest_relative_position(length, window, group) <= reach)
+    return next(fits, None)
+
+
+def longest_text(window: int, group: int, reach: int) -> int:
+    """The longest text whose relative positions all stay at ``reach`` or below."""
+    return (reach - window + window // group + 1) * group

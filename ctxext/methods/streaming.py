@@ -1,0 +1,51 @@
+"""StreamingLLM: the first tokens and the nearest ones, and nothing between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ctxext.methods.base import require
+from ctxext.methods.remap import RemapMethod, tokens_of
+from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
+
+__all__ = ["Streaming"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(RemapMethod):
+    """See the nearest tokens and the first few of the text, and nothing between them.
+
+    Pick it to let a model go on for ever at a constant cost for each token, where what was said long ago does not
+    matter: it reads no further than before, so it is the floor that every extension has to beat. The first tokens stay
+    because models put attention there that they have no use for. Texts of up to ``window`` tokens are read exactly as
+    without it.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to go on.
+        temperature: see ``RemapMethod``.
+        sinks: tokens at the beginning of the text that stay in sight, from 1 to trained_length - 1.
+        window: the nearest tokens, up to trained_length - ``sinks``, which None means. Tokens, or below 1 a share of
+            the trained length.
+
+    Source: Xiao et al., arXiv:2309.17453, section 3.2. Authors' code: mit-han-lab/streaming-llm@2e50426,
+        streaming_llm/kv_cache.py. As there, positions are counted among the tokens in sight.
+    """
+
+    name: ClassVar[str] = "streaming"
+    summary: ClassVar[str] = "see the first tokens and the nearest ones only"
+    source: ClassVar[str] = "arXiv:2309.17453"
+
+    sinks: int = 4
+    window: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(type(self.sinks) is int and self.sinks >= 1, "sinks", self.sinks, "a whole number of tokens, at least 1")
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        most = rope.trained_length - self.sinks
+        require(most >= 1, "sinks", self.sinks, f"below the trained length of {rope.trained_length} tokens")
+        window = most if self.window is None else tokens_of("window", self.window, rope, most=most)
+        at = PositionMap(scale=0.0, offset=self.sinks + window - 1)
+        return (Piece(region=Band(0, window)), Piece(region=Sinks(self.sinks, window), query=at))

@@ -1,0 +1,52 @@
+"""STRING: distant keys are shifted nearer, out of the badly trained tail of the window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ctxext.methods.base import require
+from ctxext.methods.remap import RemapMethod, require_reach, tokens_of
+from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+
+__all__ = ["STRING"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class STRING(RemapMethod):
+    """Keep the positions of the nearest tokens and move all others nearer by one shift.
+
+    Pick it to use a trained window better rather than to leave it: few texts in training are as long as the window, so
+    its largest relative positions are the least trained. It extends by less than 2 times. Far tokens keep their order;
+    what is lost is that relative positions between ``local`` and ``shift`` are given out twice.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1 and below 2.
+        temperature: see ``RemapMethod``. The authors' code multiplies all scores by 1.143.
+        shift: distances below it are kept, and all others shrink by ``shift`` - ``local``. Tokens, or below 1 a share
+            of the trained length; None for a third of it, or as much more as the target needs. The authors take 1/4 to
+            0.4.
+        local: relative position at which distant keys begin, below ``shift``. Tokens, or below 1 a share of the trained
+            length. The authors take 32 to 512 tokens.
+
+    Source: An et al., arXiv:2410.18745, section 4. Authors' code: HKUNLP/STRING@216cc2f, string_for_llama.py. There
+        prefill counts the key at distance ``shift`` in both parts and decoding in one; here each key counts once.
+    """
+
+    name: ClassVar[str] = "string"
+    summary: ClassVar[str] = "shift far tokens nearer, into well-trained positions"
+    source: ClassVar[str] = "arXiv:2410.18745"
+
+    shift: float | None = None
+    local: float = 128
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        trained = rope.trained_length
+        local = tokens_of("local", self.local, rope, most=trained - 1)
+        shift = min(trained, max(trained // 3, local + 1, length - trained + local))
+        if self.shift is not None:
+            shift = tokens_of("shift", self.shift, rope, most=trained)
+        require(local < shift, "local", self.local, f"below shift={shift} tokens")
+        remedy = f"Take a larger shift (at most {trained}) or a smaller local."
+        require_reach(self.name, length, trained + shift - local, remedy)
+        return (Piece(region=Band(0, shift)), Piece(region=Band(shift), query=PositionMap(offset=local - shift)))
