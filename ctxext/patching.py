@@ -298,7 +298,7 @@ def resolve(
     if target_length is not None:
         factor = _factor_for(target_length, trained_length, factor)
     built = method(chosen, factor=factor, **parameters)
-    if factor is None and isinstance(built, RopeMethod) and "reach" not in parameters:
+    if factor is None and isinstance(built, RopeMethod) and not built.says_target:
         raise InvalidParameterError(
             f"Method {chosen!r} needs to know how far to reach: give factor=... (target_length / trained_length) or "
             f"target_length=... in tokens."

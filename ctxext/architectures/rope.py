@@ -13,11 +13,13 @@ from ctxext.architectures.base import Architecture
 from ctxext.architectures.rope_alibi import replace_rotation
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
+from ctxext.methods.remap import RemapMethod
 from ctxext.saved import Scaling, scaling_of
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import Rebuild, rotaries
+from ctxext.surgery.remap import install_pieces, require_remappable
 from ctxext.surgery.rotary import (
     UNSEEN,
     LatentSpec,
@@ -52,11 +54,19 @@ class Rope(Architecture):
             raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
         scaling = scaling_of(model.config)
         sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
-        form = score_form(model, method, sites, window_fields(text, request, method.target_length(trained_length)))
+        windows = window_fields(text, request, method.target_length(trained_length))
+        if isinstance(method, RemapMethod):
+            require_remappable(model, method, sites[0], places, layers, is_lifted=bool(windows))
+        form = score_form(model, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}
         _edit(model, form, request, edits)
         _prove(model, form)
         notes = _notes(text, form)
+        attention = request.attention
+        if isinstance(method, RemapMethod):
+            attention = attention or "auto"
+            attend = install_pieces(model, method, sites[0], form.rebuild, attention, edits)
+            notes = (*attend.notes(), *notes)
         if scaling is not None:
             notes = (_scaling_note(scaling, request, form.spec), *notes)
         if layers.failure:
@@ -73,7 +83,7 @@ class Rope(Architecture):
             notes=notes,
             sliding_window=request.sliding_window,
             scaling=request.scaling,
-            attention=request.attention,
+            attention=attention,
             original=original,
         )
 
@@ -86,6 +96,9 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
     digest = hashlib.sha256(frequencies.inv_freq.float().numpy().tobytes())
     digest.update(repr(round(frequencies.attention_scale * spec.attention_scale, 9)).encode())
+    if isinstance(method, RemapMethod):
+        pieces = method.pieces(spec, method.target_length(spec.trained_length))
+        digest.update(repr((pieces, method.temperature)).encode())
     return digest.hexdigest()[:12]
 
 
@@ -97,7 +110,7 @@ def _head_dim(text: Any) -> int:
 
 
 def _edit(model: PreTrainedModel, form: StoredForm, request: Request, edits: Edits) -> None:
-    if request.attention is not None:
+    if request.attention is not None and not isinstance(form.method, RemapMethod):
         raise InvalidParameterError(
             f"attention={request.attention!r}: method {form.method.name!r} leaves attention to the model. Choose its "
             f"kernel with model.set_attn_implementation(...), and leave attention out here."

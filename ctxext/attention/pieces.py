@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.attention.base import AttentionBackend, Call
 from ctxext.attention.layout import Layout
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
-from ctxext.spec import Region
+from ctxext.spec import PositionMap, Region
 
 __all__ = ["TILE", "Part", "Tile", "Turn", "TurnedPiece", "attend_pieces", "tiled"]
 
@@ -39,50 +39,66 @@ TILE = 1024
 ACCELERATOR_TILE = 4096
 
 
-@dataclass(frozen=True, eq=False)
 class Turn:
-    """A rotation of queries or keys, one angle per token and pair of dimensions.
+    """A rotation of queries or keys that were rotated for their own position already: on to another one.
+
+    Angles are computed when they are first asked for, and kept: all layers of a forward pass share them.
 
     Args:
-        cos: ``[1 or batch, 1, seq, pairs]``, in the precision to compute in.
-        sin: likewise.
+        where: the other position of each token.
+        positions: its own, ``[rows, seq]``; one row where all rows are alike.
+        inv_freq: radians per token, float64, one for each pair of dimensions that rotates.
         interleaved: whether dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
             in Llama. Dimensions beyond ``2 * pairs`` do not rotate.
+        dtype: what to rotate in.
     """
 
-    cos: Float[Tensor, "rows 1 seq pairs"]
-    sin: Float[Tensor, "rows 1 seq pairs"]
-    interleaved: bool
+    def __init__(
+        self,
+        where: PositionMap,
+        positions: Int[Tensor, "rows seq"],
+        inv_freq: Float[Tensor, " pairs"],
+        *,
+        interleaved: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.where, self.positions, self.inv_freq = where, positions, inv_freq
+        self.interleaved, self.dtype = interleaved, dtype
+        self._parts: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
 
-    @classmethod
-    def by(cls, angles: Float[Tensor, "rows seq pairs"], *, interleaved: bool, dtype: torch.dtype) -> Turn:
-        """The rotation by these angles, in radians and float64."""
-        return cls(angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None], interleaved)
-
-    def part(self, rows: slice, tokens: slice) -> Turn:
-        """The rotation of some rows and tokens."""
-        rows = rows if self.cos.shape[0] > 1 else slice(None)
-        return Turn(self.cos[rows, :, tokens], self.sin[rows, :, tokens], self.interleaved)
-
-    @property
-    def back(self) -> Turn:
-        """The rotation that undoes this one."""
-        return Turn(self.cos, -self.sin, self.interleaved)
-
-    def __call__(self, x: Float[Tensor, "batch heads seq head_dim"]) -> Float[Tensor, "batch heads seq head_dim"]:
-        """Rotate, in ``x``'s dtype."""
-        pairs = self.cos.shape[-1]
-        wide = x[..., : 2 * pairs].to(self.cos.dtype)
-        one, other = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else wide.split(pairs, -1)
-        turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        ones, others = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if self.interleaved else (
-            slice(0, pairs),
-            slice(pairs, 2 * pairs),
-        )
-        turned[..., ones] = one * self.cos - other * self.sin
-        turned[..., others] = other * self.cos + one * self.sin
-        turned[..., 2 * pairs :] = x[..., 2 * pairs :]
+    def __call__(
+        self,
+        x: Float[Tensor, "batch heads seq head_dim"],
+        rows: tuple[int, int],
+        tokens: tuple[int, int],
+        *,
+        back: bool = False,
+    ) -> Float[Tensor, "batch heads seq head_dim"]:
+        """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` undoes that."""
+        cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
+        sin = -sin if back else sin
+        wide = 2 * cos.shape[-1]
+        one, other = slice(0, wide // 2), slice(wide // 2, wide)
+        if self.interleaved:
+            one, other = slice(0, wide, 2), slice(1, wide, 2)
+        a, b = x[..., one].to(self.dtype), x[..., other].to(self.dtype)
+        turned = torch.empty_like(x)
+        turned[..., one] = a * cos - b * sin
+        turned[..., other] = b * cos + a * sin
+        turned[..., wide:] = x[..., wide:]
         return turned
+
+    def _angles(self, rows: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, ``[rows, 1, tokens, pairs]``."""
+        key = (*rows, *tokens)
+        found = self._parts.get(key)
+        if found is None:
+            places = self.positions[slice(*rows), slice(*tokens)]
+            moved = self.where(places.flatten()).unflatten(0, places.shape)
+            apart = (moved if moved.ndim == 3 else moved[..., None]) - places[..., None]
+            angles = apart * self.inv_freq
+            found = self._parts[key] = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
+        return found
 
 
 class TurnedPiece(NamedTuple):
@@ -199,20 +215,19 @@ class _Keys:
                 self.used[part.piece] = max(self.used.get(part.piece, 0), part.key[1])
         self._turned: dict[int, Tensor] = {}
 
-    def __call__(self, piece: int, rows: slice, start: int, stop: int) -> Tensor:
+    def __call__(self, piece: int, rows: tuple[int, int], start: int, stop: int) -> Tensor:
         """Keys ``start .. stop`` of some rows."""
         turn = self.pieces[piece].key
         if turn is None or (stop <= self.settled and turn is self.pieces[-1].key):
-            return self.k[rows, :, start:stop]
+            return self.k[slice(*rows), :, start:stop]
         if piece not in self._turned:
             self._turned[piece] = self._turn(turn, self.used[piece])
-        return self._turned[piece][rows, :, start:stop]
+        return self._turned[piece][slice(*rows), :, start:stop]
 
     def _turn(self, turn: Turn, stop: int) -> Tensor:
-        before = self.settled if turn is self.pieces[-1].key else 0
-        rest = slice(min(before, stop), stop)
-        turned = turn.part(slice(None), rest)(self.k[:, :, rest])
-        return torch.cat([self.k[:, :, : rest.start], turned], 2) if rest.start else turned
+        start = min(self.settled, stop) if turn is self.pieces[-1].key else 0
+        turned = turn(self.k[:, :, start:stop], (0, self.k.shape[0]), (start, stop))
+        return torch.cat([self.k[:, :, :start], turned], 2) if start else turned
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +254,7 @@ class _Run:
             queries = self._queries(q, tile)
             for part in tile.parts:
                 values = v[rows, :, slice(*part.key)]
-                found = self._forward(part, queries(part), keys(part.piece, rows, *part.key), values)
+                found = self._forward(part, queries(part), keys(part.piece, tile.rows, *part.key), values)
                 merged.add(part.query[0] - tile.query[0], part.query[1] - tile.query[0], *found)
             out[rows, :, tokens], lse[rows, :, tokens] = merged.out, merged.lse
         return out, lse
@@ -249,35 +264,37 @@ class _Run:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         dq, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, v))
-        dk = [torch.zeros_like(k, dtype=lse.dtype) for _ in self.pieces]
+        dk = {piece.key: torch.zeros_like(k, dtype=lse.dtype) for piece in self.pieces}
         keys = _Keys(k, self.pieces, self.plan, self.settled)
         for tile in self.plan:
-            rows = slice(*tile.rows)
+            rows, start = slice(*tile.rows), tile.query[0]
             queries = self._queries(q, tile)
+            turned = {part.piece: torch.zeros_like(dq[rows, :, slice(*tile.query)]) for part in tile.parts}
             for part in tile.parts:
                 here = (rows, slice(None), slice(*part.query))
                 there = (rows, slice(None), slice(*part.key))
-                tensors = (queries(part), keys(part.piece, rows, *part.key), v[there], out[here], lse[here], grad[here])
-                d_query, d_key, d_value = self._backward(part, *tensors)
-                turn = self.pieces[part.piece].query
-                dq[here] += d_query if turn is None else turn.part(rows, slice(*part.query)).back(d_query.to(lse.dtype))
-                dk[part.piece][there] += d_key
-                dv[there] += d_value
-        total = torch.zeros_like(dk[0])
-        for piece, d_key in zip(self.pieces, dk, strict=True):
-            total += d_key if piece.key is None else piece.key.back(d_key)
-        return dq.to(q.dtype), total.to(k.dtype), dv.to(v.dtype)
+                k_part = keys(part.piece, tile.rows, *part.key)
+                grads = self._backward(part, queries(part), k_part, v[there], out[here], lse[here], grad[here])
+                turned[part.piece][:, :, part.query[0] - start : part.query[1] - start] += grads[0]
+                dk[self.pieces[part.piece].key][there] += grads[1]
+                dv[there] += grads[2]
+            for piece, d_query in turned.items():
+                turn = self.pieces[piece].query
+                back = d_query if turn is None else turn(d_query, tile.rows, tile.query, back=True)
+                dq[rows, :, slice(*tile.query)] += back
+        everything = (0, k.shape[0]), (0, k.shape[2])
+        total = sum(part if turn is None else turn(part, *everything, back=True) for turn, part in dk.items())
+        return dq.to(q.dtype), torch.as_tensor(total).to(k.dtype), dv.to(v.dtype)
 
     def _queries(self, q: Tensor, tile: Tile) -> Callable[[Part], Tensor]:
         """Queries of a tile as each piece turns them, turned once."""
-        rows, tokens = slice(*tile.rows), slice(*tile.query)
+        here = q[slice(*tile.rows), :, slice(*tile.query)]
         turned: dict[int, Tensor] = {}
 
         def queries(part: Part) -> Tensor:
             if part.piece not in turned:
                 turn = self.pieces[part.piece].query
-                here = q[rows, :, tokens]
-                turned[part.piece] = here if turn is None else turn.part(rows, tokens)(here)
+                turned[part.piece] = here if turn is None else turn(here, tile.rows, tile.query)
             start = tile.query[0]
             return turned[part.piece][:, :, part.query[0] - start : part.query[1] - start]
 

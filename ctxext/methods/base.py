@@ -100,6 +100,16 @@ class Method(ABC):
         if "regime" in vars(cls):  # nothing would call it
             raise TypeError(f"{cls.__name__}.regime: this method is called fitted_length now. Rename it.")
 
+    @property
+    def is_table(self) -> bool:
+        """Whether one set of frequencies, or of slopes, is all there is to it, so that a config can hold it whole."""
+        return not self.dynamic
+
+    @property
+    def says_target(self) -> bool:
+        """Whether it was told how far to read by something else than ``factor``."""
+        return False
+
     def fitted_length(self, trained_length: int, length: int) -> int:
         """The length that positions of ``length`` tokens are fitted to; a cache stays right while this is the same."""
         return max(length, trained_length) if self.dynamic else trained_length
@@ -193,6 +203,16 @@ class GrowingMethod(Method):
     @property
     def dynamic(self) -> bool:
         return True
+
+    @property
+    def is_table(self) -> bool:
+        """Whether one set of frequencies, or of slopes, is all there is to it, so that a config can hold it whole."""
+        return not self.dynamic
+
+    @property
+    def says_target(self) -> bool:
+        """Whether it was told how far to read by something else than ``factor``."""
+        return False
 
     def fitted_length(self, trained_length: int, length: int) -> int:
         if length <= trained_length:

@@ -52,6 +52,10 @@ class DynamicNTK(GrowingMethod, RopeMethod):
         reach_is_valid = self.reach is None or (is_number(self.reach) and self.reach >= 1)
         require(reach_is_valid, "reach", self.reach, "a finite number, at least 1, or None")
 
+    @property
+    def says_target(self) -> bool:
+        return self.reach is not None
+
     def target_length(self, trained_length: int) -> int:
         reach = self.factor if self.reach is None else self.reach
         return math.floor(trained_length * reach + 1e-6)

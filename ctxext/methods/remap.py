@@ -42,6 +42,10 @@ class RemapMethod(RopeMethod):
         super().__post_init__()
         require(self.temperature in TEMPERATURES, "temperature", self.temperature, "'none', 'logn' or 'yarn'")
 
+    @property
+    def is_table(self) -> bool:
+        return False
+
     @abstractmethod
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         """The pieces of attention for texts of up to ``length`` tokens, nearest keys first.

@@ -27,8 +27,10 @@ from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 
 __all__ = [
     "AlibiAttend",
+    "as_autocast_wants",
     "attention_layers",
     "bias_fingerprint",
+    "choose",
     "decoder_of",
     "install_attention",
     "why_install_fails",
@@ -65,7 +67,7 @@ class AlibiAttend:
     ) -> Tensor:
         """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         layout = mask.layout
-        q, k, v = _as_autocast_wants(q, k, v)
+        q, k, v = as_autocast_wants(q, k, v)
         how: dict[str, Any] = {"scale": scale, "window": window, "dropout": dropout}
         if not self.method.dynamic:
             slopes = self.slopes(self.alibi.trained_length, q.device)
@@ -121,7 +123,7 @@ class AlibiAttend:
         return choose(self._chosen, self.backend, call.need).run(call)
 
 
-def _as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
+def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the dtype that autocast gives to torch's own attention.
 
     Rotation leaves queries and keys in float32 there, and values as their projection made them.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.masking_utils import causal_mask_function
 
 from ctxext.attention import Layout
@@ -23,7 +24,17 @@ from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.override import ForwardOverride
 
-__all__ = ["ATTENTION", "LayoutMask", "PositionedForward", "SharedForward", "declared_length", "layout_of"]
+__all__ = [
+    "ATTENTION",
+    "LayoutMask",
+    "PositionedForward",
+    "SharedForward",
+    "cache_layer_of",
+    "declared_length",
+    "layout_of",
+]
+
+PLAIN_LAYERS = (DynamicLayer, StaticLayer)  # others keep something else than what they return
 
 
 class LayoutMask:
@@ -76,6 +87,7 @@ class _DecoderCall:
     position_ids: Tensor | None
     length: int | None
     shard: LayoutMask | None = None
+    cache: Any = None
 
 
 class _CurrentCall(threading.local):
@@ -114,6 +126,8 @@ class PositionedForward(ForwardOverride):
             kwargs = kwargs | _checked(self.module.config, given)
         outer = _current.call
         call = _DecoderCall(None, None) if outer is None else outer
+        if given.get("past_key_values") is not None:
+            call = replace(call, cache=given["past_key_values"])
         if given.get("position_ids") is not None:
             call = replace(call, position_ids=given["position_ids"])
         if ctxext_length is not None:
@@ -139,10 +153,10 @@ class SharedForward(PositionedForward):
         found = config._attn_implementation
         if found != ATTENTION:
             raise PatchStateError(
-                f"The attention implementation of this {type(self.module).__name__} is now {found!r}. ALiBi took the "
-                f"place of its rotation and lives in ctxext's attention, so without that it has no positions at all. "
+                f"The attention implementation of this {type(self.module).__name__} is now {found!r}. Its extension "
+                f"lives in ctxext's attention, without which its positions would be wrong. "
                 f"Go back with model.set_attn_implementation({ATTENTION!r}). A kernel is chosen when patching: "
-                f"ctxext.patch(..., attention='sdpa'); and ctxext.unpatch brings rotation back."
+                f"ctxext.patch(..., attention='sdpa'); and ctxext.unpatch takes the extension off."
             )
         shard = None if _current.call is None else _current.call.shard
         return super().run(*args, **(kwargs if shard is None else kwargs | {"ctxext_layout": shard}))
@@ -175,6 +189,13 @@ def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             f"computes attention from positions. Give a two-dimensional one, or position_ids that restart."
         )
     return {}
+
+
+def cache_layer_of(keys: Tensor) -> Any:
+    """The layer of the cache, of a plain kind, whose storage ``keys`` is; None where they are a copy of it, or new."""
+    cache = None if _current.call is None else _current.call.cache
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys), None)
 
 
 def declared_length() -> int | None:

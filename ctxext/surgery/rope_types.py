@@ -61,9 +61,9 @@ def _initial_frequencies(
             f"have. Install the version named in its config.json under 'ctxext'."
         )
     method = method_class.from_dict(saved)
-    if method.dynamic and not RESTORING.get():
+    if not method.is_table and not RESTORING.get():
         raise CheckpointError(
-            f"This checkpoint is extended by the dynamic method {method.name!r}, which needs more than its config "
+            f"This checkpoint is extended by the method {method.name!r}, which needs more than its config "
             f"to be computed rightly. Load it with ctxext.load(path)."
         )
     with torch.device("cpu"):  # numbers, also where a model is built on another device or on none

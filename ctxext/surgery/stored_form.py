@@ -138,7 +138,7 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
         name = found[0]["rope_type"]
         changed = " with another rope_theta" if name == "default" else ""
         yield f"stock rope_type {name!r}{changed}", found
-    if method.dynamic:
+    if not method.is_table:
         if not found:
             ours = [method_rope_parameters(method, spec) for spec in specs]
             yield f"rope_type {ROPE_TYPE!r}, which only ctxext loads", ours

@@ -33,15 +33,6 @@ RIGHT = {
 }
 
 
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Stock]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the stock process: the order of a sum depends on it
-    with Stock() as process:
-        yield process
-    torch.set_num_threads(threads)
-
-
 def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str, str]]:
     findings = check_model(tiny(model_type), walked_methods(METHODS), stock, folder)
     return {finding.method: (finding.outcome, finding.detail) for finding in findings}

@@ -41,21 +41,6 @@ def patched(method: type[RopeMethod], model_type: str = "llama") -> PreTrainedMo
     return ctxext.patch(model, example(method, model))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The stock process runs with one thread; the order of a sum depends on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Stock]:
-    with Stock() as process:
-        yield process
-
-
 def test_the_work_list_is_not_empty() -> None:
     assert len(ROPE_METHODS) >= 10
     assert len(MODELS) >= 5

@@ -24,15 +24,6 @@ pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametriz
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
 def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Compiling costs 10 s per layout on CPU; test_flex compiles a few, here its bias and mask run uncompiled."""
     if device == "cpu":

@@ -45,14 +45,6 @@ every = pytest.mark.parametrize(("model_type", "method"), [*FOLLOWING, *STATIC],
 LONG, KEPT, NEW = 2 * TRAINED_LENGTH - 28, 40, 5  # 100 tokens are read, 40 of them kept, 5 others follow
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def extended(model: PreTrainedModel, method: dict[str, Any]) -> PreTrainedModel:
     return ctxext.patch(model, trained_length=TRAINED_LENGTH, **method)
 

@@ -28,14 +28,6 @@ LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.
 NOTE = f"Stock code loads it, but mixes positions: .* passes {TRAINED_LENGTH} tokens"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def notes(model: PreTrainedModel) -> str:
     return " ".join(ctxext.describe(model).notes)
 

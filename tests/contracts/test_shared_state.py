@@ -45,14 +45,6 @@ following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=nam
 every = pytest.mark.parametrize(("model_type", "method"), EVERY, ids=name)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build(model_type: str, method: dict[str, Any]) -> PreTrainedModel:
     return ctxext.patch(tiny(model_type), trained_length=TRAINED_LENGTH, **method)
 

@@ -1,0 +1,287 @@
+"""Position remapping on a live model: its own rotations are turned on, piece by piece, where attention is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ctxext.attention import AttentionBackend, Call, Layout, Need, named, require_usable
+from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces
+from ctxext.errors import IncompatibleError
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+from ctxext.surgery.alibi import (
+    as_autocast_wants,
+    attention_layers,
+    choose,
+    decoder_of,
+    install_attention,
+    why_install_fails,
+    why_no_custom_attention,
+)
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.positions import LayoutMask, cache_layer_of
+from ctxext.surgery.probe import Layers
+from ctxext.surgery.rebuild import Rebuild
+from ctxext.surgery.rotary import RotaryPlace, RotarySite
+
+__all__ = ["RemapAttend", "in_words", "install_pieces", "require_remappable"]
+
+# On a layer of a cache: how many of its slots hold keys that are turned as the farthest piece has them.
+SETTLED = "_ctxext_settled"
+
+
+@dataclass
+class RemapAttend:
+    """Attention in the pieces of a method. One object serves all layers of a model.
+
+    Args:
+        method: says which pieces there are.
+        spec: frequencies and trained length of the model.
+        interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
+        backend: a backend's name as ``ctxext.attention.named`` takes it, or "auto".
+    """
+
+    method: RemapMethod
+    spec: RopeSpec
+    interleaved: bool
+    backend: str = "auto"
+    _chosen: dict[Need, AttentionBackend] = field(default_factory=dict, repr=False)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        if dropout:
+            raise IncompatibleError(
+                f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
+            )
+        layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
+        cached = cache_layer_of(k)
+        q, k, v = as_autocast_wants(q, k, v)
+        sharpness = layout.memo("sharpness", lambda: self.method.sharpness(self.spec, layout.query_positions))
+        if sharpness is not None:
+            q = (q * sharpness[:, None, :, None].to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
+        pieces = self._pieces(layout, q.dtype)
+        k, settled = _settle(cached, k, layout, pieces)
+        call = Call.of(q, k, v, layout, scale=scale, lse=True)
+        return attend_pieces(choose(self._chosen, self.backend, call.need), call, pieces, settled=settled)
+
+    def __post_init__(self) -> None:
+        require_usable(self.backend)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user must know: where each distance of a text goes, and about a backend asked for by name."""
+        pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
+        exact = self.method.exact_length(self.spec)
+        said = None if self.backend == "auto" else named(self.backend).approximation
+        first = f"Texts of up to {exact:,} tokens are read as without the extension." if exact else ""
+        lines = (first, *(f"Piece: {in_words(piece)}." for piece in pieces), said or "")
+        return tuple(line for line in lines if line)
+
+    def _pieces(self, layout: Layout, dtype: torch.dtype) -> tuple[TurnedPiece, ...]:
+        """The method's pieces with their rotations, shared by all layers of a forward pass."""
+        precise = torch.promote_types(dtype, torch.float32)
+
+        def turn(side: str, where: PositionMap) -> Turn | None:
+            if where.changes_nothing:
+                return None
+            positions = layout.query_positions if side == "query" else layout.key_positions
+            return layout.memo(
+                ("turn", side, where, precise),
+                lambda: Turn(
+                    where,
+                    _rows(positions),
+                    self.inv_freq(positions.device),
+                    interleaved=self.interleaved,
+                    dtype=precise,
+                ),
+            )
+
+        pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
+        return tuple(
+            TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key)) for piece in pieces
+        )
+
+    def inv_freq(self, device: torch.device) -> Tensor:
+        """The frequencies that the model rotates by, float64, radians per token."""
+        found = self.method.frequencies(self.spec, self.spec.trained_length).inv_freq
+        return found.to(device)
+
+
+def in_words(piece: Piece) -> str:
+    """Which keys a piece is for, and where they and their queries stand."""
+    if piece.query.changes_nothing and piece.key.changes_nothing:
+        return f"{piece.region}, at their own positions"
+    return f"{piece.region}: queries at {_place('i', piece.query)}, keys at {_place('j', piece.key)}"
+
+
+def _place(token: str, where: PositionMap) -> str:
+    """A position map as a formula."""
+    if where.scale == 0:
+        return f"{where.offset:g}" if isinstance(where.offset, float | int) else "a constant"
+    found = token if where.period is None else f"({token} mod {where.period})"
+    if isinstance(where.group, tuple):
+        return f"{found} // a group of {min(where.group)} to {max(where.group)} by frequency"
+    found = found if where.group == 1 else f"{found} // {where.group}"
+    found = found if where.scale == 1 else f"{where.scale:.6g} {found}"
+    offset = where.offset if isinstance(where.offset, float | int) else 0
+    found = found if offset == 0 else f"{found} {'+' if offset > 0 else '-'} {abs(offset):.10g}"
+    return found if where.ceiling is None else f"min({found}, {where.ceiling:g})"
+
+
+def _rows(positions: Tensor) -> Tensor:
+    """Positions of all rows, or of one where they are known to be the same."""
+    return positions[:1] if positions.stride(0) == 0 else positions
+
+
+def _analysed(layout: Layout) -> Layout:
+    """The layout with its blocks of consecutive positions, where it was built in a hurry."""
+    if layout.spans is not None or layout.external_causality:
+        return layout
+    return Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, layout.key_documents)
+
+
+def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece]) -> tuple[Tensor, int]:
+    """Turn keys in the cache that only the farthest piece will read from now on, once instead of at every step.
+
+    A key begins as the model rotated it and, some steps later, is far from every query that is still to come. Then it
+    is turned where it lies. The layer of the cache remembers up to which slot. A cache that is cropped (assisted
+    decoding) has near keys again among those, and they are turned back.
+
+    Returns:
+        The keys to attend to, and how many slots of them are turned as the last piece has them.
+    """
+    turn = pieces[-1].key
+    if turn is None or cached is None:
+        return k, 0
+    before = int(cached.get_seq_length()) - layout.query_length  # slots that were filled before this call
+    done = min(getattr(cached, SETTLED, 0), before)
+    wanted = _far_for_good(pieces, before, before + layout.query_length)
+    if torch.is_grad_enabled() or (k.is_inference() and not torch.is_inference_mode_enabled()):
+        if done:  # what lies there must stay: turn a copy back
+            near = turn(k[:, :, :done], (0, k.shape[0]), (0, done), back=True)
+            k = torch.cat([near, k[:, :, done:]], 2)
+        return k, 0
+    start, stop = sorted((done, wanted))
+    if start < stop:
+        k[:, :, start:stop] = turn(k[:, :, start:stop], (0, k.shape[0]), (start, stop), back=wanted < done)
+    setattr(cached, SETTLED, wanted)
+    return k, wanted
+
+
+def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int) -> int:
+    """How many slots hold keys that queries from slot ``first`` on read as the last piece turns them, or not at all."""
+    others = [piece.region for piece in pieces if piece.key is not pieces[-1].key]
+    if not others:
+        return stop
+    widths = [region.stop for region in others if isinstance(region, Band) and region.stop is not None]
+    # Distances are the same in slots and in positions, whatever padding a row has.
+    return max(0, first - max(widths) + 1) if len(widths) == len(others) else 0
+
+
+def require_remappable(
+    model: PreTrainedModel, method: RemapMethod, site: RotarySite, places: list[RotaryPlace], layers: Layers, *, is_lifted: bool
+) -> tuple[Piece, ...]:
+    """The method's pieces for a model whose attention they can take the place of.
+
+    Raises:
+        IncompatibleError: if they cannot, saying why.
+        InvalidParameterError: if the method's parameters do not fit the model.
+    """
+    text = model.config.get_text_config(decoder=True)
+    refusal = f"Method {method.name!r} cannot take the place of the attention of this {text.model_type}"
+    if reason := why_no_custom_attention(model, places, layers):
+        raise IncompatibleError(f"{refusal}: {reason}.")
+    if layers.windowed and not is_lifted:
+        raise IncompatibleError(
+            f"{refusal}: {len(layers.windowed)} of its {len(layers.attending)} layers look back over a sliding window, "
+            f"which pieces of attention do not know. Where all layers have one, sliding_window='lift' takes it off."
+        )
+    return method.pieces(site.spec, method.target_length(site.spec.trained_length))
+
+
+def install_pieces(
+    model: PreTrainedModel, method: RemapMethod, site: RotarySite, rebuild: Rebuild, backend: str, edits: Edits
+) -> RemapAttend:
+    """Let every attention layer of an extended model attend in the pieces of ``method``.
+
+    Raises:
+        IncompatibleError: if its layers do not ask for attention as ctxext gives it, or rotate in an unknown way.
+    """
+    refusal = f"Method {method.name!r} cannot take the place of the attention of this {rebuild.text.model_type}"
+    if reason := why_install_fails(rebuild, site):
+        raise IncompatibleError(f"{refusal}: {reason}.")
+    attend = RemapAttend(method, site.spec, False, backend)
+    attend.interleaved = _is_interleaved(model, site, attend, refusal)
+    install_attention(model, site, attend, edits)
+    return attend
+
+
+class _Seen(Exception):
+    """Ends a forward pass whose first queries have been seen."""
+
+    def __init__(self, queries: Tensor) -> None:
+        super().__init__()
+        self.queries = queries
+
+
+def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
+    """Stands in for the attention of the first layer: hands its queries out."""
+    raise _Seen(q.detach())
+
+
+FAR = 5  # a token at which even the slow frequencies have begun to turn, and the fast ones have turned more than half
+
+
+def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAttend, refusal: str) -> bool:
+    """Which dimensions rotate together, seen on the queries of one token at two positions, in the model's first layer.
+
+    Raises:
+        IncompatibleError: if they are no rotation by the model's frequencies of each other.
+    """
+    decoder = decoder_of(model, site)
+    weights = next(decoder.parameters())
+    if weights.is_meta:  # nothing is computed on it, so nothing hangs on the answer
+        return False
+    with Edits() as trial:
+        install_attention(model, site, _show_queries, trial)
+        queries = _queries_of(decoder, weights.device)
+        trial.undo()
+    still, moved = queries.double().cpu().split(1, 2)
+    start = torch.zeros(1, 1, dtype=torch.long)
+    errors = {}
+    for interleaved in (False, True):
+        inv_freq = attend.inv_freq(still.device)
+        moving = Turn(
+            PositionMap(offset=FAR), start, inv_freq, interleaved=interleaved, dtype=torch.float64
+        )
+        errors[interleaved] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
+    best = min(errors, key=lambda way: errors[way])
+    if not errors[best] < ROTATION_ERROR:
+        raise IncompatibleError(
+            f"{refusal}: the queries of one token at two positions are not rotated into each other, neither in halves "
+            f"nor in pairs (they differ by {errors[best]:.2g} of their size), so its positions cannot be changed where "
+            f"attention is computed."
+        )
+    return best
+
+
+ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is off by about 1
+
+
+def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor:
+    """Queries of the first layer for one token at positions 0 and ``FAR``: ``[1, heads, 2, head_dim]``."""
+    tokens = torch.ones(1, 2, dtype=torch.long, device=device)
+    places = torch.tensor([[0, FAR]], device=device)
+    try:
+        with torch.no_grad():
+            decoder(input_ids=tokens, position_ids=places, use_cache=False)
+    except _Seen as seen:
+        return seen.queries
+    raise IncompatibleError(f"{type(decoder).__name__} ran without asking for attention.")
