@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jaxtyping
 import pytest
 import torch
-from _models import tiny
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import CliRunner, Result
 
 from ctxext import patching
 from ctxext.checkpoints import load
+from ctxext.cli.app import app
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
+from tests._checkpoints import SHAPE, save
+from tests._models import tiny
+from tests._tokenizer import make_tokenizer
 
 # These check their own arguments, with errors that a user reads, and take 4 for 4.0. The runtime shape checker would
 # refuse both before that code runs, so it leaves the constructors and the verbs alone; all else stays checked.
@@ -40,6 +53,51 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("plain")
     tiny().save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of three families, trained for 256 tokens; read them only."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    gemma = SHAPE | {
+        "head_dim": 16,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    return {
+        "llama": save(LlamaForCausalLM(LlamaConfig(**SHAPE)), root / "llama"),
+        "mistral": save(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=128)), root / "mistral"),
+        "gemma3": save(Gemma3ForCausalLM(Gemma3TextConfig(**gemma)), root / "gemma3"),
+    }
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["llama"]
+
+
+@pytest.fixture
+def cli() -> Callable[..., Result]:
+    """Run a command; a traceback is a failure of the test, whatever the exit code."""
+
+    def run(*arguments: object) -> Result:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(bos=False)
+
+
+@pytest.fixture(scope="session")
+def bos_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(bos=True)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, State, logits, tiny, tokens
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,6 +24,7 @@ from ctxext.errors import (
 )
 from ctxext.methods import METHODS, Method, YaRN
 from ctxext.registry import discover
+from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
 
 
 def refused(model: Any, error: type[CtxextError], message: str, *arguments: Any, **parameters: Any) -> None:

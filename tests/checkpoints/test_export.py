@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from conftest import SHAPE, TRAINED
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import ctxext
@@ -36,6 +35,7 @@ from ctxext.runtimes.llama_cpp import TABLE, flags_of, verdict
 from ctxext.runtimes.vllm import CLASSES
 from ctxext.runtimes.vllm import TABLE as VLLM_TABLE
 from ctxext.spec import RopeSpec
+from tests._checkpoints import SHAPE, TRAINED
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
 TARGET = 4 * TRAINED

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from _famous import FAMOUS, famous_checkpoint, famous_model
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
@@ -20,6 +19,7 @@ from ctxext.checkpoints.inspect import inspect_checkpoint, rope_of_checkpoint
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
+from tests._famous import FAMOUS, famous_checkpoint, famous_model
 
 
 class Rope(NamedTuple):

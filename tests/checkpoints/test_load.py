@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, State, logits, tiny, tokens
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM, PreTrainedModel
@@ -26,6 +25,7 @@ from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.check import Stock
+from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
 
 every_method = pytest.mark.parametrize("name", METHODS)
 

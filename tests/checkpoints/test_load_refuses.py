@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import logits, tiny, tokens
 
 import ctxext
 from ctxext.errors import (
@@ -20,6 +19,7 @@ from ctxext.errors import (
     UnknownNameError,
     VerificationError,
 )
+from tests._models import logits, tiny, tokens
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from _models import TRAINED_LENGTH, logits, tiny, tokens
-from _tokenizer import make_tokenizer
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -26,6 +24,8 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from scripts.walk.special import SPECIAL
 from scripts.walk.tiny import _shrunk
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._tokenizer import make_tokenizer
 
 
 def vision_language(model_type: str) -> PreTrainedModel:

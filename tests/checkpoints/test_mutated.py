@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _famous import famous_checkpoint, famous_config
 
 from ctxext.checkpoints import inspect
 from ctxext.checkpoints.export import export
@@ -18,6 +17,7 @@ from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CtxextError
 from ctxext.methods import METHODS
+from tests._famous import famous_checkpoint, famous_config
 
 CONFIGS = (
     "meta-llama/Llama-2-7b-hf",

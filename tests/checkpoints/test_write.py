@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from _programs import ran
-from conftest import TRAINED, contents
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +25,8 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.files import write_whole
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
+from tests._checkpoints import TRAINED, contents
+from tests._programs import ran
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
 TOKENS = torch.arange(TRAINED + 40)[None] % 128

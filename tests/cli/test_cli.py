@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SHAPE, TRAINED
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 from typer.testing import Result
 
@@ -18,6 +17,7 @@ import ctxext
 from ctxext.cli.show import LLAMA
 from ctxext.cli.spectrum import bands, shown_by_default, speed
 from ctxext.methods import METHODS
+from tests._checkpoints import SHAPE, TRAINED
 
 Cli = Callable[..., Result]
 

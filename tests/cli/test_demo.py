@@ -26,6 +26,7 @@ from ctxext.evaluation.documents import Document
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.truncation import BestTruncation
+from tests._models import byte_model
 
 TRAINED = 512
 WINDOWS = (128, 256, 384, 512)
@@ -43,6 +44,11 @@ def files(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTok
     (folder / "binary.txt").write_bytes(b"\xff\xfe\xfa")
     bos_tokenizer.save_pretrained(folder / "checkpoint")
     return folder
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return byte_model()
 
 
 @pytest.fixture

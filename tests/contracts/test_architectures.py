@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.check import Stock, check_model
+from tests._models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +26,7 @@ from ctxext.attention import Layout
 from ctxext.attention.flash import token_indices
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.spec import RopeSpec
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=64)
 SHAPE: dict[str, Any] = {

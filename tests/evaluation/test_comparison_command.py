@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from _programs import killed_at, launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from ctxext import errors
 from ctxext.cli.app import app
 from ctxext.evaluation import passkey
+from tests._programs import killed_at, launched
 
 TRUNCATIONS = [f"truncated {window}" for window in (128, 256, 384, 512)]
 

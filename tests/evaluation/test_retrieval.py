@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from _programs import killed_at, launched
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,6 +30,7 @@ from ctxext.evaluation.readings import find_readers
 from ctxext.evaluation.report.retrieval import passkey_sentences, ruler_sentences, save_passkey_figure, show_passkeys
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.statistics import wilson_interval
+from tests._programs import killed_at, launched
 
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
 

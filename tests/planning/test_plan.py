@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny, tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -17,6 +16,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameE
 from ctxext.planning.plan import STEP, longest, plan_serving, plan_training
 from ctxext.training import Memory
 from ctxext.training.lora import attach_lora
+from tests._models import tiny, tokens
 
 HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 64, 96, 128, 4, 2, 16, 1024
 # Weights of one layer's linear layers, as (inputs, outputs).

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from _models import RECENT, State, logits, tiny, tokens
 
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import rotaries
+from tests._models import RECENT, State, logits, tiny, tokens
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3", "mimo_v2_flash", "modernbert-decoder"])

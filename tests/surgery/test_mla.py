@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from _models import RECENT, logits, tiny, tokens
 from transformers import AutoModelForCausalLM
 
 import ctxext
+from tests._models import RECENT, logits, tiny, tokens
 
 LATENT = ["deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3", "youtu", "glm4_moe_lite"]
 TEMPERATURE = 0.1 * math.log(4) + 1

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedConfig
 
@@ -24,6 +23,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.old_form import OLD_GUARD, with_old_form
 from ctxext.surgery.rotary import find_sites
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +22,7 @@ from transformers import (
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 LENGTH = 512  # what the scaled checkpoints of these tests read
 ORIGINAL = 64

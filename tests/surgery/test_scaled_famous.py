@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from _famous import famous_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.errors import InvalidParameterError, PatchStateError
+from tests._famous import famous_model
 
 # Which length each reads with the scaling of its config, by its model card; and what its config says that it was
 # trained for before that.

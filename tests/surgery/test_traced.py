@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 
 import ctxext
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)
 

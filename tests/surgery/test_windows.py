@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from _models import RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from tests._models import RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 
 
 def last_sees_first(model: Any) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
@@ -16,6 +15,7 @@ import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.surgery.rebuild import rotaries
 from scripts.walk.tiny import tiny_config, tiny_model
+from tests._models import RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 
 recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}

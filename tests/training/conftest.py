@@ -9,12 +9,12 @@ from typing import Any
 
 import datasets
 import pytest
-from _models import tiny
-from _recipe import CONFIG, SMALL, words_of
-from _tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.training.settings import Settings, read_settings
+from tests._models import tiny
+from tests._tokenizer import make_tokenizer
+from tests.training._recipe import CONFIG, SMALL, words_of
 
 LENGTHS = (400, 90, 200, 20)
 

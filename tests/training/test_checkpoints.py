@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from _models import logits, tiny, tokens
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 import ctxext
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.training import ExtensionCallback
+from tests._models import logits, tiny, tokens
 
 STEPS = 4
 Changed = Callable[[Any], Any]

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from _models import logits, tiny, tokens
-from _recipe import CONFIG, SMALL, words_of
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
+from tests._models import logits, tiny, tokens
+from tests.training._recipe import CONFIG, SMALL, words_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -88,7 +88,7 @@ def start(cases: list[dict[str, Any]], processes: int, root: Path, *, machines: 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "HF_DATASETS_CACHE": str(root / "cache"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
