@@ -17,15 +17,16 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedTokenizerFast,
 )
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from ctxext import patching
 from ctxext.checkpoints import load
-from ctxext.cli.app import app
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
+from scripts.walk.check import Stock
 from tests._checkpoints import SHAPE, save
 from tests._models import tiny
+from tests._programs import command
 from tests._tokenizer import make_tokenizer
 
 # These check their own arguments, with errors that a user reads, and take 4 for 4.0. The runtime shape checker would
@@ -43,7 +44,8 @@ for _verb in (
 ):
     _verb.__no_type_check__ = True  # type: ignore[attr-defined]
 
-# Tiny models: more threads only wait for each other, and stock reloads in other processes sum in the same order.
+# For all tests. Tiny models: more threads only wait for each other, and the order of a sum, so every bit of it, depends
+# on their number, here as in the processes of one thread that load what was saved.
 torch.set_num_threads(1)
 
 
@@ -80,14 +82,7 @@ def llama(checkpoints: dict[str, Path]) -> Path:
 @pytest.fixture
 def cli() -> Callable[..., Result]:
     """Run a command; a traceback is a failure of the test, whatever the exit code."""
-
-    def run(*arguments: object) -> Result:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
+    return command
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +93,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def bos_tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(bos=True)
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Stock]:
+    """A process that knows transformers and not ctxext."""
+    with Stock() as process:
+        yield process
 
 
 @pytest.fixture

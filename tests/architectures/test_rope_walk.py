@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 import ctxext
@@ -31,15 +29,6 @@ RIGHT = {
     "gpt_oss": "extended by default",
     "bamba": "a config with an infinite number",
 }
-
-
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Stock]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the stock process: the order of a sum depends on it
-    with Stock() as process:
-        yield process
-    torch.set_num_threads(threads)
 
 
 def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,12 +27,6 @@ from scripts.walk.check import Stock
 from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
 
 every_method = pytest.mark.parametrize("name", METHODS)
-
-
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Stock]:
-    with Stock() as process:
-        yield process
 
 
 def example(name: str) -> Method:

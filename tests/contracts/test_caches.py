@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,14 +42,6 @@ following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=nam
 every = pytest.mark.parametrize(("model_type", "method"), [*FOLLOWING, *STATIC], ids=name)
 
 LONG, KEPT, NEW = 2 * TRAINED_LENGTH - 28, 40, 5  # 100 tokens are read, 40 of them kept, 5 others follow
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def extended(model: PreTrainedModel, method: dict[str, Any]) -> PreTrainedModel:

@@ -109,14 +109,6 @@ def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_the_work_list_is_whole() -> None:
     names = {param.id for param in settings()}
     assert {"llama-alibi-sdpa", "mistral-alibi-flex", "bloom-dynamic_pi-sdpa", "falcon-alibi-reference"} <= names

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from tests._models import logits, tiny, tokens
-from tests.training._recipe import CONFIG, SMALL, words_of
+from tests.training._recipe import CONFIG, SMALL, losses, words_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -123,10 +123,6 @@ def start(cases: list[dict[str, Any]], processes: int, root: Path, *, machines: 
 def recorded(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(run / "recorded.pt")
     return found
-
-
-def losses(run: Path) -> list[float]:
-    return [entry["loss"] for entry in json.loads((run / "run.json").read_text(encoding="utf-8"))["loss"]]
 
 
 def single(case: str) -> str:

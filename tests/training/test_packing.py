@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,6 @@ from ctxext.training.sequences import IGNORED, PackedSequences, require_separate
 from tests._models import tiny
 
 LENGTH = 61  # of which 60 are text; documents of 400, 90, 200 and 20 tokens leave 40, 30, 20 and 20 over
-
-
-@pytest.fixture
-def documents(corpus: Path, tokenizer: Any) -> TokenisedDocuments:
-    return TokenisedDocuments.read([str(corpus)], tokenizer)
 
 
 def packed(documents: TokenisedDocuments, **changes: Any) -> PackedSequences:

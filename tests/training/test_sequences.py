@@ -23,11 +23,6 @@ from tests._models import tiny
 LENGTH, TARGET = 41, 128
 
 
-@pytest.fixture
-def documents(corpus: Path, tokenizer: Any) -> TokenisedDocuments:
-    return TokenisedDocuments.read([str(corpus)], tokenizer)
-
-
 def sequences(documents: TokenisedDocuments, **changes: Any) -> TrainingSequences:
     settings = {"length": LENGTH, "count": 100, "seed": 5, "target_length": TARGET}
     return TrainingSequences(documents, **(settings | changes))
