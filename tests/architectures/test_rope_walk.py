@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from _models import RECENT, tiny
 
 import ctxext
 from ctxext.errors import IncompatibleError
@@ -18,6 +15,7 @@ from scripts import walk_architectures
 from scripts.walk import check
 from scripts.walk.check import Stock, check_model, walked_methods
 from scripts.walk.tiny import model_types
+from tests._models import RECENT, tiny
 
 # One method that stays static, one stored as another base, one with a temperature, one that needs its own cache.
 METHODS = ["pi", "ntk", "yarn", "dynamic_ntk"]

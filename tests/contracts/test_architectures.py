@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from _models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +22,7 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.check import Stock, check_model
+from tests._models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +20,7 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.methods import LongRoPE, Method
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 DYNAMIC = ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)

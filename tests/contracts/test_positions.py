@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, tiny, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,6 +18,7 @@ import ctxext
 from ctxext.attention import BACKENDS, flex
 from ctxext.errors import BackendUnavailableError
 from ctxext.methods import METHODS, LongRoPE
+from tests._models import TRAINED_LENGTH, tiny, tokens
 
 ROTARY, BIASED = ("llama", "mistral"), ("bloom", "mpt", "falcon")
 CHANGES: dict[str, dict[str, Any]] = {

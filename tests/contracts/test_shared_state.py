@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.methods import LongRoPE
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 FOLLOWING: list[tuple[str, dict[str, Any]]] = [
