@@ -49,6 +49,7 @@ class _FlashFamily(AttentionBackend):
     install: ClassVar[str]
     major: ClassVar[tuple[int, ...]]
     reads_cache: ClassVar[bool]
+    asks_lse: ClassVar[str] = "return_attn_probs"  # the keyword that lets a call return the log-sum-exp as well
 
     def why_never(self) -> str | None:
         return None if INSTALLED[self.name] else f"not installed: {self.install}."
@@ -63,6 +64,8 @@ class _FlashFamily(AttentionBackend):
             return f"its kernels are for compute capability {self.major}.x, found {need.capability}."
         if need.dtype not in (torch.float16, torch.bfloat16):
             return f"its kernels are for float16 and bfloat16, found {need.dtype}."
+        if need.lse and need.order == "external":
+            return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
         if need.order == "free":
             return (
                 "positions are not increasing in blocks, and it knows causality by index only. 'sdpa' and 'flex' can."
@@ -91,6 +94,15 @@ class _FlashFamily(AttentionBackend):
         else:
             out = _call(module, q, k, v, call.layout, options)
         return out[..., : call.need.head_dim]
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        assert mask is None, "why_not refuses layouts that need one"
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        function = importlib.import_module(self.module).flash_attn_func
+        out, lse = function(q, k, v, softmax_scale=scale, causal=causal, **{self.asks_lse: True})[:2]
+        return out.transpose(1, 2), lse
 
     @abstractmethod
     def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
@@ -164,6 +176,7 @@ class Flash4(_Columned):
     module: ClassVar[str] = "flash_attn.cute.interface"
     install: ClassVar[str] = "pip install --pre flash-attn-4"  # only pre-releases so far
     reads_cache: ClassVar[bool] = False
+    asks_lse: ClassVar[str] = "return_lse"
     major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 
     def lacks(self, need: Need) -> str | None:

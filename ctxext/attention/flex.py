@@ -11,7 +11,7 @@ from typing import Any, ClassVar, no_type_check
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from ctxext.attention.base import AttentionBackend, Call, Need
 from ctxext.attention.layout import Layout
@@ -81,6 +81,8 @@ class Flex(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.device not in ("cpu", "cuda"):
             return f"it compiles for CPU and CUDA, found {need.device!r}."
+        if need.device == "cpu" and need.lse:
+            return "on CPU it compiles anew, for about 10 s, for every shape that attention in pieces asks for."
         if need.device == "cpu" and need.training:
             return "FlexAttention has no backward on CPU. Use 'sdpa' to train."
         if need.device == "cpu" and need.cached:
@@ -116,6 +118,31 @@ class Flex(AttentionBackend):
         score_mod = None if slopes is None else _score_mod(slopes.float(), layout)
         out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, enable_gqa=grouped)
         return out
+
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        kernel: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled(q.device.type)
+        blocks = _blocks_of(mask, causal, q.shape[2], k.shape[2], q.device)
+        grouped = q.shape[1] != k.shape[1]
+        q, k, v = q.detach(), k.detach(), v.detach()
+        aux = AuxRequest(lse=True)
+        out, found = kernel(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped, return_aux=aux)
+        return out, found.lse
+
+
+def _blocks_of(mask: Tensor | None, causal: bool, query: int, key: int, device: torch.device) -> BlockMask | None:
+    """Who sees whom, as FlexAttention wants to be told."""
+    if mask is None and not causal:
+        return None
+
+    @no_type_check  # the kernel traces it
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i if mask is None else mask[b, 0, i, j]
+
+    rows = None if mask is None else mask.shape[0]
+    return create_block_mask(sees, rows, None, query, key, device=str(device))
 
 
 @functools.cache

@@ -105,7 +105,9 @@ def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
 
 def _coming(first: int, stop: int, low: int, high: int, back: int) -> Iterator[Rectangle]:
     """Keys ``low .. high`` that queries ``first .. stop`` see once they lie ``back`` tokens behind."""
-    middle = min(max(low, first - back + 1), high)  # keys before it are seen by every query
+    # Keys before it are seen by every query. The one that only just came into sight of the first query begins the square;
+    # a single query has no use for a square.
+    middle = min(max(low, first - back + (stop - first == 1)), high)
     last = max(min(high, stop - back), middle)  # keys from it on are seen by none
     yield from _some(Rectangle((first, stop), (low, middle), FULL))
     yield from _some(Rectangle((middle + back, last + back), (middle, last), CAUSAL))

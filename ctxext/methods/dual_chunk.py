@@ -50,8 +50,8 @@ class DualChunk(RemapMethod):
         key = PositionMap(period=period)
         return (
             Piece(region=Chunks(period, 0), query=key, key=key),
-            Piece(region=Chunks(period, 1), query=PositionMap(period=period, offset=period, ceiling=chunk), key=key),
-            Piece(region=Chunks(period, 2, older=True), query=PositionMap(scale=0.0, offset=chunk), key=key),
+            Piece(region=Chunks(period, 1), query=PositionMap(period=period, offset=float(period), ceiling=float(chunk)), key=key),
+            Piece(region=Chunks(period, 2, older=True), query=PositionMap(scale=0.0, offset=float(chunk)), key=key),
         )
 
     def exact_length(self, rope: RopeSpec) -> int:

@@ -60,7 +60,7 @@ class SelfExtend(RemapMethod):
         longest = longest_text(window, group or length, reach)
         require_reach(self.name, length, longest, remedy if self.group else "Take a smaller window or a larger reach.")
         assert group is not None
-        offset = window - window // group
+        offset = float(window - window // group)
         far = Piece(
             region=Band(window), query=PositionMap(group=group, offset=offset), key=PositionMap(group=group)
         )

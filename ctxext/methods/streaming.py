@@ -47,5 +47,5 @@ class Streaming(RemapMethod):
         most = rope.trained_length - self.sinks
         require(most >= 1, "sinks", self.sinks, f"below the trained length of {rope.trained_length} tokens")
         window = most if self.window is None else tokens_of("window", self.window, rope, most=most)
-        at = PositionMap(scale=0.0, offset=self.sinks + window - 1)
+        at = PositionMap(scale=0.0, offset=float(self.sinks + window - 1))
         return (Piece(region=Band(0, window)), Piece(region=Sinks(self.sinks, window), query=at))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ctxext.methods.base import require
 from ctxext.methods.remap import RemapMethod, require_reach, tokens_of
@@ -49,4 +49,8 @@ class STRING(RemapMethod):
         require(local < shift, "local", self.local, f"below shift={shift} tokens")
         remedy = f"Take a larger shift (at most {trained}) or a smaller local."
         require_reach(self.name, length, trained + shift - local, remedy)
-        return (Piece(region=Band(0, shift)), Piece(region=Band(shift), query=PositionMap(offset=local - shift)))
+        return (Piece(region=Band(0, shift)), Piece(region=Band(shift), query=PositionMap(offset=float(local - shift))))
+
+    @classmethod
+    def example(cls: Any, rope: RopeSpec) -> Any:
+        return cls(factor=1.5, local=0.0625)

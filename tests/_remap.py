@@ -1,0 +1,51 @@
+"""Position remapping written out pair by pair: what the pieces of a method say, and attention by complex numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import RopeSpec
+
+__all__ = ["ROPE", "by_formula", "dense_attention", "relative_positions"]
+
+ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
+
+
+def relative_positions(method: RemapMethod, rope: RopeSpec, length: int) -> Tensor:
+    """``[query, key, frequency]``, not a number where a query does not see a key; every pair is in one piece at most."""
+    places = torch.arange(length)
+    found = torch.full((length, length, rope.rotary_dim // 2), torch.nan, dtype=torch.float64)
+    for piece in method.pieces(rope, length):
+        here = piece.region.holds(places[:, None], places[None])
+        assert not bool((here & (places[:, None] < places[None])).any()), "a query sees what comes after it"
+        assert not bool((here & ~found[..., 0].isnan()).any()), "a pair is in two pieces"
+        query, key = (side(places).reshape(length, -1) for side in (piece.query, piece.key))
+        found = torch.where(here[..., None], query[:, None] - key[None], found)
+    return found
+
+
+def by_formula(formula: Callable[[int, int], float | None], length: int) -> Tensor:
+    """``formula(query, key)`` for every pair with the key not after the query, as ``[query, key]``; None: not seen."""
+    rows = [[formula(i, j) if j <= i else None for j in range(length)] for i in range(length)]
+    return torch.tensor([[torch.nan if x is None else x for x in row] for row in rows], dtype=torch.float64)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, inv_freq: Tensor, *, scale: float) -> Tensor:
+    """Attention of one row without rotation in q and k, ``[heads, seq, head_dim]``, by ``relative`` positions.
+
+    A pair of dimensions in halves is a complex number; the score of a pair of tokens is the real part of
+    ``q * conj(k) * exp(i * relative * frequency)``, summed over the frequencies, plus what does not rotate.
+    """
+    half = len(inv_freq)
+    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+    apart = relative[-q.shape[1] :]
+    turned = torch.polar(torch.ones_like(apart), apart.nan_to_num() * inv_freq)
+    rotating = torch.complex(q[..., :half], q[..., half : 2 * half]), torch.complex(k[..., :half], k[..., half : 2 * half])
+    scores = torch.einsum("hif,hjf,ijf->hij", rotating[0], rotating[1].conj(), turned).real
+    scores = scores + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])
+    scores = (scores * scale).masked_fill(apart[..., 0].isnan(), -torch.inf)
+    return torch.softmax(scores, -1) @ v

@@ -1,0 +1,246 @@
+"""Attention in pieces against a dense float64 reference of another form: every backend, every kind of layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, flex, named
+from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces
+from ctxext.attention.reference import Reference
+from ctxext.errors import BackendUnavailableError
+from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import Piece, PositionMap
+from tests._remap import ROPE, dense_attention, relative_positions
+
+LENGTH = 203
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 12
+METHODS: dict[str, RemapMethod] = {
+    "self_extend": SelfExtend(factor=4, window=23, group=7),
+    "rerope": ReRoPE(factor=4, window=31),
+    "leaky": ReRoPE(factor=4, window=24, leak=1 / 8),
+    "dual_chunk": DualChunk(factor=4, chunk=48, local=8),
+    "dpe": DPE(factor=4, window=24, groups=(3, 5, 8, 16)),
+    "streaming": Streaming(factor=4, sinks=4, window=48),
+}
+INV_FREQ = ROPE.base ** (-torch.arange(0, ROPE.rotary_dim, 2, dtype=torch.float64) / ROPE.rotary_dim)
+
+
+def _gaps() -> Layout:
+    positions = torch.cat([torch.arange(100), torch.arange(140, 140 + LENGTH - 100)])
+    return Layout.of(positions[None].expand(2, -1), positions[None].expand(2, -1))
+
+
+KEEP = torch.arange(LENGTH)[None] >= torch.tensor([[0], [37]])
+LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "causal": lambda: Layout.causal(2, LENGTH),
+    "chunk of a prefill": lambda: Layout.causal(2, 53, LENGTH),
+    "decoding": lambda: Layout.causal(2, 1, LENGTH),
+    "packed": lambda: Layout.packed([50, 103, 50]),
+    "padded": lambda: Layout.padded(KEEP),
+    "padded, decoding": lambda: Layout.padded(KEEP, query=1),
+    "static cache": lambda: Layout.cached(2, 7, LENGTH, filled=150),
+    "gaps": _gaps,
+}
+
+
+def _turned(piece: Piece, layout: Layout, dtype: torch.dtype, made: dict[object, Turn]) -> TurnedPiece:
+    def turn(where: PositionMap, positions: Tensor) -> Turn | None:
+        if where.changes_nothing:
+            return None
+        key = (where, positions.data_ptr(), positions.shape)
+        if key not in made:
+            made[key] = Turn(where, positions, INV_FREQ, interleaved=False, dtype=dtype)
+        return made[key]
+
+    return TurnedPiece(
+        piece.region, turn(piece.query, layout.query_positions), turn(piece.key, layout.key_positions)
+    )
+
+
+def _pieces(method: RemapMethod, layout: Layout, dtype: torch.dtype) -> list[TurnedPiece]:
+    made: dict[object, Turn] = {}
+    return [_turned(piece, layout, dtype, made) for piece in method.pieces(ROPE, 4 * ROPE.trained_length)]
+
+
+def _rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """What the model hands over: halves rotated by each token's own position."""
+    half = len(INV_FREQ)
+    angles = (positions.double()[:, None, :, None] * INV_FREQ).to(x.dtype)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), rest], -1)
+
+
+def _tensors(layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, length: int) -> Tensor:
+        x = torch.randn(layout.batch, heads, length, HEAD_DIM, generator=generator, dtype=torch.float64)
+        return x.to(dtype).requires_grad_()
+
+    return draw(HEADS, layout.query_length), draw(KV_HEADS, layout.key_length), draw(KV_HEADS, layout.key_length)
+
+
+def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Row by row and document by document, from relative positions written out pair by pair."""
+    longest = int(layout.key_positions.max()) + 1
+    relative = relative_positions(method, ROPE, longest) if longest <= 256 else relative_positions(method, ROPE, 256)
+    rows = []
+    for row in range(layout.batch):
+        places, keys = layout.query_positions[row], layout.key_positions[row]
+        apart = relative[places][:, keys].masked_fill(~layout.visible()[row, :, :, None], torch.nan)
+        seen = ~apart[..., 0].isnan().all(-1)
+        out = dense_attention(q[row][:, seen], k[row], v[row], apart[seen], INV_FREQ, scale=SCALE)
+        rows.append(torch.zeros_like(q[row]).index_copy(1, seen.nonzero()[:, 0], out))
+    return torch.stack(rows)
+
+
+SCALE = 0.2
+
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@pytest.fixture(autouse=True)
+def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling costs 10 s per shape on CPU."""
+    monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
+
+
+@every_layout
+@every_method
+def test_output_and_gradients_are_those_of_dense_attention(
+    method: RemapMethod, layout: Callable[[], Layout]
+) -> None:
+    """In float64, through the fused kernel of the CPU and its backward with the merged log-sum-exp."""
+    where = layout()
+    q, k, v = _tensors(where, torch.float64)
+    truth = _truth(method, where, q, k, v)
+    up = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = [truth, *torch.autograd.grad(truth, (q, k, v), up)]
+    for name in ("sdpa", "reference"):
+        for tile in (16, 1000):
+            call = Call.of(
+                _rotated(q, where.query_positions), _rotated(k, where.key_positions), v, where, scale=SCALE, lse=True
+            )
+            out = attend_pieces(named(name), call, _pieces(method, where, torch.float64), tile=tile)
+            found = [out, *torch.autograd.grad(out, (q, k, v), up)]
+            errors = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+            assert max(errors) < 1e-13, (name, tile, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_layout
+@pytest.mark.parametrize("method", ["self_extend", "dual_chunk", "streaming"])
+def test_every_precision_is_as_near_as_it_can_be(
+    method: str, layout: Callable[[], Layout], dtype: torch.dtype
+) -> None:
+    where = layout()
+    q, k, v = (x.detach() for x in _tensors(where, dtype))
+    truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)))
+    queries = _rotated(q.double(), where.query_positions).to(dtype)
+    keys = _rotated(k.double(), where.key_positions).to(dtype)
+    call = Call.of(queries, keys, v, where, scale=SCALE, lse=True)
+    for name in ("sdpa", "reference"):
+        out = attend_pieces(named(name), call, _pieces(METHODS[method], where, torch.float32), tile=64)
+        assert out.dtype == dtype
+        # Rotating twice and rounding between: a few units of the last place of q and k, in scores of about 1.
+        allowed = 12 * torch.finfo(dtype).eps * float(v.double().abs().max())
+        assert float((out.double() - truth).abs().max()) < allowed, name
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS.keys() - {"sdpa", "reference"}))
+def test_backends_that_cannot_here_say_why(name: str) -> None:
+    where = Layout.causal(1, 64)
+    call = Call.of(*(x.detach() for x in _tensors(where, torch.float32)), where, scale=SCALE, lse=True)
+    with pytest.raises(BackendUnavailableError, match="runs on CUDA only|compiles anew"):
+        named(name).run(call)
+
+
+class OldBackend(Reference):
+    """A backend of somebody who wrote it before attention came in pieces."""
+
+    with_lse = AttentionBackend.with_lse
+
+
+def test_a_backend_without_log_sum_exp_is_refused() -> None:
+    where = Layout.causal(1, 64)
+    call = Call.of(*(x.detach() for x in _tensors(where, torch.float32)), where, scale=SCALE, lse=True)
+    with pytest.raises(BackendUnavailableError, match="does not return the log-sum-exp"):
+        OldBackend().run(call)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference", "flex"])
+def test_a_query_that_sees_nothing_has_no_weight(name: str) -> None:
+    q, k, v = (torch.randn(1, 2, 4, 16) for _ in range(3))
+    mask = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4, [False, False, False, True]])[None, None]
+    out, lse = named(name).with_lse(q, k, v, scale=0.25, causal=False, mask=mask)
+    scores = (q @ k.transpose(-1, -2) * 0.25).masked_fill(~mask, -math.inf)
+    assert torch.allclose(lse, torch.logsumexp(scores, -1), atol=1e-5)
+    assert torch.allclose(out, torch.softmax(scores, -1).nan_to_num() @ v, atol=1e-5)
+    assert lse[0, 0, 1] == -math.inf
+    assert not out[0, :, 1].any()
+
+
+def test_a_detached_merge_would_have_wrong_gradients() -> None:
+    """As ChunkLlama has it: the weights of the merge taken for constants. Off by a tenth and more."""
+    where = Layout.causal(1, 96)
+    method = METHODS["dual_chunk"]
+    q, k, v = _tensors(where, torch.float64)
+    truth = _truth(method, where, q, k, v)
+    up = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    right = torch.autograd.grad(truth, (q, k), up)
+    relative = relative_positions(method, ROPE, 96)
+    regions = [piece.region.holds(torch.arange(96)[:, None], torch.arange(96)[None]) for piece in method.pieces(ROPE, 96)]
+    parts = [(relative.masked_fill(~region[..., None], torch.nan), region.any(-1)) for region in regions]
+    merged, weights = torch.zeros_like(truth), []
+    for apart, seen in parts:
+        keys = k[0].repeat_interleave(HEADS // KV_HEADS, 0)
+        scores = _scores(q[0], keys, apart).masked_fill(apart[..., 0].isnan(), -torch.inf)
+        weights.append(torch.where(seen, torch.logsumexp(scores, -1), -torch.inf))
+    total = torch.logsumexp(torch.stack(weights), 0)
+    for (apart, seen), lse in zip(parts, weights, strict=True):
+        out = dense_attention(q[0][:, seen], k[0], v[0], apart[seen], INV_FREQ, scale=SCALE)
+        spread = torch.zeros_like(q[0]).index_copy(1, seen.nonzero()[:, 0], out)
+        merged = merged + (lse - total).exp().detach()[None, :, :, None] * spread[None]
+    assert torch.allclose(merged, truth)
+    wrong = torch.autograd.grad(merged, (q, k), up)
+    for a, b in zip(wrong, right, strict=True):
+        assert float((a - b).norm() / b.norm()) > 0.05
+
+
+def _scores(q: Tensor, k: Tensor, apart: Tensor) -> Tensor:
+    half = len(INV_FREQ)
+    turned = torch.polar(torch.ones_like(apart), apart.nan_to_num() * INV_FREQ)
+    a, b = torch.complex(q[..., :half], q[..., half : 2 * half]), torch.complex(k[..., :half], k[..., half : 2 * half])
+    found = torch.einsum("hif,hjf,ijf->hij", a, b.conj(), turned).real
+    return (found + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])) * SCALE
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_turning_on_is_rotating_by_the_other_position(interleaved: bool) -> None:
+    x = torch.randn(2, 3, 9, HEAD_DIM, dtype=torch.float64)
+    places = torch.stack([torch.arange(9), torch.arange(4, 13)])
+    where = PositionMap(group=3, offset=7.0)
+    turn = Turn(where, places, INV_FREQ, interleaved=interleaved, dtype=torch.float64)
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        pairs = x[..., : 2 * len(INV_FREQ)]
+        pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+        turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(
+            torch.ones(()).double(), positions.double()[:, None, :, None] * INV_FREQ
+        )
+        back = torch.view_as_real(turned)
+        back = back.flatten(-2) if interleaved else back.transpose(-1, -2).flatten(-2)
+        return torch.cat([back, x[..., 2 * len(INV_FREQ) :]], -1)
+
+    moved = where(places.flatten()).view(places.shape)
+    found = turn(rotate(x, places), (0, 2), (0, 9))
+    assert torch.allclose(found, rotate(x, moved), atol=1e-13)
+    assert torch.allclose(turn(found, (0, 2), (0, 9), back=True), rotate(x, places), atol=1e-13)
+    assert torch.equal(turn(rotate(x, places)[:1, :, 2:5], (0, 1), (2, 5)), found[:1, :, 2:5])

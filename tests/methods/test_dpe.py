@@ -1,0 +1,48 @@
+"""DPE: Self-Extend with a group size for each frequency."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.methods import DPE, SelfExtend
+from ctxext.methods.dpe import PUBLISHED
+from ctxext.spec import RopeSpec
+from tests._remap import ROPE, by_formula, relative_positions
+
+
+def test_each_frequency_has_the_positions_of_its_group() -> None:
+    sizes = (1, 3, 5, 8)
+    found = relative_positions(DPE(factor=3, window=23, groups=sizes), ROPE, 192)
+    for frequency, size in enumerate(sizes):
+
+        def paper(i: int, j: int, size: int = size) -> float:
+            return i - j if i - j < 23 else i // size + 23 - 23 // size - j // size
+
+        assert torch.equal(found[..., frequency].nan_to_num(-1), by_formula(paper, 192).nan_to_num(-1))
+
+
+def test_equal_groups_are_self_extend() -> None:
+    one = relative_positions(DPE(factor=2, window=32, groups=(4,)), ROPE, 128)
+    other = relative_positions(SelfExtend(factor=2, window=32, group=4), ROPE, 128)
+    assert torch.equal(one.nan_to_num(-1), other.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_groups_are_for_eighths_of_the_frequencies(name: str) -> None:
+    rope = RopeSpec(128, 5e5, 8192)
+    far = DPE(factor=16, groups=name).pieces(rope, 131072)[1]
+    assert isinstance(far.key.group, tuple)
+    assert len(far.key.group) == 64
+    assert far.key.group[::8] == PUBLISHED[name]
+    assert far.key.group[7] == far.key.group[0]
+
+
+def test_bad_parameters_are_named() -> None:
+    with pytest.raises(UnknownNameError, match=r"llama-3-8B.*Did you mean 'llama-3-8b'"):
+        DPE(factor=2, groups="llama-3-8B")
+    with pytest.raises(InvalidParameterError, match=r"groups\[1\] must be a whole number of tokens"):
+        DPE(factor=2, groups=(2, 0))
+    with pytest.raises(InvalidParameterError, match="groups must be as many as rotated pairs of dimensions, 4,"):
+        DPE(factor=2, groups=(2, 2, 2), window=8).pieces(ROPE, 128)

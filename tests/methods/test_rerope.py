@@ -1,0 +1,49 @@
+"""ReRoPE and Leaky ReRoPE against the author's arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods import ReRoPE
+from tests._remap import ROPE, by_formula, relative_positions
+
+
+def test_beyond_the_window_all_keys_stand_at_one_distance() -> None:
+    found = relative_positions(ReRoPE(factor=4, window=24), ROPE, 200)
+    assert torch.equal(found[..., 0].nan_to_num(-1), by_formula(lambda i, j: min(i - j, 24), 200).nan_to_num(-1))
+
+
+def test_a_leak_lets_distances_grow_slowly() -> None:
+    """The author's ``leaky_rerope_patch.py``: the query at (i + W (k - 1)) / k, the key at j / k."""
+    found = relative_positions(ReRoPE(factor=3, window=24, leak=1 / 8), ROPE, 192)
+
+    def author(i: int, j: int) -> float:
+        return i - j if i - j < 24 else (i + 24 * (8 - 1)) / 8 - j / 8
+
+    assert torch.allclose(found[..., 0].nan_to_num(-1), by_formula(author, 192).nan_to_num(-1), rtol=0, atol=1e-12)
+    assert found.nan_to_num(0).max() <= 63
+
+
+def test_by_default_texts_of_the_trained_length_are_exact_and_any_length_works() -> None:
+    method = ReRoPE(factor=50)
+    assert method.exact_length(ROPE) == 63
+    found = relative_positions(method, ROPE, 150)
+    near = by_formula(lambda i, j: i - j, 64).nan_to_num(-1)
+    assert torch.equal(found[:64, :64, 0].nan_to_num(-1), near), "the last distance is where far keys stand"
+    assert found.nan_to_num(0).max() == 63
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"window": 64}, "window must be from 1 to 63 tokens"),
+        ({"leak": 1.0}, "leak must be a number, at least 0 and below 1"),
+        ({"window": 32, "leak": 0.5}, "reaches 95 tokens, found a target of 128.*a leak of at most 0.326316"),
+    ],
+)
+def test_bad_parameters_are_named(parameters: dict[str, float], said: str) -> None:
+    with pytest.raises(InvalidParameterError, match=said):
+        ReRoPE(factor=2, **parameters).pieces(ROPE, 128)
+    ReRoPE(factor=2, window=32, leak=0.326315).pieces(ROPE, 128)

@@ -1,0 +1,86 @@
+"""Self-Extend against the paper's arithmetic, and where the authors' own leaves the trained positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods import SelfExtend
+from ctxext.methods.self_extend import largest_relative_position, longest_text, smallest_group
+from tests._remap import ROPE, by_formula, relative_positions
+
+
+@pytest.mark.parametrize(("window", "group"), [(24, 4), (23, 5), (8, 7), (63, 3), (16, 1)])
+def test_positions_are_the_papers(window: int, group: int) -> None:
+    length = min(150, longest_text(window, group, 63))
+    method = SelfExtend(factor=length / 64, window=window, group=group)
+
+    def paper(i: int, j: int) -> float:  # section 3: FLOOR(i / G) + W - FLOOR(W / G) against FLOOR(j / G)
+        return i - j if i - j < window else i // group + window - window // group - j // group
+
+    found = relative_positions(method, ROPE, length)
+    assert torch.equal(found[..., 0].nan_to_num(-1), by_formula(paper, length).nan_to_num(-1))
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 32, 48])
+@pytest.mark.parametrize("reach", [48, 56, 63])
+def test_the_smallest_group_keeps_the_reach_and_a_smaller_one_does_not(window: int, reach: int) -> None:
+    for length in (65, 100, 128, 250):
+        group = smallest_group(length, window, reach)
+        assert group is not None
+        assert largest_relative_position(length, window, group) <= reach
+        assert group == 1 or largest_relative_position(length, window, group - 1) > reach
+        assert longest_text(window, group, reach) >= length
+        found = relative_positions(SelfExtend(factor=length / 64, window=window, reach=reach), ROPE, length)
+        assert found.nan_to_num(0).max() <= reach
+
+
+def test_the_authors_rule_gives_out_a_position_that_was_never_trained() -> None:
+    """(L - W) G + W >= N, as their README has it: with equality, the first token is L positions away from the last."""
+    window, group = 48, 5
+    length = (64 - window) * group + window
+    assert length == 128
+    assert largest_relative_position(length, window, group) == 64, "where L - 1 = 63 is the last that was trained"
+    with pytest.raises(InvalidParameterError, match="reaches 125 tokens, found a target of 128"):
+        SelfExtend(factor=2, window=window, group=group).pieces(ROPE, length)
+    assert SelfExtend(factor=2, window=window).pieces(ROPE, length)[1].key.group == 6
+
+
+def test_a_group_that_does_not_divide_the_window_is_rounded_as_in_decoding() -> None:
+    """Their flash prefill takes W / G, so that prefill and decoding differ (scores by a fraction of a position)."""
+    method = SelfExtend(factor=2, window=33, group=5)
+    far = method.pieces(ROPE, 128)[1]
+    assert far.query.offset == 33 - 33 // 5 != 33 - 33 / 5
+
+
+def test_shares_of_the_trained_length_are_tokens() -> None:
+    assert SelfExtend(factor=2, window=0.5).pieces(ROPE, 128) == SelfExtend(factor=2, window=32).pieces(ROPE, 128)
+    shares = SelfExtend(factor=2, window=0.25, reach=0.75).pieces(ROPE, 128)
+    assert shares == SelfExtend(factor=2, window=16, reach=48).pieces(ROPE, 128)
+
+
+def test_texts_of_a_window_are_exact() -> None:
+    assert SelfExtend(factor=2, window=24).exact_length(ROPE) == 24
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"window": 65}, "window must be from 1 to 63 tokens"),
+        ({"window": 1.5}, "window must be from 1 to 63 tokens"),
+        ({"window": 32, "reach": 64}, "reach must be from 1 to 63 tokens"),
+        ({"window": 32, "reach": 16}, "reach must be at least window=32"),
+        ({"window": 32, "group": 2}, r"reaches 96 tokens, found a target of 128.*group=4"),
+    ],
+)
+def test_bad_parameters_are_named(parameters: dict[str, float], said: str) -> None:
+    with pytest.raises(InvalidParameterError, match=said):
+        SelfExtend(factor=2, **parameters).pieces(ROPE, 128)  # type: ignore[arg-type]
+
+
+def test_group_and_reach_contradict_each_other() -> None:
+    with pytest.raises(InvalidParameterError, match="reach must be left out where group is given"):
+        SelfExtend(factor=2, group=4, reach=32)
+    with pytest.raises(InvalidParameterError, match="group must be a whole number"):
+        SelfExtend(factor=2, group=0)
