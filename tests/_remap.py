@@ -15,15 +15,18 @@ __all__ = ["ROPE", "by_formula", "dense_attention", "relative_positions"]
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 
 
-def relative_positions(method: RemapMethod, rope: RopeSpec, length: int) -> Tensor:
-    """``[query, key, frequency]``, not a number where a query does not see a key; every pair is in one piece at most."""
-    places = torch.arange(length)
-    found = torch.full((length, length, rope.rotary_dim // 2), torch.nan, dtype=torch.float64)
+def relative_positions(method: RemapMethod, rope: RopeSpec, length: int, shown: int | None = None) -> Tensor:
+    """``[query, key, frequency]``, not a number where a query does not see a key; every pair is in one piece at most.
+
+    The pieces are those for texts of ``length`` tokens, of which the first ``shown`` are looked at.
+    """
+    places = torch.arange(shown or length)
+    found = torch.full((len(places), len(places), rope.rotary_dim // 2), torch.nan, dtype=torch.float64)
     for piece in method.pieces(rope, length):
         here = piece.region.holds(places[:, None], places[None])
         assert not bool((here & (places[:, None] < places[None])).any()), "a query sees what comes after it"
         assert not bool((here & ~found[..., 0].isnan()).any()), "a pair is in two pieces"
-        query, key = (side(places).reshape(length, -1) for side in (piece.query, piece.key))
+        query, key = (side(places).reshape(len(places), -1) for side in (piece.query, piece.key))
         found = torch.where(here[..., None], query[:, None] - key[None], found)
     return found
 

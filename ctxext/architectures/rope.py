@@ -19,7 +19,7 @@ from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import Rebuild, rotaries
-from ctxext.surgery.remap import install_pieces, require_remappable
+from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
 from ctxext.surgery.rotary import (
     UNSEEN,
     LatentSpec,
@@ -56,6 +56,7 @@ class Rope(Architecture):
         sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
         windows = window_fields(text, request, method.target_length(trained_length))
         if isinstance(method, RemapMethod):
+            sites = [as_it_rotates(model, site) for site in sites]
             require_remappable(model, method, sites[0], places, layers, is_lifted=bool(windows))
         form = score_form(model, method, sites, windows)
         original = {name: copy.deepcopy(getattr(text, name)) for name in form.rebuild.fields}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 
-__all__ = ["RemapAttend", "in_words", "install_pieces", "require_remappable"]
+__all__ = ["RemapAttend", "as_it_rotates", "in_words", "install_pieces", "require_remappable"]
 
 # On a layer of a cache: how many of its slots hold keys that are turned as the farthest piece has them.
 SETTLED = "_ctxext_settled"
@@ -185,6 +185,14 @@ def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int) -> int:
     return max(0, first - max(widths) + 1) if len(widths) == len(others) else 0
 
 
+def as_it_rotates(model: PreTrainedModel, site: RotarySite) -> RotarySite:
+    """The site with the very frequencies that its module rotates by: what stays must stay to the last bit."""
+    inv_freq = getattr(model.get_submodule(site.path), f"{site.prefix}inv_freq")
+    if inv_freq.is_meta:
+        return site
+    return replace(site, spec=replace(site.spec, inv_freq=tuple(inv_freq.double().tolist())))
+
+
 def require_remappable(
     model: PreTrainedModel, method: RemapMethod, site: RotarySite, places: list[RotaryPlace], layers: Layers, *, is_lifted: bool
 ) -> tuple[Piece, ...]:
@@ -259,7 +267,7 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
     for interleaved in (False, True):
         inv_freq = attend.inv_freq(still.device)
         moving = Turn(
-            PositionMap(offset=FAR), start, inv_freq, interleaved=interleaved, dtype=torch.float64
+            PositionMap(offset=float(FAR)), start, inv_freq, interleaved=interleaved, dtype=torch.float64
         )
         errors[interleaved] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
     best = min(errors, key=lambda way: errors[way])

@@ -130,7 +130,7 @@ def test_output_and_gradients_are_those_of_dense_attention(
             )
             out = attend_pieces(named(name), call, _pieces(method, where, torch.float64), tile=tile)
             found = [out, *torch.autograd.grad(out, (q, k, v), up)]
-            errors = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+            errors = [float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]
             assert max(errors) < 1e-13, (name, tile, errors)
 
 

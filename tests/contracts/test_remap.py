@@ -1,0 +1,326 @@
+"""What every method that remaps positions promises, on live models. A new one gets all of this for nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+import ctxext
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
+from ctxext.methods import METHODS, DualChunk, ReRoPE, SelfExtend, Streaming
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import RopeSpec
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._remap import dense_attention, relative_positions
+
+REMAPS = {name: cls for name, cls in METHODS.items() if issubclass(cls, RemapMethod)}
+# Of each structure one: halves with grouped keys, interleaved and partial, partial halves, norms of queries and keys.
+TYPES = ["llama", "glm", "gpt_neox", "qwen3", "cohere"]
+
+every_method = pytest.mark.parametrize("cls", REMAPS.values(), ids=REMAPS)
+
+
+def spec_of(model: PreTrainedModel) -> RopeSpec:
+    inv_freq = next(buffer for name, buffer in model.named_buffers() if name.endswith("original_inv_freq"))
+    return RopeSpec(2 * len(inv_freq), 10000.0, TRAINED_LENGTH)
+
+
+def example(cls: type[RemapMethod], model: PreTrainedModel) -> RemapMethod:
+    return cls.example(spec_of(model))
+
+
+def target(method: RemapMethod) -> int:
+    return method.target_length(TRAINED_LENGTH)
+
+
+def extended(cls: type[RemapMethod], model_type: str = "llama") -> tuple[PreTrainedModel, RemapMethod]:
+    model = tiny(model_type).double()
+    method = example(cls, model)
+    return ctxext.patch(model, method), method
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max())
+
+
+EXACT = 1e-6  # in float64, of logits of about 1: stock code computes cos and sin in float32
+
+
+def test_there_are_methods() -> None:
+    assert len(REMAPS) >= 6
+
+
+@pytest.mark.parametrize("trained_length", [64, 100, 2048])
+@every_method
+def test_relative_positions_stay_where_the_model_was_trained(cls: type[RemapMethod], trained_length: int) -> None:
+    """Each visible pair is in exactly one piece, near pairs keep their distance, and none is farther than L - 1."""
+    rope = RopeSpec(rotary_dim=8, base=1e4, trained_length=trained_length)
+    method = cls.example(rope)
+    target, length = method.target_length(trained_length), min(method.target_length(trained_length), 2300)
+    relative = relative_positions(method, rope, target, length)
+    seen = ~relative[..., 0].isnan()
+    is_whole = torch.equal(seen, torch.ones(length, length, dtype=torch.bool).tril())
+    assert is_whole or cls is Streaming
+    assert bool(seen.diagonal().all())
+    assert not bool(relative.diagonal(dim1=0, dim2=1).any()), "a token is at distance 0 from itself"
+    assert bool((relative[seen] >= 0).all())
+    if cls is not ctxext.methods.DPE:  # its searched sizes are bound by no length
+        assert relative[seen].max() <= trained_length - 1
+    exact = min(method.exact_length(rope), length)
+    places = torch.arange(exact, dtype=torch.float64)
+    plain = (places[:, None] - places[None]).tril()
+    assert torch.equal(relative[:exact, :exact].nan_to_num(0), plain[..., None].expand(-1, -1, 4))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@every_method
+def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
+    cls: type[RemapMethod], model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first layer, against dense attention on its own queries and keys, taken before they are rotated."""
+    model, method = extended(cls, model_type)
+    rope, length = spec_of(model), min(target(method), 150)
+    layer = next(module for module in model.modules() if "_ctxext_attend" in vars(module))
+    attend = layer._ctxext_attend
+    seen: dict[str, Tensor] = {}
+
+    def watch(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        seen.update(q=q, k=k, v=v, out=attend(q, k, v, *rest, **options), scale=torch.tensor(options["scale"]))
+        return seen["out"]
+
+    monkeypatch.setitem(vars(layer), "_ctxext_attend", watch)
+    logits(model, tokens(length))
+    inv_freq = attend.inv_freq(torch.device("cpu"))
+    plain = [in_halves(unrotated(seen[part][0], inv_freq, attend.interleaved), inv_freq, attend.interleaved) for part in "qk"]
+    relative = relative_positions(method, rope, target(method))[:length, :length]
+    wanted = dense_attention(*plain, seen["v"][0], relative, inv_freq, scale=float(seen["scale"]))
+    assert error(seen["out"][0], wanted) < EXACT * float(wanted.abs().max())
+
+
+def in_halves(x: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
+    """Rotating dimensions with all first ones of the pairs before all second ones."""
+    if not interleaved:
+        return x
+    pairs = 2 * len(inv_freq)
+    return torch.cat([x[..., 0:pairs:2], x[..., 1:pairs:2], x[..., pairs:]], -1)
+
+
+def unrotated(x: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
+    """Queries or keys as they were before the model rotated each by its own position."""
+    angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * inv_freq
+    half, found = len(inv_freq), x.clone()
+    one, other = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    found[..., one] = x[..., one] * angles.cos() + x[..., other] * angles.sin()
+    found[..., other] = x[..., other] * angles.cos() - x[..., one] * angles.sin()
+    return found
+
+
+@every_method
+def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod]) -> None:
+    plain = tiny()
+    model = ctxext.patch(copy.deepcopy(plain), example(cls, plain))
+    exact = min(example(cls, plain).exact_length(spec_of(plain)), 55)  # the chunk of dual_chunk
+    assert exact >= 16
+    ids = tokens(2 * exact)
+    assert torch.equal(logits(model, ids[:, :exact]), logits(plain, ids[:, :exact]))
+    assert error(logits(model, ids)[:, :exact], logits(plain, ids)[:, :exact]) < 1e-4
+    assert error(logits(model, tokens(96)), logits(plain, tokens(96))) > 1e-3, "beyond, it does something"
+
+
+@every_method
+def test_a_cache_changes_nothing(cls: type[RemapMethod]) -> None:
+    """Token by token, in chunks, in slots; cropped, copied and pickled on the way."""
+    model, method = extended(cls)
+    length = min(target(method), 120)
+    ids = tokens(length, rows=2)
+    whole = logits(model, ids)
+
+    @torch.no_grad()
+    def read(cache: Any, start: int, stop: int, step: int) -> Tensor:
+        parts = [model(ids[:, at : min(at + step, stop)], past_key_values=cache).logits for at in range(start, stop, step)]
+        return torch.cat(parts, 1)
+
+    for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=length)):
+        assert error(torch.cat([read(cache, 0, 70, 70), read(cache, 70, length, 1)], 1), whole) < EXACT
+    cache = DynamicCache()
+    assert error(read(cache, 0, length, 37), whole) < EXACT
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+    copied.crop(-(length - 50))
+    assert error(torch.cat([read(copied, 50, 71, 7), read(copied, 71, length, 1)], 1), whole[:, 50:]) < EXACT
+    cache.crop(-3)
+    with_gradient = model(ids[:, -3:-2], past_key_values=cache).logits
+    assert error(with_gradient.detach(), whole[:, -3:-2]) < EXACT
+
+
+@every_method
+def test_generate_is_the_same_however_it_caches_and_whoever_stands_beside(cls: type[RemapMethod]) -> None:
+    model, method = extended(cls)
+    ids = tokens(min(target(method) - 20, 110), rows=2)
+    keep = torch.ones_like(ids)
+    keep[1, :23] = 0
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    batch = model.generate(ids, attention_mask=keep, **how)
+    assert torch.equal(batch[1:, ids.shape[1] :], model.generate(ids[1:, 23:], **how)[:, ids.shape[1] - 23 :])
+    assert torch.equal(batch, model.generate(ids, attention_mask=keep, use_cache=False, **how))
+    assert torch.equal(batch, model.generate(ids, attention_mask=keep, cache_implementation="static", **how))
+    beams = [model.generate(ids, attention_mask=keep, num_beams=2, use_cache=cached, **how) for cached in (True, False)]
+    assert torch.equal(*beams)
+    assert torch.equal(model.generate(ids[:1], prompt_lookup_num_tokens=3, **how), model.generate(ids[:1], **how))
+
+
+@every_method
+def test_packed_documents_are_read_as_if_alone(cls: type[RemapMethod]) -> None:
+    model, method = extended(cls)
+    lengths = [90, 40, 50]
+    ids = tokens(sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = logits(model, ids, position_ids=positions)
+    alone = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
+    assert error(packed, alone) < EXACT
+
+
+@every_method
+def test_gradients_are_those_of_dense_attention(cls: type[RemapMethod], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every weight of a model; the reference writes all scores out and takes autograd's own gradients."""
+    model, method = extended(cls)
+    length = min(target(method), 100)
+    ids = tokens(length)
+    rope = spec_of(model)
+    relative = relative_positions(method, rope, target(method))[:length, :length]
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    found = gradients()
+    for layer in model.modules():
+        if "_ctxext_attend" not in vars(layer):
+            continue
+        inv_freq = layer._ctxext_attend.inv_freq(torch.device("cpu"))
+
+        def dense(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, inv_freq: Tensor = inv_freq, **__: Any) -> Tensor:
+            plain = [unrotated(x[0], inv_freq, False) for x in (q, k)]
+            return dense_attention(*plain, v[0], relative, inv_freq, scale=scale)[None]
+
+        monkeypatch.setitem(vars(layer), "_ctxext_attend", dense)
+    wanted = gradients()
+    assert len(found) == len(wanted) > 10
+    for one, other in zip(found, wanted, strict=True):
+        assert error(one, other) < EXACT * max(1.0, float(other.abs().max()))
+
+
+@every_method
+def test_a_saved_model_loads_with_ctxext_only_and_is_the_same(cls: type[RemapMethod], tmp_path: Path) -> None:
+    model, method = extended(cls)
+    ids = tokens(min(target(method), 100))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"ctxext\.load"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path, dtype=torch.float64)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    before, after = ctxext.describe(model), ctxext.describe(loaded)
+    assert (before.method, before.fingerprint, before.notes) == (after.method, after.fingerprint, after.notes)
+    assert not before.stock
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(logits(copied, ids), logits(model, ids))
+    plain = logits(tiny().double(), ids)
+    assert torch.equal(logits(ctxext.unpatch(model), ids), plain)
+    assert torch.equal(logits(ctxext.unpatch(copied), ids), plain)
+
+
+def test_two_settings_have_two_fingerprints() -> None:
+    found = {ctxext.describe(ctxext.patch(tiny(), SelfExtend(factor=2, window=w))).fingerprint for w in (16, 24, 32)}
+    assert len(found) == 3
+
+
+def test_describe_shows_the_pieces_in_words() -> None:
+    said = str(ctxext.describe(ctxext.patch(tiny(), "self_extend", factor=2, window=32)))
+    assert "Texts of up to 32 tokens are read as without the extension." in said
+    assert "keys less than 32 tokens back, at their own positions" in said
+    assert "keys 32 or more tokens back: queries at i // 4 + 24, keys at j // 4" in said
+
+
+def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:
+    """Qwen2.5-1M ships Dual Chunk Attention together with YaRN: positions are remapped, frequencies stay."""
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    model = tiny(rope_parameters=scaled, max_position_embeddings=64)
+    plain = copy.deepcopy(model)
+    ctxext.patch(model, "dual_chunk", factor=2, trained_length=64)
+    assert torch.equal(logits(model, tokens(55)), logits(plain, tokens(55)))
+    assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("temperature", ["logn", "yarn"])
+def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> None:
+    rope = RopeSpec(8, 1e4, 64)
+    at = torch.tensor([[0, 63, 64, 127]])
+    found = ReRoPE(factor=2, temperature=temperature).sharpness(rope, at)
+    assert found is not None
+    if temperature == "logn":
+        assert torch.allclose(found, torch.tensor([[1, 1, 65**0, 7 / 6]]).double(), atol=0.005)
+    else:
+        assert torch.allclose(found, torch.full((1, 4), 1.0693147**2).double())
+    model = ctxext.patch(tiny().double(), "rerope", factor=2, temperature=temperature)
+    plain = ctxext.patch(tiny().double(), "rerope", factor=2)
+    apart = (logits(model, tokens(100)) - logits(plain, tokens(100))).abs().amax(-1)[0]
+    assert (float(apart[:63].max()) > 1e-4) == (temperature == "yarn"), "logn leaves the trained window as it is"
+    assert float(apart[80:].min()) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "said"),
+    [
+        ("deepseek_v3", {}, "multi-head latent attention"),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "sinks"),
+        ("gemma2", {}, "caps attention scores|sliding window"),
+        ("gemma3_text", {}, "layer type|sliding"),
+        ("mistral", {"sliding_window": 16}, "sliding_window"),
+        ("bloom", {}, "has ALiBi, no rotary positions"),
+    ],
+)
+def test_models_whose_attention_cannot_be_taken_over_are_refused_by_name(
+    model_type: str, changes: dict[str, Any], said: str
+) -> None:
+    model = tiny(model_type, **changes)
+    before = logits(model, tokens(40))
+    with pytest.raises(IncompatibleError, match=said):
+        ctxext.patch(model, "self_extend", factor=2, window=16, trained_length=TRAINED_LENGTH)
+    assert torch.equal(logits(model, tokens(40)), before)
+
+
+def test_a_window_that_is_lifted_is_no_obstacle() -> None:
+    model = ctxext.patch(tiny("mistral", sliding_window=16), "self_extend", factor=2, window=16, sliding_window="lift")
+    assert logits(model, tokens(100)).isfinite().all()
+
+
+def test_bad_parameters_leave_the_model_as_it_was() -> None:
+    model = tiny()
+    before = model.config.to_dict()
+    with pytest.raises(InvalidParameterError, match="window must be from 1 to 63 tokens"):
+        ctxext.patch(model, "self_extend", factor=2, window=100)
+    with pytest.raises(InvalidParameterError, match="reaches 123 tokens, found a target of 128"):
+        ctxext.patch(model, "string", factor=2, local=5)
+    assert model.config.to_dict() == before
+
+
+def test_training_with_dropout_is_refused() -> None:
+    model = ctxext.patch(tiny(attention_dropout=0.1), DualChunk(factor=2)).train()
+    with pytest.raises(IncompatibleError, match=r"no dropout, found 0\.1"):
+        model(tokens(70))
+
+
+def test_a_named_backend_is_taken_and_never_falls_back() -> None:
+    ids = tokens(100)
+    one = ctxext.patch(tiny(), "self_extend", factor=2, attention="reference")
+    other = ctxext.patch(tiny(), "self_extend", factor=2, attention="sdpa")
+    assert error(logits(one, ids), logits(other, ids)) < 1e-4
+    with pytest.raises(ctxext.errors.BackendUnavailableError, match="flex"):
+        logits(ctxext.patch(tiny(), "self_extend", factor=2, attention="flex"), ids)
