@@ -52,7 +52,7 @@ class BeforeAndAfter:
         if evaluation.text:
             self.plan = self._plan()
             self.corpus = self._corpus(self.plan)
-            with self._arithmetic(), _bar(self._cost(self.plan)) as progress:
+            with self._arithmetic(), _bar(total_cost(self.checkpoint, self.corpus, self.plan)) as progress:
                 self.inside = window_losses(checkpoint, self.corpus, self.plan, progress=progress)
 
     def before(self, model: nn.Module, path: Path) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class BeforeAndAfter:
         found: dict[str, Any] = {}
         if self.plan is not None:
             now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
-            with self._arithmetic(), _bar(self._cost(self.plan)) as progress:
+            with self._arithmetic(), _bar(total_cost(self.checkpoint, self.corpus, self.plan)) as progress:
                 result = run(now, self.corpus, self.plan, inside=self.inside, name="extended", progress=progress)
             found["perplexity"] = result.to_dict() | {"answer": result.sentence()}
         if evaluation.passkey_lengths:
@@ -119,9 +119,6 @@ class BeforeAndAfter:
             skip=evaluation.skip,
             limit=evaluation.documents,
         )
-
-    def _cost(self, plan: PerplexityPlan) -> float:
-        return total_cost(self.checkpoint, self.corpus, plan)
 
     def _arithmetic(self) -> torch.autocast:
         """What is trained is held in float32: it computes in the model's own dtype under autocast, as in training."""

@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.report.style import COLOURS, DASHED, NOTE, draw_grid, require_matplotlib, saved_figure
+from ctxext.evaluation.report.style import (
+    COLOURS,
+    NOTE,
+    Look,
+    draw_differences,
+    draw_grid,
+    require_matplotlib,
+    saved_figure,
+)
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import whole_file
 
@@ -89,18 +96,10 @@ def _draw_learning_rate(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None
 def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
     """Means with 95 percent intervals, before and after side by side."""
     spans = [span for span, _ in next(iter(gains.values()))]
-    axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=2)
-    for place, (name, gain) in enumerate(gains.items()):
-        offset = 0.24 * (place - (len(gains) - 1) / 2)
-        x = [index + offset for index in range(len(spans))]
-        means, errors = [difference.mean for _, difference in gain], [difference.margin for _, difference in gain]
-        look = {"color": (BEFORE, AFTER)[place % 2], "label": f"{name} training"}
-        axes.errorbar(x, means, yerr=errors, fmt="o", ms=5, lw=1.6, **look)
-    axes.set_xlim(-0.6, len(spans) - 0.4)
+    looks = [Look(f"{name} training", (BEFORE, AFTER)[place % 2]) for place, name in enumerate(gains)]
+    groups = [(look, [found for _, found in gain]) for look, gain in zip(looks, gains.values(), strict=True)]
+    draw_differences(axes, spans, groups, width=0.24, title="Loss minus its own best truncation's")
     axes.margins(y=0.2)
-    axes.set_xticks(range(len(spans)), [f"{tokens_label(a)}-{tokens_label(b)}" for a, b in spans], fontsize=9)
-    axes.set_xlabel("positions, tokens")
-    draw_grid(axes, "Loss minus its own best truncation's")
     axes.legend(frameon=False, fontsize=9, loc="best", handletextpad=0.2, labelcolor="linecolor")
     inside = {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": NOTE}
     axes.text(0.985, 0.02, "below the line: the old text helps", **inside)

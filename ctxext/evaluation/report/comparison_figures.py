@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctxext.evaluation.comparison.result import ComparisonResult, FactorSeries, Row, Score, Series
+from ctxext.evaluation.comparison.result import ComparisonResult, FactorSeries, Row, Score, Series, Verdict
 from ctxext.evaluation.labels import label_of, tokens_label
 from ctxext.evaluation.readings import TIMES, Reading
 from ctxext.evaluation.report.sentences import all_of, capitalised, windows_in_words
@@ -19,6 +19,7 @@ from ctxext.evaluation.report.style import (
     OTHERS,
     Drawing,
     Look,
+    draw_differences,
     draw_grid,
     label_ends,
     looks_for,
@@ -38,7 +39,7 @@ LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": "lineco
 
 def drawings(result: ComparisonResult) -> list[list[Drawing]]:
     """All figures of a result, in the order of a page, those together that belong together."""
-    forests = [_forest(result, verdict.length) for verdict in reversed(result.verdicts)]
+    forests = [_forest(result, verdict) for verdict in reversed(result.verdicts)]
     positions = [[_by_position(result, panel), _against_truncation(result, panel)] for panel in result.panels]
     passkeys = [_passkeys(result)] if any(row.passkeys for row in result.rows) else []
     return [forests, *positions, [_at_length(result), *passkeys]]
@@ -64,14 +65,13 @@ def save_loss_figure(series: Sequence[Series], path: Path, *, trained_length: in
         left, *right = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         _draw_perplexity(left, series, looks, trained_length, title="Perplexity by position")
         for axes in right:
-            _draw_differences(axes, methods, looks, title="Loss minus the best truncation's, nats")
+            _draw_against(axes, methods, looks, title="Loss minus the best truncation's, nats")
             axes.legend(**LEGEND | {"handletextpad": 0.2}, loc="upper left")
 
 
-def _looks(readings: Sequence[Reading], *, short: bool = False) -> dict[str, Look]:
-    """Looks by reading; ``short`` leaves the factor out of the labels, where a title names it."""
-    shown = {item.name: re.sub(rf" {TIMES}[\d.]+", "", item.label) if short else item.label for item in readings}
-    return looks_for({item.name: (_kind(item), shown[item.name]) for item in readings})
+def _looks(readings: Sequence[Reading]) -> dict[str, Look]:
+    """Looks by reading, without the factor in the labels: a title names it."""
+    return looks_for({item.name: (_kind(item), re.sub(rf" {TIMES}[\d.]+", "", item.label)) for item in readings})
 
 
 def _by_method(result: ComparisonResult) -> dict[str, Look]:
@@ -87,15 +87,14 @@ def _kind(reading: Reading) -> str:
     return reading.name if reading.is_reference or reading.method is None else str(reading.method["method"])
 
 
-def _forest(result: ComparisonResult, length: int) -> Drawing:
+def _forest(result: ComparisonResult, verdict: Verdict) -> Drawing:
     """Every reading's distance to the best truncation, best first."""
-    rows = by_distance(result, length)
-    end = tokens_label(length)
-    window = tokens_label(next(verdict.window for verdict in result.verdicts if verdict.length == length))
+    rows = by_distance(result, verdict.length)
+    end, window = tokens_label(verdict.length), tokens_label(verdict.window)
     told = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
     dots = " Small dots: each document." if len(result.provenance["documents"]) > 1 else ""
     return Drawing(
-        name=f"truncation-{length}",
+        name=f"truncation-{verdict.length}",
         title=f"Against the best truncation, at {end} tokens",
         caption=f"Loss minus that of the best truncation, seeing only the last {window} tokens, on the same tokens, "
         f"with 95 percent intervals. Left of the line, the older text helps. Grey: truncation to the last "
@@ -143,7 +142,7 @@ def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row
 
 def _by_position(result: ComparisonResult, panel: FactorSeries) -> Drawing:
     readings = [result.row(item.name).reading for item in panel.drawn]
-    looks = _looks(readings, short=True)
+    looks = _looks(readings)
     ends = "; ".join(f"{looks[item.name].label} {item.buckets[-1].perplexity:.4g}" for item in panel.drawn)
     last = panel.drawn[0].buckets[-1]
     dynamic = [looks[reading.name].label for reading in readings if reading.dynamic]
@@ -164,7 +163,7 @@ def _by_position(result: ComparisonResult, panel: FactorSeries) -> Drawing:
 
 def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Drawing:
     readings = [result.row(item.name).reading for item in panel.drawn]
-    looks = _looks(readings, short=True)
+    looks = _looks(readings)
     names = {reading.name for reading in readings if reading.is_candidate}
     methods = [item for item in panel.drawn if item.name in names]
     windows = next(item for item in panel.series if item.name == TRUNCATED).windows
@@ -180,12 +179,12 @@ def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Drawin
         alternative=f"Loss minus the best truncation's (the last {chosen}) in consecutive stretches beyond the window, "
         f"nats per token: {told}.",
         size=(WIDTH, 3.9),
-        draw=lambda figure: _draw_against(figure, methods, looks),
+        draw=lambda figure: _draw_panel_against(figure, methods, looks),
     )
 
 
-def _draw_against(figure: Any, methods: Sequence[Series], looks: Mapping[str, Look]) -> None:
-    _draw_differences(figure.subplots(), methods, looks)
+def _draw_panel_against(figure: Any, methods: Sequence[Series], looks: Mapping[str, Look]) -> None:
+    _draw_against(figure.subplots(), methods, looks)
     figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2, **LEGEND)
 
 
@@ -220,27 +219,22 @@ def _draw_perplexity(
     draw_grid(axes, title)
 
 
-def _draw_differences(axes: Any, methods: Sequence[Series], looks: Mapping[str, Look], title: str = "") -> None:
+def _draw_against(axes: Any, methods: Sequence[Series], looks: Mapping[str, Look], title: str = "") -> None:
     """Means with 95 percent intervals; a method far above the others would hide their differences and is named."""
     means = {item.name: [difference.mean for difference in item.versus_truncation] for item in methods}
     smallest = min(max(abs(value) for value in values) for values in means.values())
     shown = [item for item in methods if max(map(abs, means[item.name])) <= max(0.3, 4 * smallest)]
     hidden = [item for item in methods if item not in shown]
-    labels = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
-    axes.axhline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
-    width = 0.6 / max(1, len(shown))
-    for index, item in enumerate(shown):
-        x = [place + (index - (len(shown) - 1) / 2) * width for place in range(len(labels))]
-        errors = [difference.margin for difference in item.versus_truncation]
-        look = looks[item.name]
-        axes.errorbar(x, means[item.name], yerr=errors, fmt="o", ms=5, lw=1.6, color=look.colour, label=look.label)
-    axes.set_xlim(-0.6, len(labels) - 0.4)
+    draw_differences(
+        axes,
+        [(bucket.start, bucket.stop) for bucket in methods[0].buckets[1:]],
+        [(looks[item.name], item.versus_truncation) for item in shown],
+        width=0.6 / max(1, len(shown)),
+        title=title,
+    )
     low, high = axes.get_ylim()
     reach = max(abs(low), abs(high)) * 1.1
     axes.set_ylim(min(low * 1.15, -0.35 * reach), 1.25 * reach)
-    axes.set_xticks(range(len(labels)), labels, fontsize=9)
-    axes.set_xlabel("positions, tokens")
-    draw_grid(axes, title)
     notes = ["below the line: the old text helps"]
     if hidden:
         names = ", ".join(f"{looks[item.name].label} {max(means[item.name]):+.2f}" for item in hidden)
@@ -282,7 +276,7 @@ def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
     grid = figure.subplots(len(result.panels), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     named = [[result.row(item.name) for item in panel.drawn] for panel in result.panels]
     for axes, panel, rows in zip(grid, result.panels, named, strict=True):
-        looks = _looks([row.reading for row in rows], short=True)
+        looks = _looks([row.reading for row in rows])
         for row in rows:
             x, y = [score.length for score in row.scores], [score.end.perplexity for score in row.scores]
             dashes = DASHED if row.reading.name == TRUNCATED else "-"
@@ -293,7 +287,7 @@ def _draw_at_length(figure: Any, result: ComparisonResult) -> None:
     for axes, rows in zip(grid, named, strict=True):  # when the range of them all is known
         plain_ticks(axes, *axes.get_ylim())
         ends = [(row.reading.name, row.scores[-1].end.perplexity) for row in rows]
-        label_ends(axes, ends, _looks([row.reading for row in rows], short=True), gap=0.075)
+        label_ends(axes, ends, _looks([row.reading for row in rows]), gap=0.075)
     grid[-1].set_xticks(result.lengths, [tokens_label(length) for length in result.lengths])
     grid[-1].margins(x=0.06)
     grid[-1].set_xlabel("length, tokens")

@@ -18,6 +18,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ctxext.errors import require_package
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.statistics import PairedDifference
 
 __all__ = [
     "COLOURS",
@@ -29,6 +31,7 @@ __all__ = [
     "VARIABLES",
     "Drawing",
     "Look",
+    "draw_differences",
     "draw_grid",
     "label_ends",
     "looks_for",
@@ -179,6 +182,34 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, float]], looks: Mapping[str,
     for name, place in _spread(ends, *axes.get_ylim(), gap=gap):
         look = looks[name]
         axes.text(1.015, place, look.label, transform=axes.transAxes, color=look.colour, fontsize=9.5, va="center")
+
+
+def draw_differences(
+    axes: Any,
+    spans: Sequence[tuple[int, int]],
+    groups: Sequence[tuple[Look, Sequence[PairedDifference]]],
+    *,
+    width: float,
+    title: str = "",
+) -> None:
+    """Means with 95 percent intervals, beside a line for the best truncation.
+
+    Args:
+        axes: to draw on.
+        spans: positions, first and stop, from left to right.
+        groups: how each is drawn, and its difference in every span.
+        width: between two groups in a span; the spans are 1 apart.
+        title: one line.
+    """
+    axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=2)
+    for index, (look, differences) in enumerate(groups):
+        x = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(spans))]
+        means, errors = [one.mean for one in differences], [one.margin for one in differences]
+        axes.errorbar(x, means, yerr=errors, fmt="o", ms=5, lw=1.6, color=look.colour, label=look.label)
+    axes.set_xlim(-0.6, len(spans) - 0.4)
+    axes.set_xticks(range(len(spans)), [f"{tokens_label(a)}-{tokens_label(b)}" for a, b in spans], fontsize=9)
+    axes.set_xlabel("positions, tokens")
+    draw_grid(axes, title)
 
 
 def plain_ticks(axes: Any, low: float, high: float) -> None:
