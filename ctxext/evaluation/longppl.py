@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ctxext.evaluation.forward import Progress, check_reach, pass_cost, ticking,
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.evaluation.provenance import Provenance, provenance_of
+from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
 from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
 from ctxext.evaluation.statistics import BLOCK, ENOUGH_DOCUMENTS, PairedDifference, grouped_difference
 from ctxext.evaluation.truncation import (
@@ -48,10 +48,6 @@ from ctxext.evaluation.truncation import (
 from ctxext.methods import Method
 
 __all__ = ["LongPplReading", "LongPplResult", "LongPplScore", "run", "total_cost"]
-
-# Format 1 held readings against the last tokens of the whole trained window alone.
-FORMAT = 2
-DIFFERENCES = ("versus_truncation", "versus_truncation_all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +102,7 @@ class LongPplReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongPplResult:
+class LongPplResult(Report):
     """A whole measurement.
 
     Args:
@@ -114,6 +110,8 @@ class LongPplResult:
         readings: the references, then the extensions.
         provenance: what was measured, on what, with what.
     """
+
+    TITLE, KIND, FORMAT, OLDER = "a LongPPL result", "longppl", 2, TRUNCATED_TO_ONE_WINDOW
 
     keys: KeyTokens
     readings: tuple[LongPplReading, ...]
@@ -149,40 +147,6 @@ class LongPplResult:
             for reading in self.readings
             for score in reading.scores
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        own = {"format": FORMAT, "kind": "longppl", "keys": self.keys.to_dict()}
-        return own | {"readings": [asdict(one) for one in self.readings], "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> LongPplResult:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        names = {item.name for item in fields(cls)}
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, "longppl") or not names <= saved.keys():
-            raise InvalidParameterError(
-                f"This is not a LongPPL result of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}. Results of format 1 hold readings against the last tokens of the whole "
-                f"trained window alone, not against the best truncation: measure again."
-            )
-        readings = tuple(
-            LongPplReading(**{**one, "scores": tuple(_score(score) for score in one["scores"])})
-            for one in saved["readings"]
-        )
-        return cls(
-            keys=KeyTokens.from_dict(saved["keys"]),
-            readings=readings,
-            provenance=Provenance.from_dict(saved["provenance"]),
-        )
-
-
-def _score(saved: Mapping[str, Any]) -> LongPplScore:
-    differences = {name: None if saved[name] is None else PairedDifference(**saved[name]) for name in DIFFERENCES}
-    return LongPplScore(**{**saved, **differences})
 
 
 def _value(difference: PairedDifference | None, name: str) -> float | None:

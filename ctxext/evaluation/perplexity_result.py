@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
-__all__ = ["FORMAT", "LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
+__all__ = ["LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
 
-# Format 1 held readings against the last tokens of the whole trained window alone.
-FORMAT = 2
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
 POSITIONS, LENGTH = "positions", "length"
 
@@ -81,7 +77,7 @@ class PerplexityReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityResult:
+class PerplexityResult(Report):
     """A whole measurement.
 
     Args:
@@ -93,6 +89,8 @@ class PerplexityResult:
         notes: what a reader must know.
         provenance: what was measured, on what, with what.
     """
+
+    TITLE, FORMAT, OLDER = "a perplexity result", 2, TRUNCATED_TO_ONE_WINDOW
 
     mode: str
     trained_length: int
@@ -161,40 +159,3 @@ class PerplexityResult:
                     }
                 )
         return rows
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, **asdict(self), "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> PerplexityResult:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        names = {item.name for item in fields(cls)}
-        if saved.get("format") != FORMAT or not names <= saved.keys():
-            raise InvalidParameterError(
-                f"This is not a perplexity result of format {FORMAT}: found format {saved.get('format')!r}, without "
-                f"{', '.join(sorted(names - saved.keys())) or 'anything missing'}. Results of format 1 hold readings "
-                f"against the last tokens of the whole trained window alone, not against the best truncation: measure "
-                f"again."
-            )
-        values = {name: saved[name] for name in names}
-        values |= {name: tuple(values[name]) for name in ("lengths", "notes")}
-        values["readings"] = tuple(_reading(one) for one in saved["readings"])
-        values["provenance"] = Provenance.from_dict(saved["provenance"])
-        return cls(**values)
-
-
-def _reading(saved: Mapping[str, Any]) -> PerplexityReading:
-    scores = tuple(
-        PerplexityScore(**{**one, "versus_truncation": _difference(one["versus_truncation"])})
-        for one in saved["scores"]
-    )
-    return PerplexityReading(**{**saved, "scores": scores, "in_window": _difference(saved["in_window"])})
-
-
-def _difference(saved: Mapping[str, Any] | None) -> PairedDifference | None:
-    return None if saved is None else PairedDifference(**saved)
