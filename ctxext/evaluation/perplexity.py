@@ -37,9 +37,9 @@ from ctxext.evaluation.truncation import (
     TRUNCATED,
     UNPATCHED,
     best_window,
-    passes_beyond,
     stride_of,
     tail_losses,
+    tail_passes,
     tails_cost,
     window_name,
     window_of,
@@ -525,7 +525,10 @@ class Passes:
         own = sum(self._windows(length) * pass_cost(length, point) for length in lengths)
         control = len(self.texts) * pass_cost(plan.length, point) if self.has_control else 0.0
         beyond = sum(
-            pass_cost(window, point) + tails_cost(ids.shape[1] - 1, window, prefix, point)
+            pass_cost(window, point)
+            + tails_cost(
+                windows_of(window), start=window, positions=ids.shape[1] - 1, prefix=prefix, turning_point=point
+            )
             for _, texts, prefix in self._truncatable()
             for ids in texts
         )
@@ -612,13 +615,11 @@ class Passes:
             with ticking(model, window_name(window), pass_cost(window, self.turning_point), self.progress):
 
                 def tail(ids: Tensor, window: int = window) -> Tensor:
-                    sizes = {"window": window, "trained_length": trained, "prefix": prefix}
-                    return tail_losses(model, ids, cached=cached, **sizes)[0]
+                    return tail_losses(model, ids, window=window, start=trained, prefix=prefix, cached=cached)[0]
 
                 tails = self.spread(texts, tail)
             losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]
-            sizes = {"start": trained, "prefix": prefix}
-            passes = sum(passes_beyond(window, positions=len(one), **sizes) for one in losses)
+            passes = sum(tail_passes(window, start=trained, positions=len(one), prefix=prefix) for one in losses)
             found[window] = Scored(tuple(losses), None, passes, passes * window)
         return found | {trained: whole}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report
-from ctxext.evaluation.statistics import PairedDifference
+from ctxext.evaluation.statistics import PairedDifference, difference_columns
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
 __all__ = ["LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
@@ -135,27 +135,21 @@ class PerplexityResult(Report):
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat row per score, for CSV."""
-        rows = []
-        for reading in self.readings:
-            for score in reading.scores:
-                difference = score.versus_truncation
-                inside = reading.in_window
-                rows.append(
-                    {
-                        "checkpoint": self.provenance.checkpoint,
-                        "mode": self.mode,
-                        "reading": reading.name,
-                        "kind": score.kind,
-                        "start": score.start,
-                        "stop": score.stop,
-                        "tokens": score.tokens,
-                        "loss": score.loss,
-                        "perplexity": score.perplexity,
-                        "versus_truncation": difference.mean if difference else None,
-                        "versus_truncation_se": difference.standard_error if difference else None,
-                        "window": score.window,
-                        "in_window_versus_unpatched": inside.mean if inside else None,
-                        "in_window_versus_unpatched_se": inside.standard_error if inside else None,
-                    }
-                )
-        return rows
+        return [
+            {
+                "checkpoint": self.provenance.checkpoint,
+                "mode": self.mode,
+                "reading": reading.name,
+                "kind": score.kind,
+                "start": score.start,
+                "stop": score.stop,
+                "tokens": score.tokens,
+                "loss": score.loss,
+                "perplexity": score.perplexity,
+                **difference_columns("versus_truncation", score.versus_truncation),
+                "window": score.window,
+                **difference_columns("in_window_versus_unpatched", reading.in_window),
+            }
+            for reading in self.readings
+            for score in reading.scores
+        ]
