@@ -18,7 +18,7 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
 from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
-from ctxext.evaluation.perplexity_result import FORMAT, POSITIONS, PerplexityResult
+from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
 from ctxext.files import write_json
 from ctxext.progress import StageBar
 from ctxext.surgery.wrappers import base_model
@@ -62,7 +62,7 @@ class BeforeAndAfter:
             model: with its adapter as it begins.
             path: where the result is kept.
         """
-        asked = self.settings.evaluation.model_dump() | {"format": FORMAT, "judged": passkey.JUDGED}
+        asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
         if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
             found: dict[str, Any] = stored["found"]
             return found
