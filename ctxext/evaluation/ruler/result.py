@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.evaluation.truncation import UNPATCHED
 
 __all__ = ["KEPT", "RulerCell", "RulerReport", "RulerResult", "RulerTrial", "relative_effective_length"]
 
-FORMAT, KIND = 1, "ruler"
 KEPT = 0.85
 
 
@@ -38,11 +37,6 @@ class RulerTrial:
     reply: str
     answers: tuple[str, ...]
     score: float
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> RulerTrial:
-        """From its JSON values."""
-        return cls(**{**saved, "answers": tuple(saved["answers"])})
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ class RulerResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulerReport:
+class RulerReport(Report):
     """A whole measurement: the same prompts, read in several ways.
 
     Args:
@@ -122,6 +116,8 @@ class RulerReport:
         left_out: why each task that is missing was not measured, by its name.
         provenance: what was measured, on what, with what.
     """
+
+    TITLE, KIND, FORMAT = "a RULER report", "ruler", 1
 
     readings: tuple[RulerResult, ...]
     chat: bool
@@ -139,29 +135,6 @@ class RulerReport:
             for reading in self.readings
             for trial in reading.trials
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, "kind": KIND, **asdict(self), "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> RulerReport:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, KIND):
-            raise InvalidParameterError(
-                f"This is not a RULER report of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}."
-            )
-        readings = tuple(
-            RulerResult(**{**one, "trials": tuple(RulerTrial.from_dict(trial) for trial in one["trials"])})
-            for one in saved["readings"]
-        )
-        values = {name: saved[name] for name in ("chat", "essay", "trained_length", "left_out")}
-        return cls(readings=readings, provenance=Provenance.from_dict(saved["provenance"]), **values)
 
 
 def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:

@@ -19,7 +19,7 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import special_prefix
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import tokenizer_digest
-from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.provenance import Provenance, from_json
 from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Setting, Sources, Task, largest_fit
@@ -319,7 +319,7 @@ def ruler_report(
 ) -> RulerReport:
     """What a finished survey of RULER found."""
     readings = [
-        RulerResult(tuple(map(RulerTrial.from_dict, trials)), reader.reading.name, reader.reading.label)
+        RulerResult(tuple(from_json(RulerTrial, trial) for trial in trials), reader.reading.name, reader.reading.label)
         for reader, trials in survey.trials()
     ]
     used = any(TASKS[task].source == "essay" for task in readings[0].tasks)
