@@ -128,7 +128,7 @@ class BeforeAndAfter:
 
 
 def _bar(total: float) -> StageBar:
-    """Of the first process; the others measure the same, since engines that share weights need all of them."""
+    """The first process shows it; the others measure too, since engines that share weights need all of them."""
     return StageBar(Console(stderr=True, quiet=not PartialState().is_main_process), total)
 
 
@@ -148,7 +148,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def gain(found: dict[str, Any]) -> Gain:
-    """Of a measurement: the loss minus the best truncation's, by positions, as far as it has them."""
+    """What a measurement says of the loss minus the best truncation's, by positions; empty where it says nothing."""
     if "perplexity" not in found:
         return []
     extension = PerplexityResult.from_dict(found["perplexity"]).extension

@@ -94,7 +94,7 @@ class StagedSequences(Sequences):
         return part.length_of(place)
 
     def origin_of(self, index: int) -> str:
-        """Counted within its stage."""
+        """Which texts an item holds, and which of its stage it is."""
         part, place = self._place(index)
         return f"stage {self.parts.index(part) + 1}, {part.origin_of(place)}"
 

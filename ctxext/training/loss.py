@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -101,9 +100,7 @@ class ChunkedLoss:
     def __enter__(self) -> ChunkedLoss:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 

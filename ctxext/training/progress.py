@@ -35,12 +35,12 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     @property
     def tokens_per_second(self) -> float:
-        """Of training, saving included, in all parts of a resumed run; NaN before the first step."""
+        """The speed of training, saving included, in all parts of a resumed run; NaN before the first step."""
         return (self._before[1] + self.tokens) / self.total_seconds if self.total_seconds else float("nan")
 
     @property
     def total_seconds(self) -> float:
-        """Of training, up to the last step, in all parts of a resumed run."""
+        """How long training took up to the last step, in all parts of a resumed run."""
         return self._before[0] + self.seconds
 
     def state(self) -> dict[str, Any]:

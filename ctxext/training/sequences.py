@@ -87,7 +87,7 @@ class RemainingSequences(Sequences):
         return self.whole.length_of(self.start + index)
 
     def origin_of(self, index: int) -> str:
-        """Of an item by its ``index``, which is that in the whole."""
+        """Which texts the item holds that has this ``index``, its number in the whole."""
         return self.whole.origin_of(index)
 
 
@@ -214,7 +214,7 @@ class TrainingSequences(CutSequences):
         return document, min(start, room - text_gap), split, text_gap, gap
 
     def origin_of(self, index: int) -> str:
-        """A document, its first token, and what is left out of it."""
+        """The document, where in it the sequence begins, and what is left out."""
         document, start, split, text_gap, gap = self.plan(index)
         said = f"sequence {index}: {self.documents.names[document]!r} from token {start:,}"
         return said + (f", {split:,} tokens before a gap of {gap:,} ({text_gap:,} in the text)" if gap else "")

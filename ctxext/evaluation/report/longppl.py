@@ -23,7 +23,6 @@ def show(result: LongPplResult, console: Console) -> None:
     against = "Loss minus the best truncation's, nats per token ± standard error"
     _print(console, f"{against}, over key tokens", result, lambda score: str(score.versus_truncation or ""))
     _print(console, f"{against}, over all tokens", result, lambda score: str(score.versus_truncation_all or ""))
-    console.print()
     say(console, sentences(result))
 
 

@@ -58,7 +58,6 @@ def show(result: PerplexityResult, console: Console) -> None:
             f"\nInside the trained window, {label_of(extension.name)} minus unpatched: {inside} nats per token, "
             f"perplexity x{math.exp(inside.mean):.3f}."
         )
-    console.print()
     say(console, result.notes)
     console.print(f"\n{result.sentence()}", style="bold", markup=False)
 

@@ -39,7 +39,6 @@ def show_passkeys(report: PasskeyReport, console: Console) -> None:
     ]
     styles = ["dim" if one.reading == TRUNCATED else None for one in report.readings]
     console.print(plain_table(["", *map(tokens_label, lengths)], rows, styles))
-    console.print()
     say(console, passkey_sentences(report))
 
 
@@ -60,13 +59,10 @@ def show_ruler(report: RulerReport, console: Console) -> None:
     for reading in report.readings:
         console.print(f"\n{reading.label}: score by task and tokens of prompt and reply, 0 to 100\n", markup=False)
         names = (*reading.tasks, AVERAGE)
-        shown = {
-            (name, at): f"{score:.{1 if name == AVERAGE else 0}f}" for (name, at), score in _scores(reading).items()
-        }
+        shown = {(name, at): f"{one:.{1 if name == AVERAGE else 0}f}" for (name, at), one in _scores(reading).items()}
         rows = [[name, *(shown.get((name, length), "-") for length in lengths)] for name in names]
         styles = ["bold" if name == AVERAGE else None for name in names]
         console.print(plain_table(["", *map(tokens_label, lengths)], rows, styles))
-    console.print()
     say(console, ruler_sentences(report))
 
 
@@ -74,15 +70,13 @@ def ruler_sentences(report: RulerReport) -> list[str]:
     """The relative effective length of every reader, and what a reader of the table has to know."""
     told = [_effective(reading) for reading in report.readings]
     cells = [cell for reading in report.readings for cell in reading.cells]
-    samples = sorted({cell.samples for cell in cells})
     width = max(cell.interval[1] - cell.interval[0] for cell in cells) / 2
     told.append(
         "The relative effective length is the largest at which the average keeps 85 percent of its value at the "
         "shortest. It is not RULER's effective length, which asks for an average above 85.6."
     )
     told.append(
-        f"{' to '.join(map(str, sorted({samples[0], samples[-1]})))} prompts per task and length: a score may be off "
-        f"by {width:.0f} (95 percent)."
+        f"{_samples(report)} prompts per task and length: a score may be off by {width:.0f} (95 percent)."
         + (f" Things are hidden in {report.essay}, where NVIDIA uses one author's essays." if report.essay else "")
     )
     empty = sum(cell.empty for cell in cells)
@@ -191,8 +185,6 @@ def save_ruler_figure(report: RulerReport, path: Path) -> None:
         InvalidParameterError: matplotlib is not installed.
     """
     tasks = report.readings[0].tasks
-    samples = {cell.samples for reading in report.readings for cell in reading.cells}
-    several = f"{min(samples)}" if len(samples) == 1 else f"{min(samples)} to {max(samples)}"
     maps = []
     for reading in report.readings:
         effective = reading.relative_effective_length
@@ -207,7 +199,7 @@ def save_ruler_figure(report: RulerReport, path: Path) -> None:
         lengths=_lengths(report),
         columns_label="tokens of prompt and reply",
         trained_length=report.trained_length,
-        note=f"Scores from 0 to 100, {several} prompts each"
+        note=f"Scores from 0 to 100, {_samples(report)} prompts each"
         + (f"; hidden in {report.essay} in place of NVIDIA's essays." if report.essay else "."),
         scale=("0", "50", "100"),
         divider=len(tasks),
@@ -279,7 +271,13 @@ def _lengths(report: PasskeyReport | RulerReport) -> list[int]:
     return sorted({length for reading in report.readings for length in reading.lengths})
 
 
+def _samples(report: RulerReport) -> str:
+    """How many prompts there are of each task and length."""
+    samples = {cell.samples for reading in report.readings for cell in reading.cells}
+    return " to ".join(str(number) for number in sorted({min(samples), max(samples)}))
+
+
 def _scores(reading: RulerResult) -> dict[tuple[str, int], float]:
-    """By task, their average included, and length."""
+    """Scores by task, the tasks' average included, and length."""
     scores = {(cell.task, cell.length): cell.score for cell in reading.cells}
     return scores | {(AVERAGE, length): score for length, score in reading.averages.items()}

@@ -62,7 +62,8 @@ def plain_table(
 
 
 def say(console: Console, sentences: Sequence[str]) -> None:
-    """Print sentences as a list."""
+    """Print sentences as a list, after an empty line."""
+    console.print()
     for sentence in sentences:
         console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False), markup=False)
 
@@ -268,10 +269,10 @@ class Drawing:
             self.draw(figure)
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
             text = file.getvalue()
-        text = text[text.index("<svg") :]
+        text = text[text.index("<svg") :]  # without what stands in front of an element of its own file
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
         text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.name}-", text)
-        text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+        text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)  # the page sets its size
         for variable, (light, _) in VARIABLES.items():
             text = text.replace(light.lower(), f"var(--{variable})")
         return text.strip()

@@ -81,7 +81,7 @@ class RulerResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """In tokens, in increasing order."""
+        """Tokens of prompt and reply, increasing."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property

@@ -236,7 +236,7 @@ def _setting(tokenizer: Any, length: int, sources: Sources, chat: bool) -> Setti
 
 
 def _ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """As the model reads it. A chat template writes its own special tokens."""
+    """Token ids of a prompt as the model reads it; a chat template writes the special tokens itself."""
     prefix = [] if chat else special_prefix(tokenizer)
     return [*prefix, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
 
@@ -260,7 +260,7 @@ class RulerPrompt(Prompt):
     turning_point: int
 
     def cost(self, tokens: int) -> float:
-        """Of a pass over the prompt and a reply of full length."""
+        """The cost of a pass over the prompt and of a reply of full length."""
         return pass_cost(tokens, self.turning_point) + STEP * self.drawer.task.tokens_to_generate
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
@@ -268,7 +268,8 @@ class RulerPrompt(Prompt):
         first = pass_cost(window or self.length, self.turning_point)
         told = 0.0
 
-        def tick(stage: str, done: float) -> None:  # the first pass reads the prompt, the others write a token each
+        def tick(stage: str, done: float) -> None:
+            """Count the first pass, which reads the prompt, as it is, and each later one, for a token, as ``STEP``."""
             nonlocal told
             share = done if told < 0.999 * first else done / first * STEP
             told += share

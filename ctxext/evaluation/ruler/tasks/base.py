@@ -70,15 +70,15 @@ class Question:
 class Task(ABC):
     """One task of the benchmark at one length.
 
-    A task writes prompts of any *size* (sentences, words, documents: whatever it is made of); how many fit a length is
-    found by whoever counts tokens.
+    A task writes prompts of any *size*; how large one fits a length is found by whoever counts tokens. A subclass says
+    its ``name``, the ``tokens_to_generate`` for a reply, the ``unit`` that its sizes count (words, lines, documents),
+    and which field of ``Sources`` is its ``source``, None where it is made from chance alone.
     """
 
     name: ClassVar[str]
     tokens_to_generate: ClassVar[int]
     unit: ClassVar[str]
     source: ClassVar[str | None] = None
-    """The one of ``Sources`` that it is made from."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
