@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -417,5 +417,6 @@ def _siblings(place: Sequence[str]) -> list[str]:
     """The dotted names that exist where an unknown one was found."""
     section: Any = Settings
     for name in place[:-1]:
-        section = typing.cast(Mapping[str, Any], section.model_fields)[name].annotation
+        of_items = typing.get_args(section)  # of a list of sections, whose names are numbers
+        section = of_items[0] if of_items else section.model_fields[name].annotation
     return [".".join([*place[:-1], name]) for name in section.model_fields]
