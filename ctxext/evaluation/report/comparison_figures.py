@@ -29,7 +29,7 @@ from ctxext.evaluation.report.style import (
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
 
-__all__ = ["by_distance", "drawings", "save_loss_figure"]
+__all__ = ["drawings", "save_loss_figure"]
 
 WIDTH = 5.1
 # Lost to found, the same in both themes: the cells bring their own background.
@@ -74,12 +74,6 @@ def _looks(readings: Sequence[Reading]) -> dict[str, Look]:
     return looks_for({item.name: (_kind(item), re.sub(rf" {TIMES}[\d.]+", "", item.label)) for item in readings})
 
 
-def _by_method(result: ComparisonResult) -> dict[str, Look]:
-    """Looks in figures with all factors, where a method has one colour at all of them."""
-    readings = [row.reading for row in result.rows]
-    return {item.name: Look(item.label, COLOURS.get(_kind(item), OTHERS[0])) for item in readings}
-
-
 def _kind(reading: Reading) -> str:
     """What decides a reading's colour: its method, whatever the factor."""
     if reading.window is not None:
@@ -89,7 +83,7 @@ def _kind(reading: Reading) -> str:
 
 def _forest(result: ComparisonResult, verdict: Verdict) -> Drawing:
     """Every reading's distance to the best truncation, best first."""
-    rows = by_distance(result, verdict.length)
+    rows = _by_distance(result, verdict.length)
     end, window = tokens_label(verdict.length), tokens_label(verdict.window)
     told = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
     dots = " Small dots: each document." if len(result.provenance["documents"]) > 1 else ""
@@ -102,27 +96,26 @@ def _forest(result: ComparisonResult, verdict: Verdict) -> Drawing:
         alternative=f"Each method's loss minus the best truncation's (to the last {window}) at {end} tokens, in nats "
         f"per token: {told}.",
         size=(WIDTH, 0.9 + 0.29 * len(rows)),
-        draw=lambda figure: _draw_forest(figure, result, rows),
+        draw=lambda figure: _draw_forest(figure, rows),
     )
 
 
-def by_distance(result: ComparisonResult, length: int) -> list[tuple[Row, Score, PairedDifference]]:
+def _by_distance(result: ComparisonResult, length: int) -> list[tuple[Row, Score, PairedDifference]]:
     """The rows that were measured at a length beyond the window, the best truncation aside, the best first."""
     scored = [(row, row.at(length)) for row in result.rows if row.reading.name != TRUNCATED]
     found = [(row, score, score.versus_truncation) for row, score in scored if score and score.versus_truncation]
     return sorted(found, key=lambda item: item[2].mean)
 
 
-def _draw_forest(figure: Any, result: ComparisonResult, rows: Sequence[tuple[Row, Score, PairedDifference]]) -> None:
+def _draw_forest(figure: Any, rows: Sequence[tuple[Row, Score, PairedDifference]]) -> None:
     axes = figure.subplots()
-    looks = _by_method(result)
     gaps = [gap for _, _, gap in rows]
     nearest = min(abs(gap.mean) + gap.margin for row, _, gap in rows if row.reading.window is None)
     limit = min(max(0.15, 5 * nearest), 1.05 * max(gap.mean + gap.margin for gap in gaps))
     low = min(-0.25 * limit, *(gap.mean - gap.margin for gap in gaps)) * 1.1
     axes.axvline(0, color=COLOURS[TRUNCATED], lw=1.4, ls=DASHED, zorder=2)
     for place, (row, score, gap) in enumerate(rows):
-        colour = looks[row.reading.name].colour
+        colour = COLOURS.get(_kind(row.reading), OTHERS[0])  # a method's own, whatever the factor
         if gap.mean > limit:
             axes.plot(limit * 0.985, place, marker=">", ms=6, color=colour, clip_on=False)
         else:
