@@ -16,7 +16,6 @@ from ctxext.evaluation.labels import few_of, label_of, tokens_label
 from ctxext.evaluation.perplexity import PerplexityPlan
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.report.style import COLOURS, FAINT, draw_grid, plain_table, saved_figure, say
-from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
 __all__ = ["announce", "save_figure", "show"]
@@ -46,11 +45,11 @@ def show(result: PerplexityResult, console: Console) -> None:
     kinds = {"Perplexity by position": POSITIONS} if result.mode == "position" else {}
     for title, kind in (kinds | {TITLES[result.mode]: LENGTH}).items():
         console.print(f"\n{title}\n")
-        console.print(_table(result, kind, lambda score: _number(score.perplexity), "-", windows=True))
+        console.print(_table(result, kind, _perplexity, "-"))
     kind = POSITIONS if kinds else LENGTH
     if any(score.versus_truncation for reading in result.readings for score in reading.at(kind)):
         console.print("\nLoss minus the best truncation's, nats per token ± standard error\n")
-        console.print(_table(result, kind, lambda score: _difference(score.versus_truncation), ""))
+        console.print(_table(result, kind, _difference, ""))
     extension = result.extension
     if extension is not None and extension.in_window is not None:
         inside = extension.in_window
@@ -79,31 +78,31 @@ def save_figure(result: PerplexityResult, path: Path) -> None:
 
 
 def _table(
-    result: PerplexityResult, kind: str, cell: Callable[[PerplexityScore], str], missing: str, *, windows: bool = False
+    result: PerplexityResult, kind: str, cell: Callable[[PerplexityReading, PerplexityScore], str], missing: str
 ) -> Table:
-    """One row per reading that has a cell, one column per span or length; ``windows`` names the best truncation's."""
-    filled = {
-        reading.name: {_span(score): cell(score) for score in reading.at(kind) if cell(score)}
-        for reading in result.readings
-    }
-    best = result.find(TRUNCATED)
-    if windows and best is not None:
-        for score in best.at(kind):
-            filled[TRUNCATED][_span(score)] += f"\n({label_of(window_name(score.window))})" if score.window else ""
+    """One row per reading that has a cell, one column per span or length."""
     columns = [_span(score) for score in result.readings[-1].at(kind)]
     rows: list[list[str]] = []
     styles: list[str | None] = []
-    for name, cells in filled.items():
+    for reading in result.readings:
+        cells = {_span(score): text for score in reading.at(kind) if (text := cell(reading, score))}
         if cells:
-            rows.append([label_of(name), *(cells.get(column, missing) for column in columns)])
-            styles.append("dim" if name != UNPATCHED and is_reference(name) else None)
+            rows.append([label_of(reading.name), *(cells.get(column, missing) for column in columns)])
+            styles.append("dim" if reading.name != UNPATCHED and is_reference(reading.name) else None)
     table = plain_table(["", *columns], rows, styles)
     table.columns[0].no_wrap = True
     return table
 
 
-def _difference(difference: PairedDifference | None) -> str:
-    return "" if difference is None else str(difference).replace(" ± ", "\n±")
+def _perplexity(reading: PerplexityReading, score: PerplexityScore) -> str:
+    """A number, for the best truncation with the window that it has there."""
+    if reading.name != TRUNCATED or score.window is None:
+        return _number(score.perplexity)
+    return f"{_number(score.perplexity)}\n({label_of(window_name(score.window))})"
+
+
+def _difference(reading: PerplexityReading, score: PerplexityScore) -> str:
+    return str(score.versus_truncation or "").replace(" ± ", "\n±")
 
 
 def _span(score: PerplexityScore) -> str:
