@@ -22,7 +22,7 @@ from ctxext.evaluation.key_tokens import tokenizer_digest
 from ctxext.evaluation.provenance import Provenance, from_json
 from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.ruler.tasks import TASKS, choose
-from ctxext.evaluation.ruler.tasks.base import Setting, Sources, Task, largest_fit
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, largest_fit
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 
 __all__ = [
@@ -86,13 +86,12 @@ def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Sampl
     length = task.setting.length
     room = length - task.tokens_to_generate
 
-    def question(size: int) -> tuple[str, tuple[str, ...]]:
-        made = task.question(size, index, random.Random(f"ruler {task.name} {length} {seed} {index}"))
-        return made.prompt, made.answers
+    def question(size: int) -> Question:
+        return task.question(size, index, random.Random(f"ruler {task.name} {length} {seed} {index}"))
 
     @functools.cache
     def tokens(size: int) -> int:
-        return task.setting.count(question(size)[0])
+        return task.setting.count(question(size).prompt)
 
     least = tokens(task.least)
     if least > room:
@@ -106,8 +105,8 @@ def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Sampl
             f"{task.name} has {task.most:,} {task.unit}, too few for {length:,} tokens: they make "
             f"{tokens(size) + task.tokens_to_generate:,}. Ask for a shorter length."
         )
-    prompt, answers = question(size)
-    return Sample(task.name, length, index, prompt, answers, tokens(size), size)
+    made = question(size)
+    return Sample(task.name, length, index, made.prompt, made.answers, tokens(size), size)
 
 
 @dataclass(frozen=True, eq=False)
