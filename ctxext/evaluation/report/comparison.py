@@ -70,7 +70,8 @@ def page(result: ComparisonResult) -> str:
 
 def terminal_table(table: TextTable) -> RichTable:
     """A table for a terminal."""
-    styles = [{"best": "bold", "reference": "dim"}.get(emphasis) for emphasis in table.emphasis]
+    meaning = {"best": "bold", "reference": "dim", "": None}
+    styles = {row[0]: meaning[emphasis] for row, emphasis in zip(table.rows, table.emphasis, strict=True)}
     return plain_table([name.replace("vs ", "vs\n") for name in table.header], table.rows, styles)
 
 

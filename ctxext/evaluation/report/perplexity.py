@@ -83,13 +83,12 @@ def _table(
     """One row per reading that has a cell, one column per span or length."""
     columns = [_span(score) for score in result.readings[-1].at(kind)]
     rows: list[list[str]] = []
-    styles: list[str | None] = []
     for reading in result.readings:
         cells = {_span(score): text for score in reading.at(kind) if (text := cell(reading, score))}
         if cells:
             rows.append([label_of(reading.name), *(cells.get(column, missing) for column in columns)])
-            styles.append("dim" if reading.name != UNPATCHED and is_reference(reading.name) else None)
-    table = plain_table(["", *columns], rows, styles)
+    references = [one.name for one in result.readings if one.name != UNPATCHED and is_reference(one.name)]
+    table = plain_table(["", *columns], rows, {label_of(name): "dim" for name in references})
     table.columns[0].no_wrap = True
     return table
 

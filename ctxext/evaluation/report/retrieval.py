@@ -37,7 +37,7 @@ def show_passkeys(report: PasskeyReport, console: Console) -> None:
         [one.label, *(_found_of_hidden(one.at(length)) if length in one.lengths else "-" for length in lengths)]
         for one in report.readings
     ]
-    styles = ["dim" if one.reading == TRUNCATED else None for one in report.readings]
+    styles = {one.label: "dim" for one in report.readings if one.reading == TRUNCATED}
     console.print(plain_table(["", *map(tokens_label, lengths)], rows, styles))
     say(console, passkey_sentences(report))
 
@@ -61,8 +61,7 @@ def show_ruler(report: RulerReport, console: Console) -> None:
         names = (*reading.tasks, AVERAGE)
         shown = {(name, at): f"{one:.{1 if name == AVERAGE else 0}f}" for (name, at), one in _scores(reading).items()}
         rows = [[name, *(shown.get((name, length), "-") for length in lengths)] for name in names]
-        styles = ["bold" if name == AVERAGE else None for name in names]
-        console.print(plain_table(["", *map(tokens_label, lengths)], rows, styles))
+        console.print(plain_table(["", *map(tokens_label, lengths)], rows, {AVERAGE: "bold"}))
     say(console, ruler_sentences(report))
 
 

@@ -44,20 +44,20 @@ __all__ = [
 
 
 def plain_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] | None = None
+    header: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str | None] | None = None
 ) -> Table:
     """A table for a terminal whose first column is text and whose others are numbers.
 
     Args:
         header: above the columns.
         rows: cells.
-        styles: of each row, in rich's words; None for all plain.
+        styles: of rows, by their first cell, in rich's words; rows that it lacks are plain.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left", overflow="fold")
-    for row, style in zip(rows, styles or [None] * len(rows), strict=True):
-        table.add_row(*row, style=style)
+    for row in rows:
+        table.add_row(*row, style=(styles or {}).get(row[0]))
     return table
 
 
