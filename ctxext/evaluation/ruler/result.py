@@ -95,8 +95,9 @@ class RulerResult:
     @property
     def averages(self) -> dict[int, float]:
         """Mean score over all tasks, each weighing the same, at every length at which all of them were measured."""
-        by_length = {length: [cell.score for cell in self.cells if cell.length == length] for length in self.lengths}
-        return {length: sum(s) / len(s) for length, s in by_length.items() if len(s) == len(self.tasks)}
+        cells, tasks = self.cells, len(self.tasks)
+        scores = {length: [cell.score for cell in cells if cell.length == length] for length in self.lengths}
+        return {length: sum(found) / tasks for length, found in scores.items() if len(found) == tasks}
 
     @property
     def relative_effective_length(self) -> int | None:

@@ -297,21 +297,23 @@ def ruler_prompts(
         tokenizer, lengths=lengths, tasks=tasks, samples=samples, seed=seed, sources=sources, chat=chat
     )
     depends = [seed, chat, tokenizer_digest(tokenizer), _digest(tokenizer.chat_template.encode()) if chat else None]
-    point = turning_point(checkpoint.model)
-    return [
-        RulerPrompt(
-            name=f"{drawer.task.name}, {drawer.task.setting.length:,} tokens",
-            length=drawer.task.setting.length,
-            identity=[drawer.task.name, index, *depends, _source(drawer.task, sources)],
-            drawer=drawer,
-            index=index,
-            tokenizer=tokenizer,
-            chat=chat,
-            turning_point=point,
-        )
-        for drawer in drawers
-        for index in range(samples)
-    ]
+    point, prompts = turning_point(checkpoint.model), []
+    for drawer in drawers:
+        task, source = drawer.task, _source(drawer.task, sources)
+        prompts += [
+            RulerPrompt(
+                name=f"{task.name}, {task.setting.length:,} tokens",
+                length=task.setting.length,
+                identity=[task.name, index, *depends, source],
+                drawer=drawer,
+                index=index,
+                tokenizer=tokenizer,
+                chat=chat,
+                turning_point=point,
+            )
+            for index in range(samples)
+        ]
+    return prompts
 
 
 def ruler_report(
@@ -339,12 +341,8 @@ def _source(task: Task, sources: Sources) -> str | None:
         return None
     if task.source == "essay" and sources.essay is not None:
         return _digest(sources.essay.text.encode())
-    return _file_digest(getattr(sources, task.source))
-
-
-@functools.cache
-def _file_digest(path: Path) -> str:
-    return _digest(path.read_bytes())
+    file: Path = getattr(sources, task.source)
+    return _digest(file.read_bytes())
 
 
 def _digest(content: bytes) -> str:
