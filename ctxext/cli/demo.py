@@ -30,8 +30,9 @@ from ctxext.evaluation.labels import label_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, chosen_methods, known_trained_length
+from ctxext.evaluation.report.comparison_figures import save_loss_figure
 from ctxext.evaluation.report.sentences import all_of, unpatched_sentence
-from ctxext.evaluation.report.style import require_matplotlib, save_loss_figure
+from ctxext.evaluation.report.style import require_matplotlib
 from ctxext.evaluation.statistics import bucketed, edges_for
 from ctxext.evaluation.survey import PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.provenance import Report
 
 __all__ = [
     "ALPHA",
@@ -46,7 +46,6 @@ __all__ = [
 
 # The thresholds of the paper.
 ALPHA, BETA = 2.0, -2.0
-FORMAT = 1
 FINDING = "key tokens"
 
 
@@ -66,7 +65,7 @@ class KeyPassage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyTokens:
+class KeyTokens(Report):
     """The key tokens of some texts, and how they were found.
 
     Args:
@@ -80,6 +79,8 @@ class KeyTokens:
         evaluator_sha256: its digest.
         tokenizer_sha256: see ``tokenizer_digest``.
     """
+
+    TITLE, KIND, FORMAT = "a file of key tokens", "key tokens", 1
 
     passages: tuple[KeyPassage, ...]
     window: int
@@ -118,26 +119,6 @@ class KeyTokens:
                 f"The key tokens belong to other texts ({what}). The texts, --skip and the greatest --length must be "
                 f"those of the run that found them; or find them anew, into another file."
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, "kind": "key tokens", **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> KeyTokens:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        names = {item.name for item in fields(cls)}
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, "key tokens") or not names <= saved.keys():
-            raise InvalidParameterError(
-                f"This is not a file of key tokens of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}."
-            )
-        passages = tuple(KeyPassage(one["name"], one["sha256"], tuple(one["from_end"])) for one in saved["passages"])
-        return cls(**{**{name: saved[name] for name in names}, "passages": passages})
 
     @classmethod
     def load(cls, path: Path) -> KeyTokens:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ from ctxext.evaluation.forward import (
     ticking,
 )
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
-from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial, check_finite
 from ctxext.evaluation.truncation import UNPATCHED
@@ -351,10 +351,6 @@ def _key_tokens(tokenizer: Any, key: str) -> list[int]:
     return tokens
 
 
-# Format 1 judged dynamic methods with the positions of prompt and answer together.
-FORMAT, KIND = 2, "passkey"
-
-
 @dataclass(frozen=True)
 class PasskeyTrial:
     """The outcome of one prompt.
@@ -469,7 +465,7 @@ class PasskeyResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PasskeyReport:
+class PasskeyReport(Report):
     """A whole measurement: the same prompts, read in several ways.
 
     Args:
@@ -477,6 +473,9 @@ class PasskeyReport:
         trained_length: tokens that the checkpoint was trained for.
         provenance: what was measured, on what, with what.
     """
+
+    # Format 1 judged dynamic methods with the positions of prompt and answer together.
+    TITLE, KIND, FORMAT = "a passkey report", "passkey", 2
 
     readings: tuple[PasskeyResult, ...]
     trained_length: int
@@ -490,29 +489,6 @@ class PasskeyReport:
             for reading in self.readings
             for trial in reading.trials
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, "kind": KIND, **asdict(self), "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> PasskeyReport:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, KIND):
-            raise InvalidParameterError(
-                f"This is not a passkey report of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}."
-            )
-        readings = tuple(
-            PasskeyResult(**{**one, "trials": tuple(PasskeyTrial(**trial) for trial in one["trials"])})
-            for one in saved["readings"]
-        )
-        provenance = Provenance.from_dict(saved["provenance"])
-        return cls(readings=readings, trained_length=saved["trained_length"], provenance=provenance)
 
 
 def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:

@@ -23,6 +23,7 @@ __all__ = [
     "PairedDifference",
     "block_for",
     "bucketed",
+    "difference_columns",
     "document_difference",
     "edges_for",
     "grouped_difference",
@@ -94,6 +95,13 @@ class PairedDifference:
         return f"{self.mean:+.3f} ± {self.standard_error:.3f}"
 
 
+def difference_columns(name: str, difference: PairedDifference | None) -> dict[str, float | None]:
+    """The mean of a difference and its standard error for a row of a table, under ``name`` and ``name_se``."""
+    if difference is None:
+        return {name: None, f"{name}_se": None}
+    return {name: difference.mean, f"{name}_se": difference.standard_error}
+
+
 def paired_difference(
     losses: Float[Tensor, "batch positions"],
     baseline: Tensor,
@@ -124,11 +132,11 @@ def paired_difference(
         )
     if block is not None and block < 1:
         raise InvalidParameterError(f"block must be at least 1 token, found {block}.")
-    difference = losses.double() - baseline.double()
-    groups = torch.split(difference, block or max(1, difference.shape[1]), dim=1)
-    size = torch.cat([torch.full((part.shape[0],), float(part.shape[1]), dtype=torch.float64) for part in groups])
-    total = torch.cat([part.sum(dim=1) for part in groups])
-    return _clustered(total, size, over="documents" if block is None else "blocks", baselines=baselines)
+    groups = [
+        [row for part in torch.split(side, block or max(1, side.shape[1]), dim=1) for row in part]
+        for side in (losses, baseline)
+    ]
+    return grouped_difference(*groups, over="documents" if block is None else "blocks", baselines=baselines)
 
 
 def document_difference(
@@ -172,12 +180,8 @@ def grouped_difference(
         raise InvalidParameterError(f"A paired difference needs the same tokens: found {shapes[0]} and {shapes[1]}.")
     differences = [one.double() - other.double() for one, other in zip(losses, baseline, strict=True) if len(one)]
     size = torch.tensor([len(group) for group in differences], dtype=torch.float64)
+    # The mean of all tokens; its standard error takes groups as clusters, of which only sums and counts are needed.
     total = torch.tensor([group.sum().item() for group in differences], dtype=torch.float64)
-    return _clustered(total, size, over=over, baselines=baselines)
-
-
-def _clustered(total: Tensor, size: Tensor, *, over: str, baselines: int) -> PairedDifference:
-    """The mean of all differences, and its standard error with groups as clusters; sums and counts per group."""
     units, tokens = len(size), int(size.sum())
     if units < 2:
         raise InvalidParameterError(

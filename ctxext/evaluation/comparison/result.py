@@ -304,14 +304,14 @@ class FinishedLosses:
         if reading.name != TRUNCATED:
             return reading.window, self.losses(reading, length)[:, start:]
         found = self.truncations(length, start)
-        window = best_window({tokens: [own] for tokens, own in found.items()})
+        window = best_window(found)
         return window, found[window]
 
     def best_end(self, length: int) -> Tensor:
         """The best truncation's losses of the last stretch before ``length``: every reading is held against them."""
         if length not in self._ends:
             found = self.truncations(length, length - _stretch(self.plan, length))
-            self._ends[length] = found[best_window({tokens: [own] for tokens, own in found.items()})]
+            self._ends[length] = found[best_window(found)]
         return self._ends[length]
 
     def end(self, reading: Reading, length: int) -> Tensor:
@@ -471,7 +471,7 @@ def judge(
         truncations: of the same tokens, by window; at least one.
         block: see ``paired_difference``.
     """
-    window = best_window({tokens: [own] for tokens, own in truncations.items()})
+    window = best_window(truncations)
     versus = {
         name: paired_difference(own, truncations[window], block=block, baselines=len(truncations))
         for name, own in losses.items()

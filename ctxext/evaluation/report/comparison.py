@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table as RichTable
 
 from ctxext.errors import ResultsError, require_package
@@ -17,7 +16,7 @@ from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.comparison_figures import drawings
 from ctxext.evaluation.report.comparison_tables import TextTable, csv_rows, main_table, other_tables, passkey_grids
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line, windows_in_words
-from ctxext.evaluation.report.style import VARIABLES, require_matplotlib
+from ctxext.evaluation.report.style import VARIABLES, plain_table, require_matplotlib
 from ctxext.evaluation.truncation import windows_of
 from ctxext.files import write_whole
 
@@ -71,12 +70,9 @@ def page(result: ComparisonResult) -> str:
 
 def terminal_table(table: TextTable) -> RichTable:
     """A table for a terminal."""
-    found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
-    for index, name in enumerate(table.header):
-        found.add_column(name.replace("vs ", "vs\n"), justify="right" if index else "left", overflow="fold")
-    for cells, emphasis in zip(table.rows, table.emphasis, strict=True):
-        found.add_row(*cells, style={"best": "bold", "reference": "dim"}.get(emphasis))
-    return found
+    meaning = {"best": "bold", "reference": "dim", "": None}
+    styles = {row[0]: meaning[emphasis] for row, emphasis in zip(table.rows, table.emphasis, strict=True)}
+    return plain_table([name.replace("vs ", "vs\n") for name in table.header], table.rows, styles)
 
 
 def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: bool) -> str:
