@@ -37,7 +37,6 @@ __all__ = [
     "machine",
     "now",
     "provenance_of",
-    "setting_of",
     "versions",
 ]
 
@@ -277,21 +276,6 @@ def _processor() -> str:
     lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def setting_of(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, Any]:
-    """What every measured number depends on beside the reading and the tokens, as JSON values."""
-    found = provenance_of(checkpoint)
-    parameter = next(checkpoint.model.parameters())
-    attention = getattr(checkpoint.model.config, "_attn_implementation", None)
-    return {
-        "checkpoint": checkpoint.sha256,
-        "dtype": str(parameter.dtype),
-        "device": parameter.device.type,
-        "attention": attention,
-        "sliding_window": sliding_window,
-        "versions": {name: version for name, version in found.versions.items() if name != "python"},
-    }
 
 
 def now() -> str:

@@ -59,10 +59,20 @@ class PairedDifference:
     over: str = "blocks"
     baselines: int = 1
 
+    def errors_needed(self, candidates: int = 1) -> float:
+        """Standard errors that a difference must exceed to be a finding at 5 percent, two-sided: Student's quantile.
+
+        With few units the standard error itself is uncertain, so that more are needed.
+
+        Args:
+            candidates: differences looked at; the chance is divided among them (Bonferroni).
+        """
+        return students_quantile(CHANCE / candidates, self.units - 1)
+
     @property
     def margin(self) -> float:
-        """Half of the 95 percent interval: standard errors by Student's quantile for ``units - 1``; nats per token."""
-        return students_quantile(CHANCE, self.units - 1) * self.standard_error
+        """Half of the 95 percent interval, nats per token."""
+        return self.errors_needed() * self.standard_error
 
     @property
     def verdict(self) -> str:
@@ -73,15 +83,14 @@ class PairedDifference:
         """The verdict where this difference is the lowest of several candidates'.
 
         The best of many is partly the luckiest: for ``better`` the 5 percent are divided among the candidates, and for
-        ``worse`` among the baselines (Bonferroni).
+        ``worse`` among the baselines.
 
         Args:
             candidates: how many were held against the baseline.
         """
-        gain, loss = (students_quantile(CHANCE / many, self.units - 1) for many in (candidates, self.baselines))
-        if self.mean < -gain * self.standard_error:
+        if self.mean < -self.errors_needed(candidates) * self.standard_error:
             return "better"
-        return "worse" if self.mean > loss * self.standard_error else "no difference"
+        return "worse" if self.mean > self.errors_needed(self.baselines) * self.standard_error else "no difference"
 
     def scope(self, texts: int) -> str:
         """What a verdict is about: nothing is added for documents; else ``on this text`` or ``on these texts``.

@@ -16,7 +16,6 @@ from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, ComparisonPlan
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import (
-    CHANCE,
     CURVE,
     Bucket,
     PairedDifference,
@@ -24,7 +23,6 @@ from ctxext.evaluation.statistics import (
     bucketed,
     edges_for,
     paired_difference,
-    students_quantile,
 )
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, BestTruncation, best_window, join_best, window_of
 
@@ -39,10 +37,7 @@ __all__ = [
     "Series",
     "Verdict",
     "assemble",
-    "block_for",
-    "edges_for",
     "judge",
-    "standard_errors_needed",
     "summarise",
 ]
 
@@ -477,8 +472,7 @@ def judge(
         for name, own in losses.items()
     }
     best = min(versus, key=lambda name: versus[name].mean)
-    units = versus[best].units
-    needed = standard_errors_needed(len(losses), units)
+    needed = versus[best].errors_needed(len(losses))
     others = {name: paired_difference(own, losses[best], block=block) for name, own in losses.items() if name != best}
     return Verdict(
         length=length,
@@ -490,13 +484,3 @@ def judge(
         candidates=len(losses),
         as_good=tuple(name for name, gap in others.items() if gap.mean <= needed * gap.standard_error),
     )
-
-
-def standard_errors_needed(candidates: int, units: int) -> float:
-    """Standard errors that a difference must exceed to be a finding at 5 percent, two-sided.
-
-    Args:
-        candidates: differences looked at; the chance is divided among them (Bonferroni).
-        units: independent groups behind each standard error, at least 2: with few, the error itself is uncertain.
-    """
-    return students_quantile(CHANCE / candidates, units - 1)
