@@ -31,7 +31,6 @@ __all__ = [
     "Provenance",
     "Report",
     "command",
-    "extended",
     "from_json",
     "git_state",
     "machine",
@@ -94,7 +93,9 @@ class Provenance:
 
     def with_extension(self, name: str, model: nn.Module) -> Provenance:
         """The same, with how ``model`` is extended now under ``name``."""
-        return replace(self, extensions={**self.extensions, name: extended(model)})
+        found = patching.describe(model)
+        record = ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
+        return replace(self, extensions={**self.extensions, name: record})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -222,12 +223,6 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
         date=now(),
         **texts,
     )
-
-
-def extended(model: nn.Module) -> ExtensionRecord:
-    """How a model is extended now."""
-    found = patching.describe(model)
-    return ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
 
 
 def versions() -> dict[str, str]:

@@ -187,16 +187,17 @@ def grouped_difference(
     shapes = [[len(part) for part in side] for side in (losses, baseline)]
     if shapes[0] != shapes[1]:
         raise InvalidParameterError(f"A paired difference needs the same tokens: found {shapes[0]} and {shapes[1]}.")
-    differences = [one.double() - other.double() for one, other in zip(losses, baseline, strict=True) if len(one)]
-    size = torch.tensor([len(group) for group in differences], dtype=torch.float64)
-    # The mean of all tokens; its standard error takes groups as clusters, of which only sums and counts are needed.
-    total = torch.tensor([group.sum().item() for group in differences], dtype=torch.float64)
-    units, tokens = len(size), int(size.sum())
+    sizes = [len(part) for part in losses if len(part)]
+    units, tokens = len(sizes), sum(sizes)
     if units < 2:
         raise InvalidParameterError(
             f"A standard error needs at least two groups of tokens; these {tokens} losses are {units} of the {over}. "
             f"Give smaller blocks or more text."
         )
+    difference = torch.cat(list(losses)).double() - torch.cat(list(baseline)).double()
+    # The mean of all tokens; its standard error takes groups as clusters, of which only sums and counts are needed.
+    total = torch.stack([group.sum() for group in torch.split(difference, sizes)])
+    size = torch.tensor(sizes, dtype=torch.float64)
     mean = total.sum() / size.sum()
     scatter = (total - size * mean).square().sum() * units / (units - 1)
     return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), tokens, units, over, baselines)
