@@ -148,7 +148,7 @@ def truncated_loss(
     return torch.cat(pieces, dim=1)
 
 
-# Of both published protocols, in tokens.
+# Tokens between the starts of windows in both published protocols.
 STRIDE = 256
 # Does a piece of work on every item and returns what was found, in order; perhaps on several processes.
 Spread = Callable[[Sequence[Any], Callable[[Any], Any]], list[Any]]

@@ -99,7 +99,7 @@ class Passkey:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the tokens of prompt and answer: the first 12 hexadecimal digits."""
+        """The first 12 hexadecimal digits of a hash of the tokens of prompt and answer."""
         tokens = [*self.prompt.tolist(), -1, *self.answer.tolist()]
         return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
 
@@ -127,7 +127,7 @@ class PasskeyPrompt(Prompt):
     turning_point: int
 
     def cost(self, tokens: int) -> float:
-        """Of one pass, in the units of ``pass_cost``."""
+        """The cost of one pass, in the units of ``pass_cost``."""
         return pass_cost(tokens, self.turning_point)
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
@@ -424,12 +424,12 @@ class PasskeyResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """In tokens, in increasing order."""
+        """The lengths of the trials, in tokens, increasing."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Of the keys, 0 to 1, in increasing order."""
+        """The depths of the keys, 0 to 1, increasing."""
         return tuple(sorted({trial.depth for trial in self.trials}))
 
     @property

@@ -76,7 +76,7 @@ PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPlan:
-    """From ``make_plan``.
+    """What is measured, at which lengths and how, checked against the model by ``make_plan``.
 
     Args:
         mode: one of ``MODES``.
@@ -108,11 +108,6 @@ class PerplexityPlan:
     def length(self) -> int:
         """The greatest length."""
         return self.lengths[-1]
-
-    @property
-    def beyond(self) -> bool:
-        """Whether anything lies beyond the trained window."""
-        return self.length > self.trained_length
 
 
 def make_plan(

@@ -226,7 +226,7 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """The versions of ctxext, torch, transformers and Python that compute."""
     return {
         "ctxext": __version__,
         "torch": torch.__version__,

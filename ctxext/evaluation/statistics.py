@@ -203,7 +203,7 @@ def grouped_difference(
     return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), tokens, units, over, baselines)
 
 
-# Of calling a difference a finding where there is none.
+# How often a difference may be called a finding where there is none.
 CHANCE = 0.05
 
 

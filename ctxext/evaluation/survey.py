@@ -156,12 +156,12 @@ class Survey(Generic[Work]):
 
     @property
     def keys(self) -> set[str]:
-        """Of all jobs."""
+        """The keys of all jobs."""
         return {job.key for job in self.jobs}
 
     @property
     def finished(self) -> int:
-        """How many of them are finished."""
+        """How many jobs, told apart by their keys, are finished."""
         return len(self.keys & self.journal.finished().keys())
 
     @property
@@ -228,7 +228,7 @@ class Survey(Generic[Work]):
         return replace(provenance, extensions=found, trained_length=trained)
 
     def _identity(self) -> dict[str, Any]:
-        """Of what the journal is: another checkpoint or corpus needs another one."""
+        """What the journal holds work of: another checkpoint or corpus needs another journal."""
         dtype = next(self.checkpoint.model.parameters()).dtype
         found: dict[str, Any] = {
             "made_by": self.made_by,
