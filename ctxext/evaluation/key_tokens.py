@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from ctxext import patching
@@ -40,7 +40,6 @@ __all__ = [
     "ending",
     "find_key_tokens",
     "search_cost",
-    "short_losses",
     "tokenizer_digest",
 ]
 
@@ -185,7 +184,7 @@ def find_key_tokens(
         with ticking(model, FINDING, pass_cost(window, point), progress):
             full = loss_by_position(model, ids, start=short - 1)[0]
         with ticking(model, FINDING, pass_cost(short + stride, point), progress):
-            cut = short_losses(model, ids, short=short, stride=stride, prefix=document.prefix)
+            cut = _short_losses(model, ids, short=short, stride=stride, prefix=document.prefix)
         cut = torch.cat([full[:stride], cut])
         (key,) = torch.nonzero((cut - full > alpha) & (full < -beta), as_tuple=True)
         from_end = sorted(len(full) - 1 - int(place) for place in key)
@@ -210,17 +209,10 @@ def find_key_tokens(
     return found
 
 
-def short_losses(
-    model: nn.Module, input_ids: Int[Tensor, "1 tokens"], *, short: int, stride: int, prefix: int = 0
-) -> Float[Tensor, " positions"]:
+def _short_losses(model: nn.Module, input_ids: Tensor, *, short: int, stride: int, prefix: int) -> Tensor:
     """The losses after ``short`` to ``short + stride - 1`` tokens, at the positions from ``short - 1 + stride`` on.
 
-    Args:
-        model: a causal language model in eval mode.
-        input_ids: a text.
-        short: tokens of context, at least.
-        stride: positions per pass.
-        prefix: leading tokens that every context keeps in front; below ``short``.
+    A pass scores ``stride`` positions; each keeps the first ``prefix`` tokens of the text in front.
     """
     positions = input_ids.shape[1] - 1
     pieces = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -148,20 +148,13 @@ def truncated_loss(
     return torch.cat(pieces, dim=1)
 
 
-# Of both published protocols, in tokens.
+# Tokens between the starts of windows in both published protocols.
 STRIDE = 256
-Item = TypeVar("Item")
-Found = TypeVar("Found")
+# Does a piece of work on every item and returns what was found, in order; perhaps on several processes.
+Spread = Callable[[Sequence[Any], Callable[[Any], Any]], list[Any]]
 
 
-@runtime_checkable
-class Spread(Protocol):
-    """Does a piece of work on every item and returns what was found, in order; perhaps on several processes."""
-
-    def __call__(self, items: Sequence[Item], work: Callable[[Item], Found]) -> list[Found]: ...
-
-
-def alone(items: Sequence[Item], work: Callable[[Item], Found]) -> list[Found]:
+def alone(items: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
     """All items on this process."""
     return [work(item) for item in items]
 

@@ -17,7 +17,15 @@ from ctxext.architectures import architecture_of
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
-from ctxext.evaluation.forward import Progress, cached_tokens_for, length_dependent, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import (
+    Progress,
+    cached_tokens_for,
+    fitted_length_of,
+    follows_length,
+    pass_cost,
+    ticking,
+    turning_point,
+)
 from ctxext.evaluation.loss import (
     STRIDE,
     Scored,
@@ -68,7 +76,7 @@ PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPlan:
-    """From ``make_plan``.
+    """What is measured, at which lengths and how, checked against the model by ``make_plan``.
 
     Args:
         mode: one of ``MODES``.
@@ -100,11 +108,6 @@ class PerplexityPlan:
     def length(self) -> int:
         """The greatest length."""
         return self.lengths[-1]
-
-    @property
-    def beyond(self) -> bool:
-        """Whether anything lies beyond the trained window."""
-        return self.length > self.trained_length
 
 
 def make_plan(
@@ -181,14 +184,9 @@ def _extension(
     """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
     with patched(model, method, **(given if method is not None else {})):
         base = base_model(model)
-        found, state = patching.describe(model), patched_state(base)
-        if state is not None:
-            own = state.method
-            return found.target_length, own.dynamic, lambda length: own.fitted_length(trained, length)
-        if length_dependent(base):
-            return found.target_length, True, lambda length: max(length, trained)
-        extended = already_extended(base.config)
-        return (found.target_length if extended else None), False, lambda length: 0
+        found, dynamic = patching.describe(model), follows_length(base)
+        extended = dynamic or patched_state(base) is not None or already_extended(base.config) is not None
+        return (found.target_length if extended else None), dynamic, fitted_length_of(base, trained)
 
 
 def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None, stride: int | None) -> tuple[int, ...]:
@@ -255,7 +253,10 @@ def run(
     saved = plan.method is None and already_extended(base_model(model).config) is not None
     measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
     remembered = inside is not None
-    plain = None if remembered else _plain_model(checkpoint, plan, reference, saved)
+    plain = None if remembered or saved else model
+    if reference is not None and not remembered:
+        check_reference(checkpoint, reference)
+        plain = reference.model
     work = Passes(plan, corpus, spread, progress, turning_point(model))
     provenance = provenance_of(checkpoint, corpus)
     readings: list[Losses] = []
@@ -306,16 +307,6 @@ def window_losses(
 def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> float:
     """About what ``run`` reports to ``progress`` in all."""
     return Passes(plan, corpus, alone, lambda *_: None, turning_point(checkpoint.model)).cost()
-
-
-def _plain_model(
-    checkpoint: Checkpoint, plan: PerplexityPlan, reference: Checkpoint | None, saved: bool
-) -> nn.Module | None:
-    """The model of the references, as far as there is one."""
-    if reference is None:
-        return None if saved else checkpoint.model
-    check_reference(checkpoint, reference)
-    return reference.model
 
 
 def _inside(work: Passes, model: nn.Module, known: Losses | None) -> Sequence[Tensor]:

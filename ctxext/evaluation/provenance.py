@@ -31,13 +31,11 @@ __all__ = [
     "Provenance",
     "Report",
     "command",
-    "extended",
     "from_json",
     "git_state",
     "machine",
     "now",
     "provenance_of",
-    "setting_of",
     "versions",
 ]
 
@@ -95,7 +93,9 @@ class Provenance:
 
     def with_extension(self, name: str, model: nn.Module) -> Provenance:
         """The same, with how ``model`` is extended now under ``name``."""
-        return replace(self, extensions={**self.extensions, name: extended(model)})
+        found = patching.describe(model)
+        record = ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
+        return replace(self, extensions={**self.extensions, name: record})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -225,14 +225,8 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
     )
 
 
-def extended(model: nn.Module) -> ExtensionRecord:
-    """How a model is extended now."""
-    found = patching.describe(model)
-    return ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
-
-
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """The versions of ctxext, torch, transformers and Python that compute."""
     return {
         "ctxext": __version__,
         "torch": torch.__version__,
@@ -277,21 +271,6 @@ def _processor() -> str:
     lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def setting_of(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, Any]:
-    """What every measured number depends on beside the reading and the tokens, as JSON values."""
-    found = provenance_of(checkpoint)
-    parameter = next(checkpoint.model.parameters())
-    attention = getattr(checkpoint.model.config, "_attn_implementation", None)
-    return {
-        "checkpoint": checkpoint.sha256,
-        "dtype": str(parameter.dtype),
-        "device": parameter.device.type,
-        "attention": attention,
-        "sliding_window": sliding_window,
-        "versions": {name: version for name, version in found.versions.items() if name != "python"},
-    }
 
 
 def now() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table as RichTable
 
 from ctxext.errors import ResultsError, require_package
-from ctxext.evaluation.comparison.result import ComparisonResult, standard_errors_needed
+from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.comparison_figures import drawings
 from ctxext.evaluation.report.comparison_tables import TextTable, csv_rows, main_table, other_tables, passkey_grids
@@ -110,7 +110,7 @@ def _facts(result: ComparisonResult) -> dict[str, str]:
     found, made = result.provenance, result.made
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     truncations = len(windows_of(result.trained_length))
-    lost = standard_errors_needed(truncations, result.verdicts[-1].versus_truncation.units)
+    lost = result.verdicts[-1].versus_truncation.errors_needed(truncations)
     seeds = f"{found['seed']} (passkeys)" if any(row.passkeys for row in result.rows) else "nothing random"
     return {
         "Checkpoint": f"{found['checkpoint']}, sha256 {found['checkpoint_sha256']}",
