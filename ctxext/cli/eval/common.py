@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from ctxext.cli.options import (
     Factors,
@@ -104,7 +105,7 @@ class ReaderOptions:
     factor: Factors = None
     length: Annotated[
         list[int] | None,
-        typer.Option(
+        Option(
             "--length",
             "-l",
             help="Tokens of prompt and answer. Repeatable. Default: the trained length and what each method reaches.",
@@ -113,7 +114,7 @@ class ReaderOptions:
     reference: Reference = None
     unpatched: Unpatched = True
     beyond: Annotated[
-        bool, typer.Option("--beyond", help="Allow lengths for which a model is not meant, to see how it fails.")
+        bool, Option("--beyond", help="Allow lengths for which a model is not meant, to see how it fails.")
     ] = False
     trained_length: Trained = None
     sliding_window: SlidingWindow = None

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn
+from typer import Option
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
 from ctxext.cli.options import Seed, SlidingWindow, SourceOptions, TextOptions, Trained, grouped
@@ -27,12 +27,12 @@ __all__ = ["compare"]
 def compare(
     *,
     texts: TextOptions,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the report and the finished cells.")
-    ] = Path("report"),
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the report and the finished cells.")] = Path(
+        "report"
+    ),
     method: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--method",
             "-m",
             help='A method, with parameters where needed: -m "yarn ramp=turns". Repeatable. Default: all that apply.',
@@ -40,22 +40,20 @@ def compare(
     ] = None,
     factor: Annotated[
         list[float] | None,
-        typer.Option("--factor", "-f", help="Target length / trained length. Repeatable. Default: 2."),
+        Option("--factor", "-f", help="Target length / trained length. Repeatable. Default: 2."),
     ] = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(
-            "--length", "-l", help="Tokens to read. Repeatable. Default: each factor times the trained length."
-        ),
+        Option("--length", "-l", help="Tokens to read. Repeatable. Default: each factor times the trained length."),
     ] = None,
-    passkey: Annotated[bool, typer.Option(help="Also ask for passkeys at every length and depth.")] = True,
+    passkey: Annotated[bool, Option(help="Also ask for passkeys at every length and depth.")] = True,
     depth: Annotated[
         list[float] | None,
-        typer.Option(
+        Option(
             help="Where in the text passkeys stand, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Passkeys per length and depth.")] = 1,
+    trials: Annotated[int, Option(min=1, help="Passkeys per length and depth.")] = 1,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
     seed: Seed = 0,
@@ -118,8 +116,6 @@ def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) 
 
 def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
     """Measure with a bar; say after the first cell how long the rest will take."""
-    from ctxext.evaluation.comparison.plan import PASSKEY
-
     total = cost_of(mine)
     began, done, told = time.monotonic(), 0.0, False
 
@@ -129,23 +125,20 @@ def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -
             nonlocal done, told
             if mine and not cost and done >= mine[0].cost * 0.999 and not told:
                 told = True
-                _estimate(console, (time.monotonic() - began) / done * (total - done), mine, PASSKEY)
+                _estimate(console, (time.monotonic() - began) / done * (total - done), mine)
             done += cost
             bar(name, cost)
 
         comparison.measure(mine, progress=advance)
 
 
-def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...], kind: str) -> None:
-    share = cost_of([cell for cell in mine if cell.kind == kind]) / cost_of(mine)
+def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...]) -> None:
+    from ctxext.evaluation.comparison.plan import PASSKEY
+
+    share = cost_of([cell for cell in mine if cell.kind == PASSKEY]) / cost_of(mine)
     cheaper = f" ({share:.0%} of it for passkeys, which --no-passkey leaves out)" if share and seconds > 120 else ""
-    left = (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    left = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    left = f"{seconds:.0f} s" if seconds < 120 else left
     console.print(f"About {left} for the other {len(mine) - 1} cells{cheaper}.")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from ctxext.cli.eval.common import Session
 from ctxext.cli.options import (
@@ -40,26 +41,26 @@ def longppl(
     length: Lengths = None,
     keys: Annotated[
         Path | None,
-        typer.Option(help="File of key tokens: reused where it exists, else written.", show_default="none"),
+        Option(help="File of key tokens: reused where it exists, else written.", show_default="none"),
     ] = None,
     evaluator: Annotated[
         str | None,
-        typer.Option(help="The checkpoint that finds key tokens; default the one measured, or its --reference."),
+        Option(help="The checkpoint that finds key tokens; default the one measured, or its --reference."),
     ] = None,
     reference: Reference = None,
     short: Annotated[
-        int | None, typer.Option(help="Tokens of a short context; default a quarter of the trained window.")
+        int | None, Option(help="Tokens of a short context; default a quarter of the trained window.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens that share a short context; default a quarter of --short.")
+        int | None, Option(help="Tokens that share a short context; default a quarter of --short.")
     ] = None,
     alpha: Annotated[
         float | None,
-        typer.Option(help="Least that a key token gains by the long context, nats; default the paper's 2."),
+        Option(help="Least that a key token gains by the long context, nats; default the paper's 2."),
     ] = None,
     beta: Annotated[
         float | None,
-        typer.Option(help="Least log-likelihood of a key token in the long context, nats; default the paper's -2."),
+        Option(help="Least log-likelihood of a key token in the long context, nats; default the paper's -2."),
     ] = None,
     trained_length: Trained = None,
     source: SourceOptions,

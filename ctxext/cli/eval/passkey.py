@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ctxext.cli.eval.common import ReaderOptions, RetrievalSession, first_document
 from ctxext.cli.options import Column, OutputOptions, Seed, SourceOptions, Split, grouped
@@ -18,14 +18,14 @@ def passkey(
     asked: ReaderOptions,
     depth: Annotated[
         list[float] | None,
-        typer.Option(
+        Option(
             help="Where in the text the key stands, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Keys per length and depth.")] = 1,
+    trials: Annotated[int, Option(min=1, help="Keys per length and depth.")] = 1,
     text: Annotated[
         str | None,
-        typer.Option("--text", "-t", help="Hide keys in this text, a needle test. Default: repeated noise."),
+        Option("--text", "-t", help="Hide keys in this text, a needle test. Default: repeated noise."),
     ] = None,
     split: Split = None,
     column: Column = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from ctxext.cli.eval.common import Session
 from ctxext.cli.options import (
@@ -35,7 +35,7 @@ def perplexity(
     texts: TextOptions,
     method: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--method",
             "-m",
             help="Extend by this method; default: measure the checkpoint as it is.",
@@ -46,22 +46,22 @@ def perplexity(
     length: Lengths = None,
     mode: Annotated[
         str,
-        typer.Option(
+        Option(
             help="How a text is read: position (one pass gives the loss at every position), sliding (windows that "
             "are nearly full at every token), or the published protocols yarn and longlora."
         ),
     ] = "position",
     stride: Annotated[
-        int | None, typer.Option(help="Tokens between windows; default length / 8 (sliding), 256 (yarn, longlora).")
+        int | None, Option(help="Tokens between windows; default length / 8 (sliding), 256 (yarn, longlora).")
     ] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="In mode yarn: cut each text to one window.")] = False,
+    truncate: Annotated[bool, Option("--truncate", help="In mode yarn: cut each text to one window.")] = False,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens of each text that windows slide over; default twice the length.")
+        int | None, Option(help="Tokens of each text that windows slide over; default twice the length.")
     ] = None,
     reference: Reference = None,
     unpatched: Unpatched = True,
     memory: Annotated[
-        str | None, typer.Option(help="Budget for weights and passes, such as 2GiB.", show_default="no limit")
+        str | None, Option(help="Budget for weights and passes, such as 2GiB.", show_default="no limit")
     ] = None,
     source: SourceOptions,
     results: OutputOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ctxext.cli.eval.common import ReaderOptions, RetrievalSession, first_document
 from ctxext.cli.options import Column, OutputOptions, Seed, SourceOptions, Split, grouped
@@ -19,12 +19,12 @@ def ruler(
     asked: ReaderOptions,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="A task, such as vt. Repeatable. Default: all that can be made from what is given."),
+        Option(help="A task, such as vt. Repeatable. Default: all that can be made from what is given."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts per task and length; NVIDIA takes 500.")] = 10,
+    samples: Annotated[int, Option(min=1, help="Prompts per task and length; NVIDIA takes 500.")] = 10,
     text: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--text",
             "-t",
             help="Prose for the tasks that hide things in it, such as a novel.",
@@ -34,12 +34,12 @@ def ruler(
     split: Split = None,
     column: Column = None,
     squad: Annotated[
-        Path | None, typer.Option(help="SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it")
+        Path | None, Option(help="SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it")
     ] = None,
     hotpotqa: Annotated[
-        Path | None, typer.Option(help="HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it")
+        Path | None, Option(help="HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Put prompts into the model's chat template.")] = False,
     seed: Seed = 42,  # that of NVIDIA's prompts
     source: SourceOptions,
     results: OutputOptions,
