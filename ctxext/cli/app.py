@@ -33,7 +33,6 @@ from ctxext.files import whole_file
 from ctxext.progress import DelayedBar
 
 if TYPE_CHECKING:
-    from ctxext.methods import Method
     from ctxext.spec import RopeSpec
 
 __all__ = ["app"]
@@ -253,13 +252,10 @@ def frequencies(
         ),
     ] = None,
     rotary_dim: Annotated[
-        int | None, Option("--rotary-dim", help="Head dimensions that rotate.", show_default="the checkpoint's")
+        int | None, Option(help="Head dimensions that rotate.", show_default="the checkpoint's")
     ] = None,
     base: Annotated[
-        float | None,
-        Option(
-            "--base", help="Base of the frequencies, which a config calls rope_theta.", show_default="the checkpoint's"
-        ),
+        float | None, Option(help="Base of the frequencies, a config's rope_theta.", show_default="the checkpoint's")
     ] = None,
     trained_length: Trained = None,
     trust: Trust = False,
@@ -273,7 +269,7 @@ def frequencies(
     from ctxext.patching import method as build
 
     rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
-    chosen: list[Method] = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
+    chosen = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
     try:
         with whole_file(output) as half:
             plot_spectrum(chosen, rope, half, name=Path(checkpoint).name if checkpoint else "")
