@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, Method, saved_class
 from ctxext.spec import Extension
 from ctxext.surgery.old_form import drop_old_form
 from ctxext.surgery.windows import is_windowed
@@ -110,15 +110,9 @@ def saved_method(saved: dict[str, Any]) -> Method:
     """Rebuild the method of a saved extension.
 
     Raises:
-        CheckpointError: if this version of ctxext does not know it.
+        CheckpointError: if no method of its name is known in this process.
     """
-    stored = saved["method"]
-    if stored["method"] not in METHODS:
-        raise CheckpointError(
-            f"The extension method {stored['method']!r} is unknown to ctxext {__version__}; the checkpoint was "
-            f"saved by ctxext {saved['versions']['ctxext']}. Install that version."
-        )
-    return METHODS[stored["method"]].from_dict(stored)
+    return saved_class(saved["method"]["method"]).from_dict(saved["method"])
 
 
 def identity(saved: dict[str, Any]) -> dict[str, Any]:
