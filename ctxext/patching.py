@@ -32,10 +32,9 @@ from ctxext.saved import (
 )
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
-from ctxext.surgery.edits import Edits
+from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import recompute_in_generate
 from ctxext.surgery.old_form import write_old_form
-from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.wrappers import base_model, give_own_config, unwrapped
 

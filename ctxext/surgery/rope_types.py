@@ -56,7 +56,9 @@ def _initial_frequencies(
     )
     method = saved_class(saved["method"]).from_dict(saved)
     if not isinstance(method, RopeMethod):
-        raise CheckpointError(f"The method {method.name!r} of this checkpoint has no frequencies: config.json is damaged.")
+        raise CheckpointError(
+            f"The method {method.name!r} of this checkpoint has no frequencies: config.json is damaged."
+        )
     if method.dynamic and not RESTORING.get():
         raise CheckpointError(
             f"This checkpoint is extended by the dynamic method {method.name!r}, which needs more than its config "
