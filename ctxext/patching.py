@@ -66,15 +66,7 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
     """
     if name not in METHODS:
         raise UnknownNameError.of("method", name, METHODS)
-    chosen = METHODS[name]
-    if factor is not None:
-        parameters["factor"] = factor
-    known = {field.name for field in fields(chosen)}
-    for key in parameters:
-        if key not in known:
-            raise UnknownNameError.of(f"parameter of method {name!r}", key, known)
-    chosen.require_given(parameters)
-    return chosen(**parameters)
+    return METHODS[name].of(parameters if factor is None else parameters | {"factor": factor})
 
 
 def patch(
@@ -129,7 +121,11 @@ def patch(
         VerificationError: the patched model does not compute what the method says.
     """
     base = base_model(model)
-    _refuse_patched(base)
+    if (patched := patched_state(base)) is not None:
+        raise PatchStateError(
+            f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
+            f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
+        )
     architecture = architecture_of(base)
     if trained_length is not None:
         _require_tokens("trained_length", trained_length)
@@ -334,15 +330,6 @@ def patched_state(base: PreTrainedModel) -> Patched | None:
     """What ``patch`` left on the model, None where it is not patched."""
     state: Patched | None = base.__dict__.get("_ctxext")
     return state
-
-
-def _refuse_patched(base: PreTrainedModel) -> None:
-    patched = patched_state(base)
-    if patched is not None:
-        raise PatchStateError(
-            f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
-            f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
-        )
 
 
 def trained_length_of(model: PreTrainedModel) -> int | None:

@@ -250,10 +250,10 @@ def score_form(
 
 def _score_factor(built: Rebuild, sites: Sequence[RotarySite]) -> float:
     """What a model multiplies queries and keys by outside the rotation, as stock code builds it: 1 if plain."""
-    rope = dict(built.model.config.get_text_config(decoder=True).rope_parameters)
+    text = built.model.config.get_text_config(decoder=True)
+    rope = dict(text.rope_parameters)
     for site in sites:
-        base = (rope if site.layer_type is None else rope[site.layer_type])["rope_theta"]
-        rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": base})
+        rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": site.rope_dict(text)["rope_theta"]})
     plain = Rebuild(built.model, {"rope_parameters": rope})
     rotary_paths = {path for path, _ in rotaries(built.model)}
     found = set()
