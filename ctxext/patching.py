@@ -33,7 +33,7 @@ from ctxext.saved import (
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits, follow_replicas
-from ctxext.surgery.generation import recompute_in_generate
+from ctxext.surgery.generation import LengthRule, recompute_in_generate
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.wrappers import base_model, give_own_config, unwrapped
@@ -144,7 +144,7 @@ def patch(
         give_own_config(base, edits)
         extension = architecture.apply(base, chosen, request, edits)
         if chosen.dynamic:
-            recompute_in_generate(base, chosen, extension.trained_length, edits)
+            recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         write_old_form(base.config, edits)

@@ -19,7 +19,7 @@ from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.caches import current_filling
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import note_fitted_lengths, refuse_stale_cache
+from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
 from ctxext.surgery.probe import FAILURES, Layers, forward_without_data
 from ctxext.surgery.rebuild import Rebuild, without_weights
@@ -88,11 +88,12 @@ class AlibiAttend:
 
     def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:
         """For each row, the fitted length of each document; padding and unfilled cache slots are in none."""
-        layout, trained, filling = mask.layout, self.alibi.trained_length, current_filling()
+        layout, filling = mask.layout, current_filling()
+        rule = LengthRule(self.method, self.alibi.trained_length)
         if filling is not None:
             filling.spoil()  # this layer's keys are in the cache already
         if mask.length is not None:
-            fitted = self.method.fitted_length(trained, mask.length)
+            fitted = rule.fitted(mask.length)
             note_fitted_lengths(0, [fitted])
             return [{0: fitted}]
         ends = _extremes(layout.key_positions, layout.key_documents, "amax")
@@ -100,8 +101,8 @@ class AlibiAttend:
         rows = []
         for row, (last, first) in enumerate(zip(ends, starts, strict=True)):
             before, now = [first.get(d, 0) for d in last], [place + 1 for place in last.values()]
-            refuse_stale_cache(self.method, trained, row, len(ends), before, now)
-            rows.append({d: self.method.fitted_length(trained, p + 1) for d, p in last.items()} or {0: trained})
+            refuse_stale_cache(rule, row, len(ends), before, now)
+            rows.append({d: rule.fitted(p + 1) for d, p in last.items()} or {0: rule.trained_length})
         return rows
 
     def slopes(self, length: int, device: torch.device) -> Tensor:
@@ -118,7 +119,15 @@ class AlibiAttend:
         return found
 
     def _run(self, call: Call) -> Tensor:
-        return choose(self._chosen, self.backend, call.need).run(call)
+        """On the backend for such a call, which is asked for once per kind of call."""
+        if torch.compiler.is_compiling():
+            return select(self.backend, call.need)[0].run(call)
+        found = self._chosen.get(call.need)
+        if found is None:
+            if len(self._chosen) > 256:  # lengths are part of a need: decoding would fill it
+                self._chosen.clear()
+            found = self._chosen[call.need] = select(self.backend, call.need)[0]
+        return found.run(call)
 
 
 def _as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -151,18 +160,6 @@ def _extremes(positions: Tensor, documents: Tensor | None, which: str) -> list[d
         found = torch.empty_like(ids).scatter_reduce(0, index, places.to(ids.dtype), which, include_self=False)
         rows.append({name: place for name, place in zip(ids.tolist(), found.tolist(), strict=True) if name >= 0})
     return rows
-
-
-def choose(chosen: dict[Need, AttentionBackend], name: str, need: Need) -> AttentionBackend:
-    """The backend for a call; asked once per kind of call."""
-    if torch.compiler.is_compiling():
-        return select(name, need)[0]
-    found = chosen.get(need)
-    if found is None:
-        if len(chosen) > 256:  # lengths are part of a need: decoding would fill it
-            chosen.clear()
-        found = chosen[need] = select(name, need)[0]
-    return found
 
 
 def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:

@@ -17,7 +17,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import note_fitted_lengths, refuse_stale_cache
+from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import PositionedForward, declared_length
 from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rope_types import ROPE_TYPE
@@ -69,6 +69,11 @@ class DynamicSite:
     site: RotarySite
     method: RopeMethod
     rope_type: str
+
+    @property
+    def rule(self) -> LengthRule:
+        """Which positions a text of so many tokens gets."""
+        return LengthRule(self.method, self.site.spec.trained_length)
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """``inv_freq`` in float32, ``[half]``, and the scale of cos and sin."""
@@ -138,7 +143,7 @@ class DynamicForward:
     def _module(self, length: int, layer_type: str | None) -> nn.Module:
         """The rotary module that rotates for ``length`` tokens, kept per device."""
         own = self.sites[layer_type]
-        fitted = own.method.fitted_length(own.site.spec.trained_length, length)
+        fitted = own.rule.fitted(length)
         key = (layer_type, fitted, getattr(self.rotary, f"{own.site.prefix}original_inv_freq").device)
         found = self._modules.get(key)
         if found is None:
@@ -157,17 +162,16 @@ class DynamicForward:
         """
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         batch, width = planes.shape[1:]
-        method, trained_length = own.method, own.site.spec.trained_length
         declared = declared_length()
         if declared is not None:
-            note_fitted_lengths(0, [method.fitted_length(trained_length, declared)] * batch)
+            note_fitted_lengths(0, [own.rule.fitted(declared)] * batch)
             return [[((0, width), declared)]] * batch
         found = []
         for index, row in enumerate(planes.amax(dim=0).tolist()):
             cuts = [0, *(at for at in range(1, width) if _restarts(row[at - 1], row[at], len(planes))), width]
             documents = [((start, stop), max(row[start:stop]) + 1) for start, stop in pairwise(cuts)]
             before, now = [min(row[start:stop]) for (start, stop), _ in documents], [length for _, length in documents]
-            refuse_stale_cache(method, trained_length, index, batch, before, now)
+            refuse_stale_cache(own.rule, index, batch, before, now)
             found.append(documents)
         return found
 
