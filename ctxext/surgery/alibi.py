@@ -25,15 +25,7 @@ from ctxext.surgery.probe import FAILURES, Layers, forward_without_data
 from ctxext.surgery.rebuild import Rebuild, without_weights
 from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 
-__all__ = [
-    "AlibiAttend",
-    "attention_layers",
-    "bias_fingerprint",
-    "decoder_of",
-    "install_attention",
-    "why_install_fails",
-    "why_no_custom_attention",
-]
+__all__ = ["AlibiAttend", "bias_fingerprint", "install_attention", "why_install_fails", "why_no_custom_attention"]
 
 
 @dataclass

@@ -23,10 +23,8 @@ from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.surgery.edits import Edits
 
 __all__ = [
-    "CacheGuard",
     "Filled",
     "FilledUnder",
-    "Filling",
     "current_filling",
     "empty",
     "filled",

@@ -27,15 +27,7 @@ from ctxext.methods import Method
 from ctxext.surgery.caches import Filled, current_filling, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
 
-__all__ = [
-    "LengthRule",
-    "NeverCompiles",
-    "RecomputeStaleCache",
-    "RefuseAssistedDecoding",
-    "note_fitted_lengths",
-    "recompute_in_generate",
-    "refuse_stale_cache",
-]
+__all__ = ["LengthRule", "note_fitted_lengths", "recompute_in_generate", "refuse_stale_cache"]
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ctxext.surgery.edits import Edits
 
-__all__ = [
-    "OLD_GUARD",
-    "REFUSALS",
-    "drop_old_form",
-    "old_form",
-    "rope_dicts",
-    "same_rope",
-    "with_old_form",
-    "write_old_form",
-]
+__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "rope_dicts", "same_rope", "with_old_form", "write_old_form"]
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 

@@ -18,7 +18,7 @@ from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
 from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement, module_output
 
-__all__ = ["StoredForm", "checked_lengths", "find_stored_form", "score_form"]
+__all__ = ["StoredForm", "checked_lengths", "score_form"]
 
 
 @dataclass(frozen=True)
