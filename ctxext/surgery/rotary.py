@@ -31,7 +31,6 @@ __all__ = [
     "RotarySite",
     "disagreement",
     "find_sites",
-    "module_output",
     "rotating",
     "survey",
 ]
@@ -97,6 +96,26 @@ class RotaryPlace:
     def prefix(self) -> str:
         """What the names of the module's buffers start with."""
         return "" if self.layer_type is None else f"{self.layer_type}_"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What tells the module, and stock rope functions, which of its frequencies are meant."""
+        return {} if self.layer_type is None else {"layer_type": self.layer_type}
+
+    def output(self, rotary: nn.Module, device: torch.device | str = "cpu") -> Output:
+        """What a rotary module in this place computes, as a function of positions."""
+
+        def cos_and_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
+            position_ids = positions[None].to(device)
+            if getattr(rotary, "mrope_section", None) is not None:
+                position_ids = position_ids[None].expand(3, -1, -1)
+            out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
+            if isinstance(out, Tensor):
+                out = (out.real, out.imag)
+            cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
+            return cos, sin
+
+        return cos_and_sin
 
     def rope_dict(self, text: Any) -> dict[str, Any]:
         """What a text config says of these frequencies."""
@@ -227,7 +246,7 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
     if is_proportional:
         spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))
     plain = rotating(spec, Frequencies(plain_inv_freq(spec)))
-    problem = disagreement(module_output(rotary, place.layer_type), lambda length: plain, [trained_length])
+    problem = disagreement(place.output(rotary), lambda length: plain, [trained_length])
     if problem and model.get_submodule(place.path).config is not text:
         raise IncompatibleError(
             f"This {text.model_type} has rotary modules with a rope_theta of their own, which no field of its config "
@@ -258,7 +277,7 @@ def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: in
     if parameters.get("rope_type") not in TRAINED_WITH:
         return plain
     rotary = Rebuild(model).rotary(place.path)
-    module_output(rotary, place.layer_type)(torch.tensor([0, trained_length - 1]))  # longrope: its set for long texts
+    place.output(rotary)(torch.tensor([0, trained_length - 1]))  # longrope: its set for long texts
     inv_freq = getattr(rotary, f"{place.prefix}inv_freq").double()
     scale = float(getattr(rotary, f"{place.prefix}attention_scaling"))
     return replace(plain, inv_freq=tuple(inv_freq.tolist()), attention_scale=scale)
@@ -278,23 +297,6 @@ def disagreement(output: Output, expected: Callable[[int], Frequencies], lengths
         if problem:
             return f"at length {length} {problem}"
     return None
-
-
-def module_output(rotary: nn.Module, layer_type: str | None = None, device: torch.device | str = "cpu") -> Output:
-    """What a rotary module computes, as a function of positions."""
-    kwargs = {} if layer_type is None else {"layer_type": layer_type}
-
-    def output(positions: Tensor) -> tuple[Tensor, Tensor]:
-        position_ids = positions[None].to(device)
-        if getattr(rotary, "mrope_section", None) is not None:
-            position_ids = position_ids[None].expand(3, -1, -1)
-        out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **kwargs)
-        if isinstance(out, Tensor):
-            out = (out.real, out.imag)
-        cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
-        return cos, sin
-
-    return output
 
 
 def _positions(length: int) -> Tensor:

@@ -16,7 +16,7 @@ from ctxext.methods.formulas import as_longrope
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
-from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement, module_output
+from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
 
 __all__ = ["StoredForm", "checked_lengths", "score_form"]
 
@@ -192,7 +192,7 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
             lengths = lengths[:1]  # the rest is DynamicForward's
         lengths = [*lengths, lengths[-1]]  # stock longrope keeps its long frequencies: what it does next must hold too
         try:
-            problem = disagreement(module_output(rotary, site.layer_type), site.mathematics(form.method), lengths)
+            problem = disagreement(site.output(rotary), site.mathematics(form.method), lengths)
         except NameError as error:  # transformers 5.17, longrope per layer type, second long text
             return f"{type(rotary).__name__} itself fails on it: {error}"
         if problem:
