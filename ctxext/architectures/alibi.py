@@ -39,7 +39,7 @@ class AlibiForward(ABC):
         """Arguments and result of the class's own forward: ``[batch, seq, hidden]`` to the same, and no weights."""
 
     def attended(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, cache: Any, *, scale: float, dropout: float
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, cache: Any, *, scale: float, dropout: float | int
     ) -> Tensor:
         """Attention over what is cached and new, ``[batch, heads, seq, head_dim]`` to ``[batch, seq, hidden]``."""
         mask = layout_of(attention_mask)

@@ -14,6 +14,7 @@ writes it down: see ``caches.py``.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -236,43 +237,34 @@ class RefuseAssistedDecoding:
         )
 
 
-class NeverCompiles:
+def _never_compiles(*_: Any, **__: Any) -> bool:
     """Stands in for ``model._valid_auto_compile_criteria``: generate() compiles nothing by itself.
 
     On CUDA it does so for static caches; positions that follow the length would break such a graph at every layer. The
     model's ``generation_config`` could say so too, but it is saved with the model and belongs to the user.
     """
-
-    def __call__(self, *_: Any, **__: Any) -> bool:
-        """Arguments and result of transformers' own method."""
-        return False
+    return False
 
 
-@dataclass
-class RefuseContinuousBatching:
+def _refuse_continuous_batching(method: str, *_: Any, **__: Any) -> Any:
     """Stands in for ``model.init_continuous_batching``, which ``generate_batch`` calls too.
 
     Continuous batching puts requests of several lengths into one row, end to end, as one call; where their positions
     happen to rise, such a row is one document to whoever looks at positions, and a short request would get the
     frequencies of a long one.
     """
-
-    method: str
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """Arguments of transformers' own method."""
-        raise IncompatibleError(
-            f"Positions of {self.method!r} follow the length of each text, and continuous batching puts several texts "
-            f"into one row. Call generate() with a padded batch, or extend by a method of fixed positions, like yarn."
-        )
+    raise IncompatibleError(
+        f"Positions of {method!r} follow the length of each text, and continuous batching puts several texts into one "
+        f"row. Call generate() with a padded batch, or extend by a method of fixed positions, like yarn."
+    )
 
 
 def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
     """Let ``model.generate`` follow a dynamic method."""
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule))
     optional = {
-        "_valid_auto_compile_criteria": NeverCompiles(),
-        "init_continuous_batching": RefuseContinuousBatching(rule.method.name),
+        "_valid_auto_compile_criteria": _never_compiles,
+        "init_continuous_batching": functools.partial(_refuse_continuous_batching, rule.method.name),
         "_get_candidate_generator": RefuseAssistedDecoding(model, rule),
     }
     for name, stand_in in optional.items():

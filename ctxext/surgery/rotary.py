@@ -218,9 +218,7 @@ def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
             f"This {text.model_type} is made of parts with a config each ({', '.join(elsewhere)} rotate by their own), "
             f"so no one extension of its config lengthens its reach."
         )
-    if any(True for _ in rotaries(model)):
-        raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
-    raise IncompatibleError(f"{type(model).__name__} has no rotary positions.")
+    raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
 
 
 def _is_copy(config: Any, text: Any) -> bool:
@@ -247,17 +245,17 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
         spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))
     plain = rotating(spec, Frequencies(plain_inv_freq(spec)))
     problem = disagreement(place.output(rotary), lambda length: plain, [trained_length])
-    if problem and model.get_submodule(place.path).config is not text:
+    if problem is None:
+        return spec
+    if model.get_submodule(place.path).config is not text:
         raise IncompatibleError(
             f"This {text.model_type} has rotary modules with a rope_theta of their own, which no field of its config "
             f"could rescale together: {problem}"
         )
-    if problem:
-        raise IncompatibleError(
-            f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
-            f"starts from: {problem}"
-        )
-    return spec
+    raise IncompatibleError(
+        f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
+        f"starts from: {problem}"
+    )
 
 
 def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
@@ -308,13 +306,11 @@ def _positions(length: int) -> Tensor:
 def _compare(cos: Tensor, sin: Tensor, positions: Tensor, expected: Frequencies) -> str | None:
     angle = positions[:, None].double() * expected.inv_freq
     half, width = angle.shape[-1], cos.shape[-1]
-    if width == half:
-        layouts = [angle]
-    elif width == 2 * half:
-        layouts = [torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)]
-    else:
+    # Pairs of dimensions stand half a head apart (Llama), side by side (GPT-J), or once for both (complex numbers).
+    layouts = {half: [angle], 2 * half: [torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)]}
+    if width not in layouts:
         return f"it rotates {width} dimensions, the method gives {half} frequencies."
-    worst = min(_worst_error(cos, sin, laid_out, expected.attention_scale) for laid_out in layouts)
+    worst = min(_worst_error(cos, sin, laid_out, expected.attention_scale) for laid_out in layouts[width])
     if worst > 1.0:
         return f"its cos and sin differ from the method's by {worst:.3g} times the float32 rounding error."
     return None

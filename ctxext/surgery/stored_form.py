@@ -131,7 +131,10 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
     is_stock = len(found) == len(specs)
     if any(isinstance(spec, ProportionalSpec) for spec in specs):
         if is_stock and {form["rope_type"] for form in found} <= {"linear", "default"}:
-            forms = [form | _proportional(spec) for spec, form in zip(specs, found, strict=True)]
+            forms = [
+                form | ({"rope_type": "proportional"} if isinstance(spec, ProportionalSpec) else {})
+                for spec, form in zip(specs, found, strict=True)
+            ]
             yield "stock rope_type 'proportional' with a factor or another rope_theta", forms
         return
     if is_stock:
@@ -167,10 +170,6 @@ def _as_linear(form: Form) -> Form | None:
     if form["attention_factor"] != 1 or max(factors) > min(factors) * (1 + 1e-6):
         return None
     return {"rope_type": "linear", "rope_theta": form["rope_theta"], "factor": float(f"{factors[0]:.7g}")}
-
-
-def _proportional(spec: RopeSpec) -> Form:
-    return {"rope_type": "proportional"} if isinstance(spec, ProportionalSpec) else {}
 
 
 def checked_lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
