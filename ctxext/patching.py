@@ -12,12 +12,7 @@ from transformers import PreTrainedModel
 from ctxext.adapters import keep_extension
 from ctxext.architectures import Architecture, architecture_of, find_architecture
 from ctxext.attention import Call, select
-from ctxext.errors import (
-    BackendUnavailableError,
-    InvalidParameterError,
-    PatchStateError,
-    UnknownNameError,
-)
+from ctxext.errors import BackendUnavailableError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.base import is_number, require
 from ctxext.saved import (
@@ -217,14 +212,16 @@ def unpatch(model: ModelT) -> ModelT:
 def describe(model: nn.Module) -> Description:
     """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
     base = base_model(model)
-    patched = patched_state(base)
-    model_type = base.config.model_type
+    patched, model_type = patched_state(base), base.config.model_type
     if patched is not None:
-        edits = tuple(patched.edits.lines())
-        line = attention_line(base, patched.extension.attention)
-        found = describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
-        notes = _tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
-        return replace(found, attention=line, notes=(*found.notes, *notes))
+        extension, notes = patched.extension, list(patched.extension.notes)
+        found = describe_saved(saved_form(patched.method, extension), model_type, tuple(patched.edits.lines()))
+        if extension.target_length > extension.trained_length:
+            notes.append(
+                f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = "
+                f"{extension.target_length}, and save it with the model: ctxext.save(model, path, tokenizer=tokenizer)."
+            )
+        return replace(found, attention=attention_line(base, extension.attention), notes=tuple(notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)
@@ -232,16 +229,6 @@ def describe(model: nn.Module) -> Description:
     if length is None and (architecture := find_architecture(base)) is not None:
         length = architecture.trained_length(base.config)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
-
-
-def _tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
-    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
-    if target <= trained:
-        return ()
-    return (
-        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
-        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
-    )
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:

@@ -18,15 +18,7 @@ from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import Rebuild, rotaries
-from ctxext.surgery.rotary import (
-    UNSEEN,
-    LatentSpec,
-    PinnedApply,
-    ProportionalSpec,
-    disagreement,
-    find_sites,
-    survey,
-)
+from ctxext.surgery.rotary import UNSEEN, LatentSpec, PinnedApply, ProportionalSpec, disagreement, find_sites, survey
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
 from ctxext.surgery.windows import window_fields, window_note
 

@@ -58,22 +58,24 @@ class AlibiAttend:
         """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         layout = mask.layout
         q, k, v = _as_autocast_wants(q, k, v)
-        how: dict[str, Any] = {"scale": scale, "window": window, "dropout": dropout}
+
+        def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, length: int) -> Tensor:
+            slopes = self.slopes(length, q.device)
+            return self._run(Call.of(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout))
+
         if not self.method.dynamic:
-            slopes = self.slopes(self.alibi.trained_length, q.device)
-            return self._run(Call.of(q, k, v, layout, slopes=slopes, **how))
+            return run(q, k, v, layout, self.alibi.trained_length)
         rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(mask))
         fitted_lengths = {fitted for documents in rows for fitted in documents.values()}
         if len(fitted_lengths) == 1:
-            return self._run(Call.of(q, k, v, layout, slopes=self.slopes(fitted_lengths.pop(), q.device), **how))
+            return run(q, k, v, layout, fitted_lengths.pop())
         parts = []
         for row, documents in enumerate(rows):
             one = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
             here = slice(row, row + 1)
             out = torch.zeros_like(q[here])
             for fitted in sorted(set(documents.values())):
-                slopes = self.slopes(fitted, q.device)
-                found = self._run(Call.of(q[here], k[here], v[here], one, slopes=slopes, **how))
+                found = run(q[here], k[here], v[here], one, fitted)
                 out = torch.where(_standing_in(one, documents, fitted), found, out)
             parts.append(out)
         return torch.cat(parts)
