@@ -269,7 +269,7 @@ class StaleUpdate:
     said: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and result of transformers' own method."""
+        """Takes and returns what transformers' own method does."""
         cache = self.cache
         if int(cache.get_seq_length()):
             raise PatchStateError(

@@ -161,7 +161,7 @@ class Replicating:
     module: nn.Module
 
     def __call__(self) -> nn.Module:
-        """Arguments and result of torch's own method."""
+        """Takes and returns what torch's own method does."""
         module = self.module
         replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
         for name, value in list(replica.__dict__.items()):

@@ -126,7 +126,7 @@ class RecomputeStaleCache:
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Arguments and result of transformers' own method."""
+        """Takes and returns what transformers' own method does."""
         cached = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         total = cached + new.shape[1]
@@ -223,7 +223,7 @@ class RefuseAssistedDecoding:
     rule: LengthRule
 
     def __call__(self, *, generation_config: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        """Arguments and result of transformers' own method."""
+        """Takes and returns what transformers' own method does."""
         first, last = input_ids.shape[1], generation_config.max_length
         if self.rule.fitted(first) != self.rule.fitted(last):
             raise IncompatibleError(

@@ -202,14 +202,6 @@ class _Slots:
     kv_offset: int
     device: torch.device | str | None
 
-    def of_keys(self) -> Tensor:
-        """The slot of each key, ``[batch, key]``."""
-        return torch.arange(self.kv_offset, self.kv_offset + self.key, device=self.device).expand(self.batch, self.key)
-
-    def of_queries(self) -> Tensor:
-        """The slot of each query, ``[query]``."""
-        return torch.arange(self.query, device=self.device) + self.q_offset
-
 
 def _layout_mask(
     batch_size: int,
@@ -312,7 +304,9 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
     if is_counted and slots.q_offset == slots.kv_offset == 0 and position_ids is not None:
         keep = None if attention_mask is None else _keep(attention_mask, slots.query, 0)
         return _first_pass(position_ids.expand(slots.batch, slots.query).to(slots.device), keep, slots.key)
-    keys, places = slots.of_keys(), slots.of_queries() - slots.kv_offset
+    keys = torch.arange(slots.kv_offset, slots.kv_offset + slots.key, device=slots.device)
+    keys = keys.expand(slots.batch, slots.key)
+    places = torch.arange(slots.query, device=slots.device) + slots.q_offset - slots.kv_offset  # of queries among keys
     if attention_mask is None and is_counted and slots.kv_offset + slots.key == stop:
         if not compiling:
             _require_agreement(position_ids, keys[:, places], keys[:, places], None)
