@@ -36,7 +36,7 @@ class AlibiForward(ABC):
 
     @abstractmethod
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Arguments and result of the class's own forward: ``[batch, seq, hidden]`` to the same, and no weights."""
+        """Takes and returns what the class's own forward does: ``[batch, seq, hidden]`` to the same, and no weights."""
 
     def attended(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, cache: Any, *, scale: float, dropout: float | int
@@ -70,9 +70,9 @@ class AlibiArchitecture(Architecture):
         """What stands in for ``attention.forward``."""
         return self.forward_class(attention, attend)
 
-    @abstractmethod
     def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
-        """Heads and slopes of the checkpoint."""
+        """Heads and slopes of the checkpoint: here, those of the ALiBi paper."""
+        return AlibiSpec(num_heads=model.config.num_attention_heads, trained_length=trained_length)
 
     @abstractmethod
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:

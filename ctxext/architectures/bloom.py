@@ -15,7 +15,6 @@ from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
-from ctxext.spec import AlibiSpec
 from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.positions import LayoutMask
 
@@ -86,9 +85,6 @@ class Bloom(AlibiArchitecture):
     attention_class: ClassVar[type[nn.Module]] = BloomAttention
     forward_class: ClassVar[type[AlibiForward]] = BloomForward
     length_field: ClassVar[str] = "seq_length"
-
-    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
-        return AlibiSpec(num_heads=model.config.n_head, trained_length=trained_length)
 
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         heads = model.config.n_head

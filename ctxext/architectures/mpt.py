@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
-from ctxext.spec import AlibiSpec
 
 __all__ = ["Mpt"]
 
@@ -43,9 +42,6 @@ class Mpt(AlibiArchitecture):
     attention_class: ClassVar[type[nn.Module]] = MptAttention
     forward_class: ClassVar[type[AlibiForward]] = MptForward
     length_field: ClassVar[str] = "max_seq_len"
-
-    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
-        return AlibiSpec(num_heads=model.config.n_heads, trained_length=trained_length)
 
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         bias: Tensor = build_mpt_alibi_tensor(model.config.n_heads, 2)
