@@ -261,7 +261,7 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
 def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
     """Read what a checkpoint was trained with whose positions are scaled already.
 
-    That are the frequencies and the scale of cos and sin that its config gives a text of ``trained_length`` tokens,
+    These are the frequencies and the scale of cos and sin that its config gives a text of ``trained_length`` tokens,
     in the float32 that its weights saw.
     """
     plain = _plain_spec(model, place, trained_length)
