@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # scripts/ is not part of the installed package
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from scripts.walk.check import State
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-__all__ = ["MODELS", "RECENT", "TRAINED_LENGTH", "State", "logits", "tiny", "tokens"]
+__all__ = ["MODELS", "RECENT", "TRAINED_LENGTH", "State", "byte_model", "logits", "tiny", "tokens"]
 
 # The newest transformers that ctxext is developed on; a few tests meet defects of older ones, each named there.
 RECENT = Version(transformers.__version__) >= Version("5.23")
@@ -36,6 +32,25 @@ MODELS: dict[str, dict[str, Any]] = {
 def tiny(model_type: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of a type, trained for 64 tokens, in evaluation mode; ``changes`` are fields of its config."""
     return tiny_model(tiny_config(model_type, **(MODELS.get(model_type, {}) | changes)), seed)
+
+
+def byte_model() -> LlamaForCausalLM:
+    """A random Llama, trained for 512 tokens, that reads what the tokenizer of bytes gives; its losses differ a lot."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=256,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 def tokens(length: int = 3 * TRAINED_LENGTH, rows: int = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""Programs of this checkout, run as a user runs them: in processes of their own, one or two."""
+"""Programs of this checkout, run as a user runs them: the command line, and processes of their own, one or two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["killed_at", "launched", "ran"]
+from typer.testing import CliRunner, Result
+
+from ctxext.cli.app import app
+
+__all__ = ["command", "killed_at", "launched", "ran"]
 
 ROOT = Path(__file__).parents[1]
 # What accelerate's configuration file would say.
@@ -37,11 +41,19 @@ app(sys.argv[2:])
 """
 
 
+def command(*arguments: object) -> Result:
+    """``ctxext ARGUMENTS`` in this process; a traceback is a failure of the test, whatever the exit code."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
 def ran(arguments: Sequence[str], place: Path) -> subprocess.CompletedProcess[str]:
     """What ``python ARGUMENTS`` said, run in the folder ``place``."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=False)
+    words = [sys.executable, *arguments]
+    return subprocess.run(words, env=environment, cwd=place, capture_output=True, text=True, timeout=300, check=False)
 
 
 def killed_at(line: int, arguments: Sequence[str], place: Path) -> None:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jaxtyping
 import pytest
 import torch
-from _models import tiny
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import Result
 
 from ctxext import patching
 from ctxext.checkpoints import load
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
+from scripts.walk.check import Stock
+from tests._checkpoints import SHAPE, save
+from tests._models import tiny
+from tests._programs import command
+from tests._tokenizer import make_tokenizer
 
 # These check their own arguments, with errors that a user reads, and take 4 for 4.0. The runtime shape checker would
 # refuse both before that code runs, so it leaves the constructors and the verbs alone; all else stays checked.
@@ -30,7 +44,8 @@ for _verb in (
 ):
     _verb.__no_type_check__ = True  # type: ignore[attr-defined]
 
-# Tiny models: more threads only wait for each other, and stock reloads in other processes sum in the same order.
+# For all tests. Tiny models: more threads only wait for each other, and the order of a sum, so every bit of it, depends
+# on their number, here as in the processes of one thread that load what was saved.
 torch.set_num_threads(1)
 
 
@@ -40,6 +55,51 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("plain")
     tiny().save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of three families, trained for 256 tokens; read them only."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    gemma = SHAPE | {
+        "head_dim": 16,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    return {
+        "llama": save(LlamaForCausalLM(LlamaConfig(**SHAPE)), root / "llama"),
+        "mistral": save(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=128)), root / "mistral"),
+        "gemma3": save(Gemma3ForCausalLM(Gemma3TextConfig(**gemma)), root / "gemma3"),
+    }
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["llama"]
+
+
+@pytest.fixture
+def cli() -> Callable[..., Result]:
+    """Run a command; a traceback is a failure of the test, whatever the exit code."""
+    return command
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(bos=False)
+
+
+@pytest.fixture(scope="session")
+def bos_tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(bos=True)
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Stock]:
+    """A process that knows transformers and not ctxext."""
+    with Stock() as process:
+        yield process
 
 
 @pytest.fixture

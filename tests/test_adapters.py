@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import State, logits, tiny, tokens
 from peft import (
     AutoPeftModelForCausalLM,
     IA3Config,
@@ -33,6 +32,7 @@ from ctxext import adapters
 from ctxext.adapters import EXTENSION_FILE, SENTENCE
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.training.lora import attach_lora, reattach_lora
+from tests._models import State, logits, tiny, tokens
 
 EXTENSION = {"method": "yarn", "factor": 4}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj"]

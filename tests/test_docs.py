@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from _models import tiny
 from packaging.requirements import Requirement
 from typer.main import get_command
 
@@ -28,6 +27,7 @@ from ctxext.cli.app import app
 from ctxext.methods import METHODS
 from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings
+from tests._models import tiny
 
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "scripts")]  # they are not part of the installed package

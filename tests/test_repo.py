@@ -55,6 +55,15 @@ def test_every_part_has_a_test_file(folder: str, registry: dict[str, type[object
     assert missing == set(), f"without a test file: {sorted(missing)}"
 
 
+def test_tests_are_where_the_code_is() -> None:
+    """A folder of tests is named as the folder of the package that it is about, or runs on everything."""
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*.py")}
+    strangers = {str(folder) for folder in folders if not (ROOT / "ctxext" / folder / "__init__.py").is_file()}
+    assert strangers == {"contracts"}
+    # As packages, so that two files of one name, conftest.py among them, are two modules in every import mode.
+    assert [str(folder) for folder in folders if not (ROOT / "tests" / folder / "__init__.py").is_file()] == []
+
+
 def _is_about(path: Path, part: str) -> bool:
     """By its name, or because families that are alike share a file and are its parameters."""
     stem = path.stem.removeprefix("test_")

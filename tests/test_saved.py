@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from _models import logits, tiny, tokens
 
 import ctxext
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS
 from ctxext.saved import NOT_IDENTITY, checked_extension, choices, differences, identity
 from ctxext.spec import Extension
+from tests._models import logits, tiny, tokens
 
 
 def saved(method: str = "yarn", model_type: str = "llama", base: float = 1e4, **arguments: Any) -> dict[str, Any]:

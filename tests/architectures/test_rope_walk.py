@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from _models import RECENT, tiny
 
 import ctxext
 from ctxext.errors import IncompatibleError
@@ -18,6 +15,7 @@ from scripts import walk_architectures
 from scripts.walk import check
 from scripts.walk.check import Stock, check_model, walked_methods
 from scripts.walk.tiny import model_types
+from tests._models import RECENT, tiny
 
 # One method that stays static, one stored as another base, one with a temperature, one that needs its own cache.
 METHODS = ["pi", "ntk", "yarn", "dynamic_ntk"]
@@ -31,15 +29,6 @@ RIGHT = {
     "gpt_oss": "extended by default",
     "bamba": "a config with an infinite number",
 }
-
-
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Stock]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the stock process: the order of a sum depends on it
-    with Stock() as process:
-        yield process
-    torch.set_num_threads(threads)
 
 
 def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str, str]]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from _models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +22,7 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.check import Stock, check_model
+from tests._models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]
 
@@ -39,21 +38,6 @@ def example(method: type[RopeMethod], model: PreTrainedModel) -> RopeMethod:
 def patched(method: type[RopeMethod], model_type: str = "llama") -> PreTrainedModel:
     model = tiny(model_type)
     return ctxext.patch(model, example(method, model))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The stock process runs with one thread; the order of a sum depends on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def stock() -> Iterator[Stock]:
-    with Stock() as process:
-        yield process
 
 
 def test_the_work_list_is_not_empty() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -21,15 +19,6 @@ DEVICES = [
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("name", sorted(BACKENDS))]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from peft import PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -17,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import LongRoPE
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 FOLLOWING: list[tuple[str, dict[str, Any]]] = [
@@ -43,14 +42,6 @@ following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=nam
 every = pytest.mark.parametrize(("model_type", "method"), [*FOLLOWING, *STATIC], ids=name)
 
 LONG, KEPT, NEW = 2 * TRAINED_LENGTH - 28, 40, 5  # 100 tokens are read, 40 of them kept, 5 others follow
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def extended(model: PreTrainedModel, method: dict[str, Any]) -> PreTrainedModel:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import RECENT, TRAINED_LENGTH, tiny, tokens
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoModelForMaskedLM, PreTrainedModel
 
@@ -18,6 +17,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.tiny import tiny_config, tiny_model
+from tests._models import RECENT, TRAINED_LENGTH, tiny, tokens
 
 CAUSAL = ("llama", "gemma2", "deepseek_v3", "bloom")
 TURNED = ("llama", "mistral")  # with is_causal=False in their config

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -22,18 +20,11 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.methods import LongRoPE, Method
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 DYNAMIC = ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 NOTE = f"Stock code loads it, but mixes positions: .* passes {TRAINED_LENGTH} tokens"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def notes(model: PreTrainedModel) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, tiny, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,6 +18,7 @@ import ctxext
 from ctxext.attention import BACKENDS, flex
 from ctxext.errors import BackendUnavailableError
 from ctxext.methods import METHODS, LongRoPE
+from tests._models import TRAINED_LENGTH, tiny, tokens
 
 ROTARY, BIASED = ("llama", "mistral"), ("bloom", "mpt", "falcon")
 CHANGES: dict[str, dict[str, Any]] = {
@@ -107,14 +107,6 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling costs 10 s per layout on CPU; tests/attention/test_flex.py compiles a few."""
     monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_work_list_is_whole() -> None:

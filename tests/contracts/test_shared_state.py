@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from _models import TRAINED_LENGTH, logits, tiny, tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.methods import LongRoPE
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 FOLLOWING: list[tuple[str, dict[str, Any]]] = [
@@ -43,14 +43,6 @@ def name(value: Any) -> str | None:
 
 following = pytest.mark.parametrize(("model_type", "method"), FOLLOWING, ids=name)
 every = pytest.mark.parametrize(("model_type", "method"), EVERY, ids=name)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(model_type: str, method: dict[str, Any]) -> PreTrainedModel:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -33,6 +32,7 @@ from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
 from ctxext.evaluation.statistics import paired_difference
 from ctxext.evaluation.survey import my_share
 from ctxext.methods import ALiBi, YaRN
+from tests._models import tiny
 
 TRAINED, TARGET, END = 512, 1024, 128
 WINDOWS = (128, 256, 384, 512)

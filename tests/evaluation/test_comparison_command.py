@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from _programs import killed_at, launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
 
 from ctxext import errors
-from ctxext.cli.app import app
 from ctxext.evaluation import passkey
+from tests._programs import command, killed_at, launched
 
 TRUNCATIONS = [f"truncated {window}" for window in (128, 256, 384, 512)]
 
@@ -42,13 +40,6 @@ def checkpoint(model: LlamaForCausalLM, arguments: list[str]) -> None:
         model.save_pretrained(arguments[2])
 
 
-def call(*given: object) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in given], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def read(output: Path) -> tuple[str, dict[str, Any]]:
     """The report without what may differ, byte for byte, and what may."""
     text = (output / "report.json").read_text(encoding="utf-8")
@@ -65,7 +56,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tmp_path / "whole"
-    first = call(*arguments, "-o", whole)
+    first = command(*arguments, "-o", whole)
     assert first.exit_code == 0, first.output
     expected, made = read(whole)
     count = len(lines(whole))
@@ -81,13 +72,13 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(passkey, "measure", interrupted)
-    stopped = call(*arguments, "-o", killed)
+    stopped = command(*arguments, "-o", killed)
     assert stopped.exit_code == 130
     kept = len(lines(killed))
     assert 5 <= kept < count
     assert re.search(rf"{kept} of {count} cells are finished and kept .* run the same command again", stopped.output)
     monkeypatch.setattr(passkey, "measure", real)
-    resumed = call(*arguments, "-o", killed)
+    resumed = command(*arguments, "-o", killed)
     assert f"{count} cells, {kept} of them finished before" in resumed.output
     assert read(killed)[0] == expected
     assert len(lines(killed)) == count
@@ -127,7 +118,7 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[str], tmp_path: Path) -> None:
     output = tmp_path / "report"
-    shown = call(*arguments, "-m", "table inv_freq=[1,2]", "-o", output)
+    shown = command(*arguments, "-m", "table inv_freq=[1,2]", "-o", output)
     text = (output / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
@@ -180,6 +171,6 @@ def test_a_package_that_is_missing_is_named_before_anything_is_computed(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors.importlib.util, "find_spec", lambda name: None)
-    result = call(*arguments, "-o", tmp_path / "out")
+    result = command(*arguments, "-o", tmp_path / "out")
     assert (result.exit_code, (tmp_path / "out").exists()) == (1, False)
     assert "pip install 'ctxext[eval]'" in result.output

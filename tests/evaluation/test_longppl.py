@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
 
 import ctxext
-from ctxext.cli.app import app
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -24,6 +22,7 @@ from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.key_tokens import KeyTokens, ending, find_key_tokens, search_cost
 from ctxext.evaluation.longppl import LongPplResult
 from ctxext.evaluation.loss import truncated_loss
+from tests._programs import command
 
 TRAINED = 512
 WINDOWS = (128, 256, 384, 512)
@@ -251,11 +250,7 @@ def test_the_command(
     given += ["-t", tmp_path / "one.txt", "-t", tmp_path / "two.txt", "--keys", tmp_path / "keys.json"]
     given += ["--short", 96, "--stride", 32, "--alpha", 0.5, "--beta", -6]
 
-    def call(*more: object) -> Result:
-        arguments = [str(part) for part in (*given, *more)]
-        return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-
-    shown = call(*(part for name in names for part in ("-o", tmp_path / name)))
+    shown = command(*given, *(part for name in names for part in ("-o", tmp_path / name)))
     assert shown.exit_code == 0, shown.output
     saved = json.loads((tmp_path / "longppl.json").read_text(encoding="utf-8"))
     report = LongPplResult.from_dict(saved)
@@ -277,11 +272,11 @@ def test_the_command(
         raise AssertionError("key tokens were found before")
 
     monkeypatch.setattr(key_tokens, "find_key_tokens", never)
-    again = call("--csv")
+    again = command(*given, "--csv")
     assert again.exit_code == 0, again.output
     assert again.stdout.splitlines()[0].startswith("checkpoint,reading,length,key_tokens")
     assert re.search(r"\d+ key tokens out of .*keys\.json, found by tiny", again.stderr)
     given[given.index("--alpha") + 1] = 1
-    other = call()
+    other = command(*given)
     assert other.exit_code == 1
     assert "holds key tokens found with alpha=0.5, and alpha=1.0 is asked for" in other.stderr

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
@@ -16,6 +15,7 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.haystack import of_text, split_sentences
 from ctxext.evaluation.passkey import PasskeyCell, PasskeyResult, PasskeyTrial, build, measure, run
 from ctxext.evaluation.statistics import wilson_interval
+from tests._models import tiny
 
 STORY = "".join(f" Day {day}: Mr. A. walked {day % 7} miles. Why? Nobody knew!" for day in range(60))
 

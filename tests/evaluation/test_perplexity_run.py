@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from _programs import launched
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
@@ -24,6 +23,7 @@ from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.perplexity import make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
+from tests._programs import launched
 
 TRAINED = 64
 WINDOWS = (16, 32, 48, 64)

@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from _programs import killed_at, launched
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
 
 import ctxext
-from ctxext.cli.app import app
 from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
 from ctxext.evaluation import passkey, ruler
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
@@ -31,6 +28,7 @@ from ctxext.evaluation.readings import find_readers
 from ctxext.evaluation.report.retrieval import passkey_sentences, ruler_sentences, save_passkey_figure, show_passkeys
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.statistics import wilson_interval
+from tests._programs import command, killed_at, launched
 
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
 
@@ -41,13 +39,6 @@ def checkpoint(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, 
     model.save_pretrained(tmp_path / "tiny")
     bos_tokenizer.save_pretrained(tmp_path / "tiny")
     return str(tmp_path / "tiny")
-
-
-def call(*given: object) -> Result:
-    result = CliRunner().invoke(app, ["eval", *map(str, given)], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def read(path: Path) -> Any:
@@ -61,7 +52,7 @@ def test_passkeys_are_those_of_the_evaluation(
     checkpoint: str, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     outputs = [tmp_path / f"keys.{kind}" for kind in ("json", "csv", "png")]
-    shown = call("passkey", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)))
+    shown = command("eval", "passkey", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)))
     assert shown.exit_code == 0, shown.output
     saved = json.loads(outputs[0].read_text(encoding="utf-8"))
     report = PasskeyReport.from_dict(saved)
@@ -98,7 +89,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
 ) -> None:
     arguments = ["passkey", checkpoint, *ASKED]
     whole, killed, shared = (tmp_path / f"{name}.json" for name in ("whole", "killed", "shared"))
-    assert call(*arguments, "-o", whole).exit_code == 0
+    assert command("eval", *arguments, "-o", whole).exit_code == 0
     # Killed in the middle of a line, then interrupted, then finished.
     killed_at(5, ["eval", *arguments, "-o", str(killed)], tmp_path)
     real, asked = passkey.measure, 0
@@ -111,17 +102,17 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
         return real(*given, **more)
 
     monkeypatch.setattr(passkey, "measure", interrupted)
-    stopped = call(*arguments, "-o", killed)
+    stopped = command("eval", *arguments, "-o", killed)
     assert stopped.exit_code == 130
     assert "Interrupted. 5 of 14 trials are finished and kept in" in stopped.output
     assert not killed.exists()
     asked = 3
-    resumed = call(*arguments, "-o", killed)
+    resumed = command("eval", *arguments, "-o", killed)
     assert (resumed.exit_code, asked) == (0, 3 + 9)
     assert "5 of them finished before" in resumed.output
     assert read(killed) == read(whole)
     # A method more costs that method alone.
-    more = call(*arguments, "-m", "pi", "-o", killed)
+    more = command("eval", *arguments, "-m", "pi", "-o", killed)
     assert (more.exit_code, asked) == (0, 3 + 9 + 4)
     said = launched("passkey.py", [*arguments[1:], "-o", str(shared)], tmp_path)
     assert said.count("Readings:") == 1, "one process talks"
@@ -149,7 +140,7 @@ def test_saved_extended_checkpoints_are_read_as_saved(
     for name in ("patched", "adapter", "merged"):
         bos_tokenizer.save_pretrained(tmp_path / name)
         given = ("passkey", tmp_path / name, "--dtype", "fp32", "--depth", "0")
-        shown = call(*given, "--reference", checkpoint, "-o", tmp_path / f"{name}.json")
+        shown = command("eval", *given, "--reference", checkpoint, "-o", tmp_path / f"{name}.json")
         assert shown.exit_code == 0, shown.output
         report = PasskeyReport.from_dict(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")))
         assert [one.reading for one in report.readings] == ["unpatched", "truncated", "as saved"]
@@ -255,7 +246,7 @@ def test_ruler_is_that_of_the_evaluation(
     output = tmp_path / "ruler.json"
     given = ["ruler", checkpoint, "--dtype", "fp32", "-m", "pi", "-l", "1024", "-l", "1400", "--samples", "2"]
     given += ["--task", "niah_single_1", "--task", "niah_single_2", "-t", prose, "-o", output]
-    shown = call(*given, "-o", tmp_path / "ruler.svg")
+    shown = command("eval", *given, "-o", tmp_path / "ruler.svg")
     assert shown.exit_code == 0, shown.output
     report = RulerReport.from_dict(json.loads(output.read_text(encoding="utf-8")))
     assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
@@ -284,7 +275,7 @@ def test_ruler_is_that_of_the_evaluation(
     assert by_name["pi x1.36719"].trials == answers()
     # Another sample more asks for what is new only; a text that is another asks again only what is hidden in it.
     prose.write_text("It snowed. " * 60, encoding="utf-8")
-    again = call(*given)
+    again = command("eval", *given)
     assert "20 trials, 10 of them finished before" in again.output
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import datasets
 import pytest
-from _models import tiny
-from _recipe import CONFIG, SMALL, words_of
-from _tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.settings import Settings, read_settings
+from tests._models import tiny
+from tests._tokenizer import make_tokenizer
+from tests.training._recipe import CONFIG, SMALL, words_of
 
 LENGTHS = (400, 90, 200, 20)
 
@@ -43,6 +44,11 @@ def corpus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"title": f"document {i}", "text": text}) for i, text in enumerate(texts)]
     path.write_text("\n".join(rows), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def documents(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> TokenisedDocuments:
+    return TokenisedDocuments.read([str(corpus)], tokenizer)
 
 
 @pytest.fixture(scope="session")

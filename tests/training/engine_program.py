@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _recipe import Stop, recipe
 from accelerate.state import AcceleratorState, GradientState
-from cpu_engines import admit_processes, admit_ring_attention
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ctxext.errors import IncompatibleError
 from ctxext.training import trainer as trainers
 from ctxext.training.settings import read_settings
+from tests.training._recipe import Stop, recipe
+from tests.training.cpu_engines import admit_processes, admit_ring_attention
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",

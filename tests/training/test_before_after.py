@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from _recipe import recipe
 from torch import Tensor
 
 import ctxext
@@ -17,6 +16,7 @@ from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_di
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.training import before_after
 from ctxext.training.before_after import BeforeAndAfter
+from tests.training._recipe import recipe
 
 LONG = (0, 2)  # the documents that are longer than the extended window of 128
 PASSKEY = ("--passkey_lengths", "400", "--passkey_depths", "0.5", "--passkey_trials", "2")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from _models import TRAINED_LENGTH, tiny
-from _recipe import CONFIGS, losses, recipe, words_of
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.training.settings import Settings, Stage, read_settings
 from scripts.update_readme import header_of
+from tests._models import TRAINED_LENGTH, tiny
+from tests.training._recipe import CONFIGS, losses, recipe, words_of
 
 LLAMA_3_1 = {
     "max_position_embeddings": 8 * TRAINED_LENGTH,

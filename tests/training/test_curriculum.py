@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny, tokens
-from _recipe import interrupted, losses, recipe
 from transformers import TrainerState
 
 import ctxext
@@ -17,6 +15,8 @@ from ctxext.training import Memory
 from ctxext.training.curriculum import Curriculum
 from ctxext.training.lora import attach_lora
 from ctxext.training.settings import ExtensionSettings, Settings, Stage
+from tests._models import tiny, tokens
+from tests.training._recipe import interrupted, losses, recipe
 
 
 def with_stages(settings: Settings, *stages: dict[str, Any]) -> Settings:

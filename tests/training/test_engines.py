@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from _models import logits, tiny, tokens
-from _recipe import CONFIG, SMALL, words_of
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
+from tests._models import logits, tiny, tokens
+from tests.training._recipe import CONFIG, SMALL, losses, words_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -88,7 +88,7 @@ def start(cases: list[dict[str, Any]], processes: int, root: Path, *, machines: 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "HF_DATASETS_CACHE": str(root / "cache"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -123,10 +123,6 @@ def start(cases: list[dict[str, Any]], processes: int, root: Path, *, machines: 
 def recorded(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(run / "recorded.pt")
     return found
-
-
-def losses(run: Path) -> list[float]:
-    return [entry["loss"] for entry in json.loads((run / "run.json").read_text(encoding="utf-8"))["loss"]]
 
 
 def single(case: str) -> str:

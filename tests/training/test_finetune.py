@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import logits, tokens
-from _recipe import interrupted, losses, recipe
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
@@ -19,6 +17,8 @@ import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.trainer import LongTrainer, NotANumberError
+from tests._models import logits, tokens
+from tests.training._recipe import interrupted, losses, recipe
 
 STEPS = 4
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from _models import logits, tiny, tokens
 from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.training.lora import attach_lora, linear_layers, merged, norm_layers
+from tests._models import logits, tiny, tokens
 
 
 def trained(model: Any, steps: int = 2) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny, tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.training import chunk_loss, loss
+from tests._models import tiny, tokens
 
 LENGTH = 50
 CHUNKS = (14, 1024)

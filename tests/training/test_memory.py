@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny, tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.training import Memory, return_freed_memory
+from tests._models import tiny, tokens
 
 LENGTH = 60
 WAYS = [

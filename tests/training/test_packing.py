@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _models import tiny
 from torch import Tensor
 
 import ctxext
@@ -15,13 +13,9 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training import chunk_loss
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, PackedSequences, require_separate
+from tests._models import tiny
 
 LENGTH = 61  # of which 60 are text; documents of 400, 90, 200 and 20 tokens leave 40, 30, 20 and 20 over
-
-
-@pytest.fixture
-def documents(corpus: Path, tokenizer: Any) -> TokenisedDocuments:
-    return TokenisedDocuments.read([str(corpus)], tokenizer)
 
 
 def packed(documents: TokenisedDocuments, **changes: Any) -> PackedSequences:

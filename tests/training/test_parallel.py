@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny, tokens
 from accelerate import ParallelismConfig
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -19,6 +18,7 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.lora import attach_lora
 from ctxext.training.parallel import launched_parallelism, release_attention, require_carried, whole_sequence
+from tests._models import tiny, tokens
 
 LENGTH = 96
 

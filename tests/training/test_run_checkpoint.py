@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from _recipe import recipe
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError
 from ctxext.training.checkpoint import load_base, require_device
 from ctxext.training.lora import attach_lora
+from tests.training._recipe import recipe
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

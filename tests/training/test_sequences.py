@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import tiny
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
@@ -19,13 +18,9 @@ from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameErr
 from ctxext.evaluation.corpus import Document
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, TrainingSequences
+from tests._models import tiny
 
 LENGTH, TARGET = 41, 128
-
-
-@pytest.fixture
-def documents(corpus: Path, tokenizer: Any) -> TokenisedDocuments:
-    return TokenisedDocuments.read([str(corpus)], tokenizer)
 
 
 def sequences(documents: TokenisedDocuments, **changes: Any) -> TrainingSequences:

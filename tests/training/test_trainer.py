@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from _models import tiny, tokens
 from transformers import TrainingArguments
 
 from ctxext.training.lora import attach_lora
 from ctxext.training.trainer import LongTrainer
+from tests._models import tiny, tokens
 
 
 @pytest.mark.parametrize("rate", [None, 1e-5])

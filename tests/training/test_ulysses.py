@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from _models import logits, tiny, tokens
-from _programs import ROOT, ran
-from _recipe import CONFIG, SMALL, words_of
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
+from tests._models import logits, tiny, tokens
+from tests._programs import ROOT, ran
+from tests.training._recipe import CONFIG, SMALL, words_of
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None or shutil.which("c++") is None, reason="needs deepspeed and a C++ compiler"

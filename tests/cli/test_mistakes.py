@@ -1,0 +1,242 @@
+"""Mistakes at the command line: one message in the words of the command line, no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config
+from typer.testing import Result
+
+import ctxext
+from ctxext.checkpoints import write
+from ctxext.cli.options import in_flags
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from tests._checkpoints import TRAINED
+from tests._famous import famous_checkpoint
+from tests._models import tiny
+
+Cli = Callable[..., Result]
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code in (1, 2), result.output
+    return " ".join(result.stderr.split())
+
+
+# --- what is said --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["patch", "export", "eval perplexity"])
+def test_an_option_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Path, command: str) -> None:
+    """Click keeps the last of them; a user who compares two methods would get one."""
+    rest = {"patch": [llama, tmp_path / "x"], "export": [llama, "--to", "vllm"], "eval perplexity": [llama]}[command]
+    twice = refused(cli(*command.split(), *rest, "-m", "pi", "-m", "yarn", "-f", 2))
+    assert "given more than once" in twice
+    assert "-m" in twice
+    assert "given more than once" in refused(cli(*command.split(), *rest, "-m", "pi", "-f", 2, "--factor", 4))
+    assert not (tmp_path / "x").exists()
+
+
+def test_options_that_repeat_may_be_repeated(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    two = ("-p", "beta_fast=64", "-p", "beta_slow=2")
+    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4, *two).exit_code == 0
+    assert json.loads((tmp_path / "x/config.json").read_text())["ctxext"]["method"]["beta_slow"] == 2
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk", "dynamic_yarn"])
+def test_a_forgotten_factor_is_no_success(cli: Cli, llama: Path, tmp_path: Path, method: str) -> None:
+    for command in (("patch", llama, tmp_path / "x"), ("export", llama, "--to", "vllm")):
+        said = refused(cli(*command, "--method", method))
+        assert "--factor N" in said
+        assert "--target-length N" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_messages_speak_flags(cli: Cli, checkpoints: dict[str, Path], llama: Path, tmp_path: Path) -> None:
+    yarn = ("--method", "yarn", "--factor", 4)
+    said = refused(cli("patch", checkpoints["mistral"], tmp_path / "x", *yarn))
+    assert "--sliding-window lift" in said
+    assert "sliding_window='" not in said
+    assert "(sliding_window=128)" in said  # the config's field, not the option
+    assert "--sliding-window lift" in cli("inspect", checkpoints["mistral"]).stdout.replace("\n", " ")
+    contradiction = ("--factor", 2, "--target-length", 9 * TRAINED)
+    said = refused(cli("patch", llama, tmp_path / "x", "--method", "yarn", *contradiction))
+    assert f"--factor 2.0 and --target-length {9 * TRAINED} contradict" in said
+    said = refused(cli("export", llama, "--to", "vllm", "--factor", 4))
+    assert said.startswith("Error: --factor: only with --method")
+    assert refused(cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", "0.5")).startswith("Error: --factor must be")
+
+
+def test_in_flags_leaves_the_fields_of_a_config_alone() -> None:
+    for field in ("rope_parameters={'factor': 4.0}", "sliding_window=4096", "has factor=-1 in rope_parameters"):
+        assert in_flags(field) == field
+    assert in_flags("pass trained_length=...") == "pass --trained-length N"
+    assert in_flags("scaling='replace'") == "--scaling replace"
+
+
+def test_a_length_of_nothing(cli: Cli, llama: Path) -> None:
+    yarn = ("--to", "vllm", "--method", "yarn")
+    for command in (("inspect", llama), ("export", llama, *yarn, "--factor", 4), ("plot", "frequencies", llama)):
+        assert "--trained-length must be a positive whole number" in refused(cli(*command, "--trained-length", 0))
+    assert "--target-length must be a positive whole number" in refused(
+        cli("export", llama, *yarn, "--target-length", 0)
+    )
+
+
+@pytest.mark.parametrize("name", ["YaRN", "YARN", "Yarn"])
+def test_a_method_in_capitals_is_suggested(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'yarn'"):
+        ctxext.method(name, factor=4)
+
+
+@pytest.mark.parametrize("factor", [np.float32(4), np.float64(4), np.int64(4)])
+def test_numbers_of_numpy_are_numbers(factor: Any) -> None:
+    method = ctxext.method("yarn", factor=factor)
+    assert (type(method.factor), method) == (float, ctxext.method("yarn", factor=4))
+    assert json.dumps(method.to_dict())
+
+
+# --- what could not be ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["longrope", "table"])
+def test_tables_that_are_missing(cli: Cli, llama: Path, tmp_path: Path, method: str) -> None:
+    with pytest.raises(InvalidParameterError, match=f"Method '{method}' needs "):
+        ctxext.method(method, factor=4)
+    said = refused(cli("patch", llama, tmp_path / "x", "-m", method, "-f", 4))
+    assert "one number per rotated pair" in said
+    assert "=@FILE.json" in said
+    assert "needs " in refused(cli("plot", "frequencies", llama, "-m", method, "-o", tmp_path / "x.png"))
+
+
+def test_tables_of_another_size() -> None:
+    model = tiny()
+    with pytest.raises(InvalidParameterError, match="the length of long_factor must be 16"):
+        ctxext.patch(model, "longrope", factor=4, short_factor=[1, 2], long_factor=[1, 2])
+    assert ctxext.describe(model).method is None
+
+
+@pytest.mark.parametrize("extent", [{"factor": 1e308}, {"factor": 1e9}, {"target_length": 10**30}])
+def test_further_than_anything(extent: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameterError, match="factor must be at most 1,000,000"):
+        ctxext.patch(tiny(), "yarn", **extent)
+
+
+@pytest.mark.parametrize("device", ["toaster", "cuda:99", "xpu"])
+def test_a_device_that_is_not_there(cli: Cli, llama: Path, device: str) -> None:
+    said = refused(cli("eval", "perplexity", llama, "--device", device, "--text", __file__))
+    assert f"Device '{device}' cannot be used here" in said
+
+
+def test_a_disk_that_is_full(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    def fail(self: Figure, path: Any, **_: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    said = refused(cli("plot", "frequencies", llama, "-m", "yarn", "-o", tmp_path / "x.png"))
+    assert "x.png cannot be written: No space left on device" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_resort(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENAMETOOLONG, "File name too long", "xxx")
+
+    monkeypatch.setattr(write, "patch_checkpoint", fail)
+    said = refused(cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4))
+    assert said == "Error: xxx: File name too long."
+
+
+# --- what a checkpoint is -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [("Qwen/Qwen2-VL-7B-Instruct", 32_768), ("llava-hf/llava-1.5-7b-hf", 4096), ("answerdotai/ModernBERT-base", 8192)],
+)
+def test_models_that_are_more_than_a_decoder_or_less(cli: Cli, tmp_path: Path, name: str, trained: int) -> None:
+    """ctxext.patch extends them rightly, so inspect must not say that it cannot."""
+    place = famous_checkpoint(name, tmp_path / "model")
+    found = json.loads(cli("inspect", place, "--json").stdout)
+    assert (found["trained_length"], found["extended"]) == (trained, None)
+    verdicts = {verdict["method"]: verdict["target_length"] for verdict in found["verdicts"]}
+    assert verdicts["yarn"] == 4 * trained
+    said = refused(cli("plan", place, "--length", 256))
+    assert "planned for causal language models" in said
+    assert "decoders only" not in said
+
+
+def test_learned_positions_are_named(cli: Cli, tmp_path: Path) -> None:
+    small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+    GPT2Config(**small).save_pretrained(tmp_path)
+    printed = cli("inspect", tmp_path).stdout
+    assert "learned positions, one vector each for 1,024 tokens" in printed
+    assert "ctxext export" not in printed  # nothing extends it
+    found = json.loads(cli("plan", tmp_path, "--memory", "8GiB", "--json").stdout)
+    assert (found["serving"]["length"], found["reach"]) == (1024, 1024)
+    assert "cannot read 2,000 tokens" in refused(cli("plan", tmp_path, "--length", 2000))
+
+
+def test_bloom_is_not_recommended_what_it_refuses(cli: Cli, tmp_path: Path) -> None:
+    config = BloomConfig(n_layer=2, hidden_size=32, n_head=2, vocab_size=64)
+    config.save_pretrained(tmp_path)
+    printed = cli("inspect", tmp_path).stdout
+    assert "has ALiBi" in printed
+    assert "--method yarn" not in printed
+    assert "None" not in str(ctxext.describe(BloomForCausalLM(config)))
+
+
+def test_a_gguf_file_is_not_sent_in_a_circle(cli: Cli, tmp_path: Path) -> None:
+    gguf = tmp_path / "x.gguf"
+    gguf.write_bytes(b"GGUF")
+    patching = refused(cli("patch", gguf, tmp_path / "y", "-m", "yarn", "-f", 4))
+    assert "ctxext export" not in patching
+    assert "ctxext.load(" in patching
+    assert "Give the checkpoint that it was converted from" in refused(cli("export", gguf, "--to", "llama.cpp"))
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_what_is_missing_before_it_works(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    assert "Give --memory (80GiB)" in refused(cli("plan", tmp_path / "nothing"))
+    said = refused(cli("plan", llama, "--memory", "80"))
+    assert "needs a unit, such as 80GiB" in said
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.1-8B"}')
+    said = refused(cli("plan", tmp_path / "adapter", "--length", 256))
+    assert "is an adapter. Plan its base model, meta-llama/Llama-3.1-8B" in said
+
+
+def test_plan_says_how_far_the_model_reaches(cli: Cli, llama: Path) -> None:
+    printed = cli("plan", llama, "--length", TRAINED + 256).stdout
+    assert f"made for {TRAINED} tokens" in printed
+    assert "extend it first" in printed
+    assert "extend it first" not in cli("plan", llama, "--length", TRAINED).stdout
+
+
+@pytest.mark.parametrize(("model_type", "window"), [("gemma3_text", 16), ("mistral", 16)])
+def test_plan_counts_what_the_caches_of_windows_keep(model_type: str, window: int) -> None:
+    """The planned cache is what transformers' own cache shows; what lies behind its views passes with a token."""
+    from ctxext.planning.plan import plan_serving
+
+    model, length = tiny(model_type, sliding_window=window), 256
+    with torch.no_grad():
+        cache = model(torch.full((1, length), 5), use_cache=True).past_key_values
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    shown = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert shown < held
+    planned = plan_serving(model.config, dtype=torch.float32).at(length)
+    assert shown <= planned.cache <= shown + 64  # a scalar or two beside them
+    assert planned.cache + planned.passing == pytest.approx(held, abs=64)

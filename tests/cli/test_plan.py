@@ -1,0 +1,93 @@
+"""``ctxext plan``: what it prints and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GptOssConfig, LlamaConfig, MixtralConfig
+from typer.testing import Result
+
+from ctxext.planning.plan import plan_serving
+from tests._checkpoints import SHAPE
+
+Cli = Callable[..., Result]
+KV = 2 * 2 * SHAPE["num_key_value_heads"] * 16 * 2  # bytes per token: two layers, keys and values, bfloat16
+
+
+def test_what_a_length_takes(cli: Cli, llama: Path) -> None:
+    found = json.loads(cli("plan", llama, "--length", 4096, "--memory", "1GiB", "--no-embeddings", "--json").stdout)
+    assert (found["dtype"], found["memory"], found["training"]["fits"]) == ("bf16", 2**30, True)
+    training, serving = found["training"], found["serving"]
+    assert 4096 * KV <= serving["cache"] < 4096 * KV * 1.01
+    at_work = max(training["layer"], training["loss"])
+    fixed = training["weights"] + training["adapters"] + training["gradients"] + training["optimizer"]
+    assert training["total"] == fixed + training["kept"] + at_work
+    printed = cli("plan", llama, "--length", 4096, "--memory", "1MiB").stdout
+    assert "AdamW's moments" in printed
+    assert "training: 4,096 tokens take" in printed
+    assert "more than there is" in printed
+
+
+def test_the_longest_of_an_extended_checkpoint(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    cli("patch", llama, tmp_path / "long", "--method", "yarn", "--factor", 4)
+    found = json.loads(cli("plan", tmp_path / "long", "--memory", "16MiB", "--no-embeddings", "--json").stdout)
+    assert 0 < found["training"]["length"] < found["serving"]["length"]
+    assert found["serving"]["total"] <= 16 * 2**20
+
+
+def test_no_weights_and_no_training(cli: Cli, tmp_path: Path) -> None:
+    shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    MixtralConfig(**shape).save_pretrained(tmp_path)
+    printed = cli("plan", tmp_path, "--length", 512).stdout
+    assert "training: MixtralForCausalLM has no linear layers of the kind 'mlp' to adapt." in printed
+    assert "keys and values of all layers" in printed
+
+
+def gpt_oss(**changes: Any) -> GptOssConfig:
+    packing = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return GptOssConfig(**{"quantization_config": packing} | changes)
+
+
+def test_the_published_weights_of_gpt_oss() -> None:
+    """``total_size`` of openai/gpt-oss-20b's and -120b's model.safetensors.index.json."""
+    for layers, experts, published in ((24, 32, 13_761_264_768), (36, 128, 65_248_815_744)):
+        shape = gpt_oss(num_hidden_layers=layers, num_local_experts=experts)
+        assert plan_serving(shape, dtype=torch.bfloat16).fixed.weights == published
+
+
+def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
+    gpt_oss(**small, vocab_size=128).save_pretrained(tmp_path / "mxfp4")
+    printed = cli("plan", tmp_path / "mxfp4", "--length", 512).stdout
+    assert "Its experts are stored as mxfp4 and counted so in use" in printed
+    found = json.loads(cli("plan", tmp_path / "mxfp4", "--length", 512, "--json").stdout)
+    assert found["stored_as"] == "mxfp4"
+    fp8 = LlamaConfig(**SHAPE, quantization_config={"quant_method": "fp8"})
+    fp8.save_pretrained(tmp_path / "fp8")
+    assert "weights are stored as fp8, and counted in bf16" in cli("plan", tmp_path / "fp8", "--length", 512).stdout
+    refused = cli("plan", tmp_path / "fp8", "--length", 512, "--quantisation", "nf4")
+    assert (refused.exit_code, "come quantised (fp8)" in refused.stderr) == (1, True)
+    plain = cli("plan", llama, "--length", 512)
+    assert "stored as" not in plain.stdout
+    assert json.loads(cli("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
+
+
+def test_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    for arguments, said in (
+        ((), "Give --memory (80GiB), for the longest context, or --length"),
+        (("--memory", "1KiB"), "256 tokens take"),
+        (("--memory", "eighty"), "An amount of memory is written like 2GiB"),
+        (("--length", 64, "--dtype", "bf61"), "Did you mean 'bf16'"),
+        (("--length", 64, "--mlp-tile", 0), "mlp_tile must be at least 1 token, found 0"),
+        (("--length", 64, "--no-checkpointing", "--offload"), "offload is about what checkpointing keeps"),
+        (("--length", 64, "--quantisation", "int2"), "Unknown quantisation 'int2'"),
+    ):
+        result = cli("plan", tmp_path, *arguments)
+        assert (result.exit_code, said in result.stderr) == (1, True), result.stderr
+    assert cli("plan", tmp_path, "--length", 0).exit_code == 2
+    assert "There is no checkpoint at" in cli("plan", tmp_path / "none", "--length", 64).stderr

@@ -1,0 +1,177 @@
+"""What a length takes, from the config alone: against arithmetic by hand, and against what a real step holds."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.planning.plan import STEP, longest, plan_serving, plan_training
+from ctxext.training import Memory
+from ctxext.training.lora import attach_lora
+from tests._models import tiny, tokens
+
+HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 64, 96, 128, 4, 2, 16, 1024
+# Weights of one layer's linear layers, as (inputs, outputs).
+LINEAR = [(HIDDEN, HIDDEN), *2 * [(HIDDEN, KV_HEADS * HEAD_DIM)], (HIDDEN, HIDDEN), *2 * [(HIDDEN, INNER)]]
+LINEAR += [(INNER, HIDDEN)]
+
+
+def llama(layers: int, **changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_by_hand_in_use(dtype: torch.dtype, size: int) -> None:
+    found = plan_serving(llama(5), dtype=dtype).at(LENGTH)
+    layer = sum(inputs * outputs for inputs, outputs in LINEAR) + 2 * HIDDEN
+    assert found.weights == size * (2 * VOCABULARY * HIDDEN + 5 * layer + HIDDEN)
+    assert found.cache == pytest.approx(size * 2 * 5 * KV_HEADS * HEAD_DIM * LENGTH, rel=1e-3)
+    assert found.total == found.weights + found.cache + found.layer
+    # The widest moment of a layer: residual, norm, the gate, its activation and the other half of the MLP.
+    assert found.layer >= size * LENGTH * (2 * HIDDEN + 3 * INNER)
+
+
+def test_by_hand_in_training() -> None:
+    three, five = (plan_training(llama(layers), lora_rank=3).at(LENGTH) for layers in (3, 5))
+    updates = 3 * sum(inputs + outputs for inputs, outputs in LINEAR)
+    norms, embedding = (2 * 5 + 1) * HIDDEN, VOCABULARY * HIDDEN
+    assert five.adapters == five.gradients == five.optimizer // 2 == 4 * (5 * updates + norms + embedding)
+    # Of each layer its input, and autocast's copy of its updates, in bfloat16.
+    assert five.kept - three.kept == 2 * (2 * HIDDEN * LENGTH + 2 * updates)
+    assert (five.layer, five.loss) == (three.layer, three.loss)
+    assert five.loss - 2 * HIDDEN * LENGTH == pytest.approx(LENGTH * VOCABULARY * 10, rel=0.15)
+
+
+def test_by_hand_what_memory_does() -> None:
+    def at(**memory: Any) -> Any:
+        return [plan_training(llama(layers), memory=Memory(**memory)).at(LENGTH) for layers in (3, 5)]
+
+    usual, fewer = at()[1], at()[0]
+    three, kept = at(save_attention=True)
+    attention = LENGTH * (2 * HIDDEN + 4 * HEADS)  # its output, and a float32 per head
+    assert kept.kept - three.kept == (usual.kept - fewer.kept) + 2 * attention
+    assert at(checkpointing=False)[1].kept > 5 * usual.kept
+    offloaded = at(offload=True)[1]
+    assert (offloaded.host, offloaded.kept + offloaded.host) == (5 * 2 * HIDDEN * LENGTH, usual.kept)
+    assert at(mlp_tile=64)[1].layer < usual.layer
+    assert at(loss_chunk=None)[1].loss >= 10 * VOCABULARY * LENGTH > 5 * at(loss_chunk=64)[1].loss
+
+
+def test_by_hand_quantised() -> None:
+    plain, packed = (plan_serving(llama(5), quantisation=how).at(LENGTH) for how in (None, "nf4"))
+    linear = 5 * sum(inputs * outputs for inputs, outputs in LINEAR)
+    assert plain.weights - packed.weights == 2 * linear - int(linear * (0.5 + 1 / 64 + 1 / 4096))
+    assert packed.layer - plain.layer == 2 * HIDDEN * INNER, "the largest weight, unpacked"
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that storages made meanwhile held at once, on real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                storage = tensor.untyped_storage()
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                self.known.add(storage.data_ptr())
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        return result
+
+    def gone(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.now -= size
+
+
+def held_by(model: nn.Module, call: Any) -> int:
+    held = Held()
+    held.known = {t.untyped_storage().data_ptr() for part in (model.parameters, model.buffers) for t in part()}
+    with held:
+        call()
+    return held.most
+
+
+FULL = "full_attention"
+MODELS: dict[str, Any] = {
+    "llama": lambda: tiny(num_hidden_layers=4),
+    "sliding": lambda: tiny("gemma3_text", num_hidden_layers=6, layer_types=[*5 * ["sliding_attention"], FULL]),
+    "latent": lambda: tiny("deepseek_v3", first_k_dense_replace=2),
+    "bloom": lambda: tiny("bloom", num_hidden_layers=3),
+    "bloom extended": lambda: ctxext.patch(tiny("bloom", num_hidden_layers=3), "alibi", factor=16),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_holds_what_is_planned(name: str) -> None:
+    model = MODELS[name]()
+    planned = plan_serving(model.config, dtype=torch.float32).at(LENGTH)
+    with torch.no_grad():
+        found = held_by(model, lambda: model(tokens(LENGTH), use_cache=True, logits_to_keep=1))
+    assert planned.total - planned.fixed == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("memory", [Memory(), Memory(save_attention=True, mlp_tile=128), Memory(checkpointing=False)])
+@pytest.mark.parametrize("name", ["llama", "sliding", "bloom extended"])
+def test_a_step_holds_what_is_planned(name: str, memory: Memory) -> None:
+    model, ids = MODELS[name](), tokens(LENGTH)
+    small = {"norms": False, "embeddings": False}
+    planned = plan_training(model.config, memory=memory, lora_rank=1, dtype=torch.float32, **small).at(LENGTH)
+    adapted = attach_lora(model.train(), rank=1, **small)
+    memory.apply(adapted)
+    found = held_by(adapted, lambda: adapted(ids, labels=ids, use_cache=False).loss.backward())
+    assert planned.total - planned.fixed == pytest.approx(found, rel=0.05)
+
+
+def test_the_longest_that_fits() -> None:
+    planned = plan_serving(llama(2))
+    budget = 20 * 2**20
+    found = longest(planned, budget)
+    assert found.length % STEP == 0
+    assert found.total <= budget < planned.at(found.length + STEP).total
+
+
+def test_frequencies_that_follow_the_text_are_planned_alike() -> None:
+    plain = plan_serving(llama(2)).at(LENGTH)
+    for method in ("dynamic_ntk", "yarn"):
+        extended = ctxext.patch(tiny_of(llama(2)), method, factor=4).config
+        assert plan_serving(extended).at(LENGTH) == plain
+    follows = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+    assert plan_serving(llama(2, rope_parameters=follows)).at(LENGTH) == plain
+
+
+def tiny_of(config: LlamaConfig) -> Any:
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_refused() -> None:
+    planned = plan_serving(llama(2))
+    with pytest.raises(InvalidParameterError, match=r"256 tokens take .* GiB, .* GiB of it for the weights .* Allow"):
+        longest(planned, 1000)
+    with pytest.raises(InvalidParameterError, match="lora_rank must be at least 1, found 0"):
+        plan_training(llama(2), lora_rank=0)
+    with pytest.raises(UnknownNameError, match=r"Unknown quantisation 'nf3'. Did you mean 'nf4'\?"):
+        plan_serving(llama(2), quantisation="nf3")
+    with pytest.raises(IncompatibleError, match="MptForCausalLM does not run at this length"):
+        plan_serving(tiny("mpt").config).at(LENGTH)

@@ -1,0 +1,349 @@
+"""Checkpoints that are scaled already: extended from the frequencies that their weights know, or anew, never on top."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+
+LENGTH = 512  # what the scaled checkpoints of these tests read
+ORIGINAL = 64
+PAIRS = 16  # of a tiny Llama: 32 dimensions a head
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": ORIGINAL,
+    "short_factor": [1.0 + 0.01 * i for i in range(PAIRS)],
+    "long_factor": [1.0 + i for i in range(PAIRS)],
+}
+SCALED = {"llama3": LLAMA3, "yarn": YARN, "linear": LINEAR, "longrope": LONGROPE}
+
+
+def scaled(kind: str, **changes: Any) -> PreTrainedModel:
+    """A tiny Llama whose config scales its positions, as published checkpoints do that were trained so."""
+    return tiny(max_position_embeddings=LENGTH, rope_parameters=dict(SCALED[kind]), **changes)
+
+
+# The published formulas once more, in float64, sharing no code with ctxext or transformers.
+
+
+def plain(base: float) -> list[float]:
+    return [base ** (-i / PAIRS) for i in range(PAIRS)]
+
+
+def llama3_trained() -> tuple[list[float], float]:
+    found = []
+    for frequency in plain(5e5):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < ORIGINAL / 4:
+            found.append(frequency)
+        elif wavelength > ORIGINAL / 1:
+            found.append(frequency / 8)
+        else:
+            smooth = (ORIGINAL / wavelength - 1) / (4 - 1)
+            found.append((1 - smooth) * frequency / 8 + smooth * frequency)
+    return found, 1.0
+
+
+def yarn_trained() -> tuple[list[float], float]:
+    def dimension(turns: float) -> float:
+        return 2 * PAIRS * math.log(ORIGINAL / (turns * 2 * math.pi)) / (2 * math.log(1.5e5))
+
+    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), 2 * PAIRS - 1)
+    found = []
+    for i, frequency in enumerate(plain(1.5e5)):
+        ramp = min(max((i - low) / (high - low), 0), 1)
+        found.append(frequency / 8 * ramp + frequency * (1 - ramp))
+    return found, 0.1 * math.log(8) + 1
+
+
+TRAINED: dict[str, Callable[[], tuple[list[float], float]]] = {
+    "llama3": llama3_trained,
+    "yarn": yarn_trained,
+    "linear": lambda: ([frequency / 8 for frequency in plain(1e4)], 1.0),
+    "longrope": lambda: (
+        [frequency / (1.0 + i) for i, frequency in enumerate(plain(1e4))],
+        math.sqrt(1 + math.log(8) / math.log(ORIGINAL)),
+    ),
+}
+
+
+def extended_by_yarn(trained: list[float]) -> list[float]:
+    """YaRN by 2 on any falling frequencies: the ends of its ramp are where they turn 32 times and once."""
+
+    def dimension(turns: float) -> float:
+        wanted = math.log(turns * 2 * math.pi / LENGTH)
+        logs = [math.log(frequency) for frequency in trained]
+        for i in range(PAIRS - 1):
+            if logs[i + 1] <= wanted <= logs[i]:
+                return i + (logs[i] - wanted) / (logs[i] - logs[i + 1])
+        end = 0 if wanted > logs[0] else PAIRS - 2
+        return end + (logs[end] - wanted) / (logs[end] - logs[end + 1])
+
+    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), 2 * PAIRS - 1)
+    kept = [1 - min(max((i - low) / (high - low), 0), 1) for i in range(PAIRS)]
+    return [frequency * (share + (1 - share) / 2) for frequency, share in zip(trained, kept, strict=True)]
+
+
+def rotation(model: PreTrainedModel) -> tuple[Tensor, float]:
+    rotary = model.get_submodule("model.rotary_emb")
+    return rotary.inv_freq.double(), float(rotary.attention_scaling)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_the_obvious_call_extends_the_frequencies_that_the_weights_know(kind: str, tmp_path: Path) -> None:
+    """``patch("yarn", factor=2, trained_length=131072)`` on Llama 3.1, and its like."""
+    model = scaled(kind)
+    before = logits(model, tokens())
+    ctxext.patch(model, "yarn", factor=2, trained_length=LENGTH)
+    trained, scale = TRAINED[kind]()
+    inv_freq, found = rotation(model)
+    torch.testing.assert_close(inv_freq, torch.tensor(extended_by_yarn(trained)).double(), rtol=1e-6, atol=0)
+    assert found == pytest.approx(scale * (0.1 * math.log(2) + 1), rel=1e-6)
+    assert model.config.max_position_embeddings == 2 * LENGTH
+    assert ctxext.describe(model).trained_length == LENGTH
+    assert "Extends the frequencies that its scaling" in ctxext.describe(model).notes[0]
+    model.save_pretrained(tmp_path)
+    extended = logits(model, tokens())
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), tokens()), extended)
+    assert torch.equal(logits(ctxext.load(tmp_path), tokens()), extended)
+    ctxext.unpatch(model)
+    assert torch.equal(logits(model, tokens()), before)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize(("method", "slowest"), [("pi", 0.5), ("ntk", 0.5), ("dynamic_ntk", 1 / 3)])
+def test_every_method_starts_from_them(kind: str, method: str, slowest: float) -> None:
+    model = scaled(kind)
+    trained, scale = TRAINED[kind]()
+    within = logits(model, tokens(LENGTH))
+    ctxext.patch(model, method, factor=2, trained_length=LENGTH)
+    if method == "dynamic_ntk" and kind != "longrope":  # which has other frequencies for the texts of 64 tokens
+        torch.testing.assert_close(logits(model, tokens(LENGTH)), within, rtol=0, atol=1e-5)
+    cos, _ = model.get_submodule("model.rotary_emb")(torch.zeros(1), torch.arange(2 * LENGTH)[None])
+    last = math.cos((2 * LENGTH - 1) * trained[-1] * slowest) * scale
+    assert float(cos[0, -1, -1]) == pytest.approx(last, abs=2e-5)
+
+
+def test_a_uniform_scaling_stays_linear() -> None:
+    model = ctxext.patch(scaled("linear"), "pi", factor=2, trained_length=LENGTH)
+    assert model.config.rope_parameters == {"rope_type": "linear", "rope_theta": 1e4, "factor": 16.0}
+
+
+def test_what_is_saved_only_for_ctxext_comes_back(tmp_path: Path) -> None:
+    model = ctxext.patch(scaled("yarn"), "dynamic_yarn", factor=2, trained_length=LENGTH)
+    long = tokens(LENGTH + 100)
+    expected = logits(model, long)
+    model.save_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path)
+    assert torch.equal(logits(loaded, long), expected)
+    assert ctxext.describe(loaded).fingerprint == ctxext.describe(model).fingerprint
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_replacing_is_asked_for_by_name(kind: str, tmp_path: Path) -> None:
+    model = scaled(kind)
+    ctxext.patch(model, "pi", factor=16, scaling="replace")
+    base = SCALED[kind]["rope_theta"]
+    assert model.config.rope_parameters == {"rope_type": "linear", "rope_theta": base, "factor": 16.0}
+    assert ctxext.describe(model).trained_length == ORIGINAL
+    assert "is taken off" in ctxext.describe(model).notes[0]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_what_the_weights_know_must_be_said(kind: str) -> None:
+    model = scaled(kind)
+    for arguments in ({}, {"trained_length": ORIGINAL}, {"trained_length": 100}):
+        with pytest.raises(
+            PatchStateError, match=rf"trained_length={LENGTH}( or .*)?, and the new method extends"
+        ) as raised:
+            ctxext.patch(model, "yarn", factor=16, **arguments)
+        assert "scaling='replace'" in str(raised.value)
+    assert "ctxext" not in vars(model.config)
+
+
+def test_choices_that_contradict() -> None:
+    for arguments, message in (
+        ({"scaling": "keep"}, "scaling must be 'extend' or 'replace'"),
+        ({"scaling": "replace", "trained_length": 128}, "contradicts the config"),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            ctxext.patch(scaled("llama3"), "yarn", factor=16, **arguments)
+    with pytest.raises(InvalidParameterError, match="not scaled, so there is nothing to extend or to replace"):
+        ctxext.patch(tiny(), "yarn", factor=4, scaling="extend")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"scaling": "replace", "factor": 4}, {"scaling": "extend", "trained_length": 128, "factor": 2}],
+    ids=lambda value: value["scaling"],
+)
+def test_a_window_is_never_shrunk(arguments: dict[str, Any]) -> None:
+    """``inspect`` once advised ``trained_length=8192, factor=4`` for Llama 3.1: 32K instead of its 128K."""
+    with pytest.raises(InvalidParameterError, match=f"below the {LENGTH} that this checkpoint reads already"):
+        ctxext.patch(scaled("llama3"), "yarn", **arguments)
+
+
+def test_the_documented_yarn_of_qwen() -> None:
+    """Its ``max_position_embeddings`` still says what the weights were trained for."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": TRAINED_LENGTH}
+    model = tiny(max_position_embeddings=TRAINED_LENGTH, rope_parameters=rope)
+    with pytest.raises(PatchStateError, match=f"pass trained_length={4 * TRAINED_LENGTH}, "):
+        ctxext.patch(model, "pi", factor=2)
+    ctxext.patch(model, "pi", factor=8, scaling="replace")
+    assert ctxext.describe(model).target_length == 8 * TRAINED_LENGTH
+
+
+def test_the_temperature_that_latent_attention_was_trained_with_is_kept(tmp_path: Path) -> None:
+    """DeepSeek multiplies its whole scores; stock code reads by how much off the scaling of its config."""
+    rope = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    model = tiny("deepseek_v3", max_position_embeddings=LENGTH, rope_parameters=rope)
+    attention = model.model.layers[0].self_attn
+    trained = attention.scaling
+    for method, own in (("yarn", 0.1 * math.log(2) + 1), ("pi", 1.0), ("dynamic_ntk", 1.0)):
+        ctxext.patch(model, method, factor=2, trained_length=LENGTH)
+        assert attention.scaling == pytest.approx(trained * own**2, rel=1e-6)
+        assert model.model.rotary_emb.attention_scaling == 1.0
+        ctxext.unpatch(model)
+        assert attention.scaling == trained
+    ctxext.patch(model, "yarn", factor=2, trained_length=LENGTH).save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(stock, tokens()), logits(model, tokens()))
+
+
+@pytest.mark.parametrize("parameters", [{"ramp": "turns"}, {"attention_factor": 1.2}], ids=str)
+def test_every_yarn_sharpens_whole_scores_of_latent_attention(parameters: dict[str, Any]) -> None:
+    """Section 3.4 of the paper divides the whole score by the temperature."""
+    model = tiny("deepseek_v3")
+    attention = model.model.layers[0].self_attn
+    plain_scaling = attention.scaling
+    ctxext.patch(model, "yarn", factor=4, **parameters)
+    scale = parameters.get("attention_factor", 0.1 * math.log(4) + 1)
+    assert attention.scaling == pytest.approx(plain_scaling * scale**2, rel=1e-6)
+    assert model.model.rotary_emb.attention_scaling == 1.0
+
+
+def test_a_temperature_that_follows_the_length_is_refused_there() -> None:
+    with pytest.raises(IncompatibleError, match="temperature of 'dynamic_yarn' follows the length"):
+        ctxext.patch(tiny("deepseek_v3"), "dynamic_yarn", factor=4)
+
+
+@pytest.mark.parametrize(("model_type", "whole"), [("gpt_neox", False), ("llama", True)])
+def test_it_is_said_which_dimensions_the_temperature_reaches(model_type: str, whole: bool) -> None:
+    notes = " ".join(ctxext.describe(ctxext.patch(tiny(model_type), "yarn", factor=4)).notes)
+    assert ("of each head that rotate" in notes) is not whole
+    notes = " ".join(ctxext.describe(ctxext.patch(tiny(model_type), "pi", factor=4)).notes)
+    assert "temperature" not in notes
+
+
+@pytest.mark.parametrize("first", ["ntk", "abf", "yarn", "pi", "llama3"])
+def test_what_ctxext_extended_is_taken_off_first(first: str, tmp_path: Path) -> None:
+    """``ntk`` and ``abf`` are stored as a raised base, from which nothing may be extended."""
+    ctxext.patch(tiny(), first, factor=4).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    before = logits(model, tokens())
+    ctxext.patch(model, "yarn", factor=4, trained_length=TRAINED_LENGTH)
+    again = ctxext.load(tmp_path, "yarn", factor=4, trained_length=TRAINED_LENGTH)
+    anew = ctxext.patch(tiny(), "yarn", factor=4)
+    assert torch.equal(logits(model, tokens()), logits(anew, tokens()))
+    assert torch.equal(logits(again, tokens()), logits(anew, tokens()))
+    assert model.config.rope_parameters == anew.config.rope_parameters
+    ctxext.unpatch(model)
+    assert torch.equal(logits(model, tokens()), before)
+    assert model.config.ctxext["method"]["method"] == first
+
+
+def test_a_trained_length_that_contradicts_the_saved_one(tmp_path: Path) -> None:
+    ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    message = f"trained_length=256 contradicts that. Pass trained_length={TRAINED_LENGTH}"
+    with pytest.raises(PatchStateError, match=message):
+        ctxext.patch(model, "yarn", factor=2, trained_length=256)
+    with pytest.raises(PatchStateError, match=message):
+        ctxext.load(tmp_path, "yarn", factor=2, trained_length=256)
+
+
+def test_two_models_that_share_a_config() -> None:
+    one = tiny()
+    other = type(one)(one.config)
+    other.load_state_dict(one.state_dict())
+    other.eval()
+    shared, before = one.config, logits(one, tokens())
+    ctxext.patch(one, "yarn", factor=4)
+    assert other.config is shared
+    assert not hasattr(shared, "ctxext")
+    assert ctxext.describe(other).method is None
+    assert torch.equal(logits(other, tokens()), before)
+    assert one.config is one.model.config is one.model.layers[0].self_attn.config
+    ctxext.patch(other, "pi", factor=2)
+    ctxext.unpatch(one)
+    assert torch.equal(logits(one, tokens()), before)
+    assert one.config is shared
+    alone = tiny()
+    own = alone.config
+    assert ctxext.patch(alone, "yarn", factor=4).config is own
+
+
+def vision_language(text: LlamaConfig) -> LlavaForConditionalGeneration:
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
+
+
+@pytest.mark.parametrize("extended", ["whole", "text"])
+def test_models_that_share_the_text_part_of_a_config(extended: str) -> None:
+    text = tiny()
+    one, other = vision_language(text.config), vision_language(text.config)
+    models = {"whole": one, "text": text, "other": other}
+    shared = text.config
+    assert one.config.text_config is other.config.text_config is shared
+    ctxext.patch(models[extended], "yarn", factor=4)
+    assert not hasattr(shared, "ctxext")
+    assert shared.max_position_embeddings == TRAINED_LENGTH
+    assert shared.rope_parameters["rope_type"] == "default"
+    for name, model in models.items():
+        assert model.config.get_text_config() is (shared if name != extended else model.get_decoder().config)
+        assert (ctxext.describe(model).method is None) is (name != extended)
+    ctxext.unpatch(models[extended])
+    assert models[extended].config.get_text_config() is shared
+    alone = vision_language(copy.deepcopy(shared))
+    own = alone.config.text_config
+    assert ctxext.patch(alone, "yarn", factor=4).config.text_config is own
+
+
+@pytest.mark.parametrize("name", ["yarn", "pi", "ntk", "dynamic_yarn", "abf"])
+def test_a_factor_is_needed(name: str) -> None:
+    with pytest.raises(InvalidParameterError, match="needs to know how far to reach: give factor="):
+        ctxext.patch(tiny(), name)

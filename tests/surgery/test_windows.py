@@ -1,0 +1,105 @@
+"""Sliding windows: never silently left to cap the reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ctxext
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from tests._models import RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
+
+
+def last_sees_first(model: Any) -> bool:
+    inputs = tokens()
+    other = inputs.clone()
+    other[0, 0] = 40 + (int(other[0, 0]) - 39) % 88
+    return not torch.equal(logits(model, inputs)[:, -1], logits(model, other)[:, -1])
+
+
+def test_an_unanswered_window_is_refused_with_both_answers() -> None:
+    model = tiny("mistral", sliding_window=16)
+    before = State.of(model, tokens())
+    with pytest.raises(IncompatibleError, match=r"sees only the last 16 tokens.*'lift'.*'keep'"):
+        ctxext.patch(model, "yarn", factor=4.0)
+    assert before.difference(model) is None
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "ministral"])
+def test_lifted_windows_let_the_last_token_see_the_first(model_type: str) -> None:
+    model = tiny(model_type, sliding_window=16)
+    before = State.of(model, tokens())
+    assert not last_sees_first(model)
+    ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
+    assert last_sees_first(model)
+    assert not any("sliding" in note or "windows" in note for note in ctxext.describe(model).notes)
+    ctxext.unpatch(model)
+    assert before.difference(model) is None
+
+
+def test_lifted_equals_a_model_built_without_windows() -> None:
+    lifted = ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4.0, sliding_window="lift")
+    without = ctxext.patch(tiny("mistral", sliding_window=None), "yarn", factor=4.0)
+    assert torch.equal(logits(lifted, tokens()), logits(without, tokens()))
+
+
+def test_kept_windows_are_named_in_the_description() -> None:
+    model = ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4.0, sliding_window="keep")
+    assert not last_sees_first(model)
+    assert "still sees only the last 16 tokens" in " ".join(ctxext.describe(model).notes)
+    assert model.config.sliding_window == 16
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "alibi"])
+def test_a_window_as_wide_as_the_extension_caps_nothing(method: str) -> None:
+    wide, target = tiny("mistral", sliding_window=4 * TRAINED_LENGTH), 4 * TRAINED_LENGTH
+    ctxext.patch(wide, method, factor=4.0)
+    assert wide.config.sliding_window == target
+    assert not any("sees only" in note for note in ctxext.describe(wide).notes)
+    without = ctxext.patch(tiny("mistral", sliding_window=None), method, factor=4.0)
+    inputs = tokens(target)
+    torch.testing.assert_close(logits(wide, inputs), logits(without, inputs), atol=1e-5, rtol=0)
+    ctxext.unpatch(wide)
+    with pytest.raises(IncompatibleError, match=rf"the last {target} tokens.*an extension to {target + 64} tokens"):
+        ctxext.patch(wide, method, factor=5.0)
+    narrow = tiny("mistral", sliding_window=target - 1)
+    with pytest.raises(IncompatibleError, match=f"sees only the last {target - 1} tokens"):
+        ctxext.patch(narrow, method, factor=4.0)
+
+
+def test_a_window_that_caps_nothing_may_still_be_lifted_or_kept() -> None:
+    for choice, expected in (("lift", None), ("keep", 4 * TRAINED_LENGTH)):
+        model = tiny("mistral", sliding_window=4 * TRAINED_LENGTH)
+        ctxext.patch(model, "yarn", factor=4.0, sliding_window=choice)
+        assert model.config.sliding_window == expected
+        assert not any("sees only" in note for note in ctxext.describe(model).notes)
+
+
+def test_some_windows_by_design_need_no_answer_and_are_not_lifted() -> None:
+    model = tiny("gemma3_text")
+    with pytest.raises(IncompatibleError, match="already see everything"):
+        ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
+    ctxext.patch(model, "yarn", factor=4.0)
+    assert "sliding windows of 16 tokens by design" in " ".join(ctxext.describe(model).notes)
+
+
+def test_an_unknown_answer_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="'keep' or 'lift'"):
+        ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4.0, sliding_window="maybe")
+
+
+def test_a_window_that_its_config_cannot_give_up_is_a_named_refusal() -> None:
+    model = tiny("moshi")
+    before = State.of(model, tokens())
+    with pytest.raises(IncompatibleError, match="'sliding_window' expected int"):
+        ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
+    assert before.difference(model) is None
+
+
+@pytest.mark.skipif(not RECENT, reason="transformers 5.17 has no such model")
+def test_windows_that_the_config_holds_per_layer_are_read_per_layer() -> None:
+    model = tiny("neomme")
+    ctxext.patch(model, "pi", factor=4.0)
+    assert "sliding windows of 16 tokens by design" in " ".join(ctxext.describe(model).notes)

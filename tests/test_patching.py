@@ -1,0 +1,313 @@
+"""The verbs: what they do, and every bad input with what the user reads; the model is as it was after each."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import ctxext
+from ctxext.errors import (
+    CtxextError,
+    IncompatibleError,
+    InvalidParameterError,
+    PatchStateError,
+    UnknownNameError,
+)
+from ctxext.methods import METHODS, Method, YaRN
+from ctxext.registry import discover
+from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
+
+
+def refused(model: Any, error: type[CtxextError], message: str, *arguments: Any, **parameters: Any) -> None:
+    """``patch`` refuses, says so, and leaves weights, config and logits bit for bit."""
+    config, before = model.config.to_dict(), State.of(model, tokens(TRAINED_LENGTH))
+    with pytest.raises(error) as caught:
+        ctxext.patch(model, *arguments, **parameters)
+    assert message in str(caught.value)
+    assert model.config.to_dict() == config
+    assert before.difference(model) is None
+
+
+def test_exports_are_sorted_and_importable() -> None:
+    assert sorted(ctxext.__all__) == ctxext.__all__
+    assert all(hasattr(ctxext, name) for name in ctxext.__all__)
+    public = {name: value for name, value in vars(ctxext).items() if not name.startswith("_")}
+    things = {name for name, value in public.items() if not isinstance(value, ModuleType)}
+    assert things <= set(ctxext.__all__), "public, and not exported"
+
+
+def test_methods_is_a_listing_and_a_package() -> None:
+    listed = ctxext.methods()
+    assert listed == METHODS
+    assert list(listed) == sorted(listed)
+    assert len(listed) >= 10
+    assert listed["yarn"] is YaRN is ctxext.methods.YaRN
+    listed.clear()
+    assert ctxext.methods(), "the caller's dict is its own"
+
+
+def test_methods_exports_every_class_by_name() -> None:
+    package = importlib.import_module("ctxext.methods")
+    for cls in METHODS.values():
+        assert getattr(package, cls.__name__) is cls
+        assert {cls.__name__} <= {*package.__all__} & {*dir(package)}
+    namespace: dict[str, Any] = {}
+    exec("from ctxext.methods import *", namespace)
+    assert set(package.__all__) <= set(namespace)
+    with pytest.raises(AttributeError, match=r"no attribute 'Yarn'; its methods: .*YaRN"):
+        package.Yarn  # noqa: B018
+
+
+def test_two_classes_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = importlib.import_module("ctxext.methods")
+    abf = importlib.import_module("ctxext.methods.abf")
+    monkeypatch.setattr(abf.ABF, "name", "pi")
+    with pytest.raises(RuntimeError, match="are both named 'pi'"):
+        discover(package, Method)
+
+
+def test_a_name_and_an_object_are_the_same() -> None:
+    model = tiny()
+    plain = logits(model, tokens())
+    assert ctxext.patch(model, "yarn", factor=4, beta_fast=16) is model
+    by_name = logits(model, tokens())
+    ctxext.unpatch(model)
+    ctxext.patch(model, YaRN(factor=4, beta_fast=16))
+    assert torch.equal(logits(model, tokens()), by_name)
+    assert not torch.equal(by_name, plain)
+    ctxext.unpatch(model)
+    ctxext.patch(model, ctxext.method("yarn", factor=4, beta_fast=16))
+    assert torch.equal(logits(model, tokens()), by_name)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "factor"),
+    [
+        ({"target_length": 4 * TRAINED_LENGTH}, 4.0),
+        ({"target_length": 4 * TRAINED_LENGTH, "factor": 4}, 4.0),
+        ({"target_length": 4 * TRAINED_LENGTH, "trained_length": 2 * TRAINED_LENGTH}, 2.0),
+        ({"target_length": 2 * TRAINED_LENGTH + 1, "factor": 2}, 2.0),
+        ({"target_length": TRAINED_LENGTH}, 1.0),
+    ],
+)
+def test_factor_from_the_target_length(lengths: dict[str, Any], factor: float) -> None:
+    model = ctxext.patch(tiny(), "pi", **lengths)
+    found = ctxext.describe(model)
+    assert found.method is not None
+    assert found.method["factor"] == factor
+    assert found.target_length == factor * (lengths.get("trained_length") or TRAINED_LENGTH)
+
+
+def test_describe() -> None:
+    model = tiny()
+    plain = ctxext.describe(model)
+    assert (plain.method, plain.trained_length, plain.target_length) == (None, TRAINED_LENGTH, TRAINED_LENGTH)
+    assert str(plain) == f"llama: not extended by ctxext, {TRAINED_LENGTH} tokens"
+    ctxext.patch(model, "yarn", factor=4)
+    found = ctxext.describe(model)
+    assert found.method == YaRN(factor=4).to_dict()
+    assert (found.trained_length, found.target_length) == (TRAINED_LENGTH, 4 * TRAINED_LENGTH)
+    assert found.stock
+    assert found.stored_as == "stock rope_type 'yarn'"
+    assert len(found.fingerprint) == 12
+    assert "LlamaRotaryEmbedding.inv_freq" in found.edits
+    for part in ("yarn", "factor=4.0", f"{TRAINED_LENGTH} -> {4 * TRAINED_LENGTH}", "stock transformers", "inv_freq"):
+        assert part in str(found)
+    assert repr(found) == str(found)  # what an interactive session shows
+    assert repr(found).splitlines()[0].startswith("llama extended by yarn (factor=4.0, ")
+    assert f"\n  length       {TRAINED_LENGTH} -> {4 * TRAINED_LENGTH} tokens\n" in repr(found)
+    assert model.config.ctxext["fingerprint"] == found.fingerprint
+    ctxext.unpatch(model)
+    assert ctxext.describe(model) == plain
+
+
+def test_describe_shortens_long_tables() -> None:
+    model = tiny()
+    table = METHODS["table"].example(ctxext.spec.RopeSpec(32, 1e4, TRAINED_LENGTH))
+    ctxext.patch(model, table)
+    assert "<16 values>" in str(ctxext.describe(model))
+
+
+def test_unpatch_without_patch() -> None:
+    model = tiny()
+    with pytest.raises(PatchStateError, match=r"This LlamaForCausalLM was not patched in place.*original checkpoint"):
+        ctxext.unpatch(model)
+    ctxext.unpatch(ctxext.patch(model, "pi", factor=2))
+    with pytest.raises(PatchStateError, match="nothing to undo"):
+        ctxext.unpatch(model)
+
+
+class Wrapped(nn.Module):
+    """As DataParallel and its kin hold a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, Wrapped, torch.compile], ids=["parallel", "module", "compile"])
+def test_through_wrappers(wrap: Callable[[nn.Module], Any]) -> None:
+    model, other = tiny(), ctxext.patch(tiny(), "ntk", factor=2)
+    before, wrapper = State.of(model, tokens(TRAINED_LENGTH)), wrap(model)
+    assert ctxext.patch(wrapper, "ntk", factor=2) is wrapper
+    assert torch.equal(logits(model, tokens()), logits(other, tokens()))
+    assert ctxext.describe(wrapper).method == ctxext.describe(other).method
+    assert ctxext.unpatch(wrapper) is wrapper
+    assert before.difference(model) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("yran", {"factor": 4}, "Unknown method 'yran'. Did you mean 'yarn'? Known: abf, alibi,"),
+        ("zzz", {}, "Unknown method 'zzz'. Known: abf,"),
+        ("", {}, "Unknown method ''."),
+        ("yarn", {"beta_fats": 3}, "Unknown parameter of method 'yarn' 'beta_fats'. Did you mean 'beta_fast'?"),
+        ("pi", {"beta_fast": 3}, "Unknown parameter of method 'pi' 'beta_fast'."),
+    ],
+)
+def test_unknown_names(name: str, parameters: dict[str, Any], message: str) -> None:
+    refused(tiny(), UnknownNameError, message, name, **parameters)
+
+
+@pytest.mark.parametrize(
+    "factor", [0.5, 0, -4, float("nan"), float("inf"), "4", True, [4], 4 + 0j, torch.tensor(4.0)], ids=repr
+)
+def test_bad_factors(factor: Any) -> None:
+    model = tiny()
+    message = f"factor must be a finite number, at least 1, found {factor!r}."
+    refused(model, InvalidParameterError, message, "yarn", factor=factor)
+    if factor not in (0.5, 0, -4):
+        refused(model, InvalidParameterError, message[:35], "yarn", factor=factor, target_length=4 * TRAINED_LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (
+            {"factor": 2, "target_length": 256},
+            "factor=2 and target_length=256 contradict each other: the checkpoint was trained for 64 tokens, so "
+            "target_length means factor=4. Give one of them.",
+        ),
+        ({"factor": float("nan"), "target_length": 256}, "factor must be a finite number, at least 1, found nan."),
+        ({"target_length": 32}, "target_length=32 is below the trained length of 64 tokens; there is nothing to"),
+        ({"target_length": 96, "trained_length": 128}, "target_length=96 is below the trained length of 128 tokens"),
+        *(
+            ({"target_length": value}, f"target_length must be a positive whole number of tokens, found {value!r}.")
+            for value in (0, -1, 2.5, 256.0, "256", True, float("nan"))
+        ),
+        *(
+            (
+                {name: 4, "trained_length": value},
+                f"trained_length must be a positive whole number of tokens, found {value!r}",
+            )
+            for value in (0, -1, 2.5, "8192", True, float("nan"))
+            for name in ("factor", "target_length")
+        ),
+    ],
+)
+def test_bad_lengths(lengths: dict[str, Any], message: str) -> None:
+    refused(tiny(), InvalidParameterError, message, "pi", **lengths)
+
+
+@pytest.mark.parametrize("extra", [{"factor": 4}, {"target_length": 256}, {"beta_fast": 16.0}], ids=str)
+def test_an_object_takes_no_parameters_beside_it(extra: dict[str, Any]) -> None:
+    message = f"A method object already holds its parameters; give {next(iter(extra))} to YaRN(...)"
+    refused(tiny(), InvalidParameterError, message, YaRN(factor=4), **extra)
+
+
+@pytest.mark.parametrize("method", [None, 4, YaRN, {"method": "yarn"}, b"yarn"], ids=str)
+def test_what_is_no_method(method: Any) -> None:
+    message = f"method must be a name or a ctxext method object, found {method!r}."
+    refused(tiny(), InvalidParameterError, message, method)
+
+
+def test_unknown_choices() -> None:
+    refused(
+        tiny(), InvalidParameterError, "sliding_window must be 'keep' or 'lift'", "pi", factor=4, sliding_window="drop"
+    )
+    refused(
+        tiny(), InvalidParameterError, "method 'pi' leaves attention to the model", "pi", factor=4, attention="sdpa"
+    )
+    refused(tiny(), UnknownNameError, "Did you mean 'flash'?", "alibi", attention="flahs")
+
+
+def test_patching_twice() -> None:
+    model = ctxext.patch(tiny(), "yarn", factor=4)
+    message = "This LlamaForCausalLM is already extended by 'yarn' (factor 4). Call ctxext.unpatch(model) first"
+    for again in ("yarn", "pi", "alibi", "no such method"):
+        refused(model, PatchStateError, message, again, factor=2)
+    refused(model, PatchStateError, message, "pi", factor=2, trained_length=TRAINED_LENGTH)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        (YARN, "rope_type=yarn, factor 4, original_max_position_embeddings=16"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "rope_type=linear, factor 4"),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_an_extended_checkpoint_says_relative_to_what(rope: dict[str, Any], said: str) -> None:
+    model = tiny(rope_parameters=rope)
+    message = f"This checkpoint is already extended ({said}). Were its weights trained with that scaling"
+    for arguments in ({"factor": 2}, {"target_length": 32}, {"target_length": 512}):
+        refused(model, PatchStateError, message, "pi", **arguments)
+    ctxext.patch(model, "pi", factor=8, trained_length=16, scaling="replace")
+    plain = ctxext.patch(tiny(max_position_embeddings=16), "pi", factor=8)
+    assert torch.equal(logits(model, tokens()), logits(plain, tokens())), "the old extension shows through"
+
+
+def test_a_checkpoint_saved_extended_says_relative_to_what(tmp_path: Path) -> None:
+    ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path)
+    model = type(tiny()).from_pretrained(tmp_path).eval()
+    message = f"This checkpoint is already extended (ctxext yarn, trained_length={TRAINED_LENGTH})."
+    refused(model, PatchStateError, message, "pi", factor=2)
+    ctxext.patch(model, "pi", factor=2, trained_length=TRAINED_LENGTH)
+    assert torch.equal(logits(model, tokens()), logits(ctxext.patch(tiny(), "pi", factor=2), tokens()))
+    ctxext.unpatch(model)
+    assert model.config.ctxext["method"]["method"] == "yarn"
+
+
+def test_a_model_without_positions() -> None:
+    message = (
+        "GPT2LMHeadModel (gpt2) has no positions that ctxext can extend: it has learned positions, one vector each for "
+        "64 tokens (transformer.wpe), and no method here makes more of those. Known families: bloom, falcon, mpt, rope."
+    )
+    refused(tiny("gpt2"), IncompatibleError, message, "yarn", factor=4)
+
+
+def test_a_config_without_its_base() -> None:
+    model = tiny()
+    del model.config.rope_parameters["rope_theta"]
+    message = "The config of this llama has no rope_theta in rope_parameters={'rope_type': 'default'}. Put it there"
+    refused(model, IncompatibleError, message, "yarn", factor=4)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(), "meta-llama/Llama-3.1-8B", None], ids=repr)
+def test_what_is_no_transformers_model(model: Any) -> None:
+    message = f"ctxext extends transformers models; found {type(model).__name__}."
+    for verb in (lambda: ctxext.patch(model, "pi"), lambda: ctxext.unpatch(model)):
+        with pytest.raises(IncompatibleError, match=message):
+            verb()
+
+
+def test_a_copy_of_a_refused_model_is_as_good_as_new() -> None:
+    model = tiny()
+    with pytest.raises(InvalidParameterError):
+        ctxext.patch(model, "pi", factor=0)
+    twin: PreTrainedModel = copy.deepcopy(model)
+    ctxext.patch(twin, "pi", factor=2)
+    assert ctxext.describe(model).method is None

@@ -1,0 +1,248 @@
+"""A real Trainer on a tiny model: its checkpoints know their extension, and resuming into another one is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+
+import ctxext
+from ctxext.errors import CheckpointError, PatchStateError
+from ctxext.training import ExtensionCallback
+from tests._models import logits, tiny, tokens
+
+STEPS = 4
+Changed = Callable[[Any], Any]
+
+
+def extended(model: Any) -> Any:
+    return ctxext.patch(model, "yarn", factor=4)
+
+
+def whole(change: Changed) -> Any:
+    return change(tiny())
+
+
+def lora(change: Changed) -> Any:
+    set_seed(3)
+    model = change(tiny())
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+
+
+def lora_first(change: Changed) -> Any:
+    return change(lora(lambda model: model))
+
+
+def named_lora(change: Changed) -> Any:
+    set_seed(3)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+    return get_peft_model(change(tiny()), config, adapter_name="mine")
+
+
+every_kind = pytest.mark.parametrize("build", [whole, lora, named_lora])
+
+
+def trainer(model: Any, directory: Path, callback: bool = True, measured: Any = None, **arguments: Any) -> Trainer:
+    settings = {
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    rows = [{"input_ids": row, "labels": row} for row in tokens(96, rows=8)]
+    return Trainer(
+        model,
+        TrainingArguments(str(directory), **(settings | arguments)),
+        train_dataset=rows,
+        eval_dataset=measured,
+        callbacks=[ExtensionCallback(model)] if callback else [],
+    )
+
+
+def losses(run: Trainer) -> dict[int, float]:
+    found = {entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry}
+    assert all(math.isfinite(loss) for loss in found.values())
+    return found
+
+
+@every_kind
+def test_resuming_the_same_extension_goes_on_as_if_never_interrupted(build: Any, tmp_path: Path) -> None:
+    through = trainer(build(extended), tmp_path)
+    through.train()
+    assert list(losses(through)) == list(range(1, STEPS + 1))
+    resumed = trainer(build(extended), tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(through)
+    ours, theirs = resumed.model.state_dict(), through.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "said"),
+    [
+        (whole, lambda model: model, "not extended"),
+        (lora, lambda model: model, "not extended"),
+        (named_lora, lambda model: model, "not extended"),
+        (whole, lambda model: ctxext.patch(model, "yarn", factor=2), r"extended by yarn \(factor 2"),
+        (whole, lambda model: ctxext.patch(model, "pi", factor=4), r"extended by pi \(factor 4"),
+        (whole, lambda model: ctxext.patch(model, "yarn", factor=4, beta_fast=16), r"extended by yarn \(factor 4"),
+    ],
+    ids=["whole", "lora", "named lora", "factor", "method", "parameter"],
+)
+def test_resuming_into_another_model_is_refused_before_the_first_step(
+    build: Any, change: Changed, said: str, checkpoints: dict[Any, Path], tmp_path: Path
+) -> None:
+    run = trainer(build(change), tmp_path)
+    with pytest.raises(PatchStateError, match=rf"checkpoint was extended by yarn \(factor 4, .*, this model is {said}"):
+        run.train(resume_from_checkpoint=str(checkpoints[build]))
+    assert set(losses(run)) == {1, 2}, "it trained on"
+    assert run.state.global_step == 2
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
+    """The checkpoint of two steps of each kind of model."""
+    found = {}
+    for build in (whole, lora, named_lora):
+        directory = tmp_path_factory.mktemp(build.__name__)
+        trainer(build(extended), directory, max_steps=2).train()
+        found[build] = directory / "checkpoint-2"
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [("lift", "keep"), ("keep", "lift")])
+def test_resuming_where_windows_are_treated_otherwise(before: str, after: str, tmp_path: Path) -> None:
+    def build(choice: str) -> Any:
+        return ctxext.patch(tiny("mistral", sliding_window=16), "yarn", factor=4, sliding_window=choice)
+
+    trainer(build(before), tmp_path, max_steps=2).train()
+    said = rf"\(factor 4, .*\): sliding_window '{before}' there, '{after}' here\. Extend it the same way"
+    with pytest.raises(PatchStateError, match=said):
+        trainer(build(after), tmp_path).train(resume_from_checkpoint=True)
+    run = trainer(build(before), tmp_path)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == STEPS
+
+
+def test_an_unextended_checkpoint_into_an_extended_model(tmp_path: Path) -> None:
+    trainer(whole(lambda model: model), tmp_path, max_steps=2).train()
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["ExtensionCallback"]["attributes"] == {"extension": None}
+    run = trainer(whole(extended), tmp_path)
+    with pytest.raises(PatchStateError, match=r"of the checkpoint was not extended, this model is extended by yarn"):
+        run.train(resume_from_checkpoint=True)
+    plain = trainer(whole(lambda model: model), tmp_path)
+    plain.train(resume_from_checkpoint=True)
+    assert plain.state.global_step == STEPS
+
+
+def test_a_checkpoint_that_was_written_without_the_callback(tmp_path: Path) -> None:
+    trainer(whole(extended), tmp_path, callback=False, max_steps=2).train()
+    with pytest.raises(PatchStateError, match=r"was written without ExtensionCallback, so nothing says how its model"):
+        trainer(whole(extended), tmp_path).train(resume_from_checkpoint=True)
+    run = trainer(whole(extended), tmp_path, callback=False)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == STEPS
+
+
+def test_a_whole_checkpoint_is_a_model(checkpoints: dict[Any, Path]) -> None:
+    loaded = ctxext.load(checkpoints[whole])
+    assert torch.equal(
+        logits(loaded, tokens()), logits(AutoModelForCausalLM.from_pretrained(checkpoints[whole]), tokens())
+    )
+    assert ctxext.describe(loaded).method == ctxext.method("yarn", factor=4).to_dict()
+
+
+def added(change: Changed) -> Any:
+    """By transformers' own adapters."""
+    set_seed(3)
+    model = change(tiny())
+    model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"]))
+    return model
+
+
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "none"])
+@pytest.mark.parametrize("build", [lora, lora_first, named_lora, added])
+def test_an_adapter_checkpoint_carries_its_extension(build: Any, callback: bool, plain: Path, tmp_path: Path) -> None:
+    run = trainer(build(extended), tmp_path, callback, max_steps=2)
+    run.train()
+    run.save_model(str(tmp_path / "final"))
+    expected = logits(run.model.eval(), tokens())
+    for directory in (tmp_path / "checkpoint-2", tmp_path / "final"):
+        place = directory / "mine" if build is named_lora else directory
+        assert torch.equal(logits(ctxext.load(place, base=plain), tokens()), expected)
+        with pytest.raises(ValueError, match=r"needs its base model extended by ctxext"):
+            PeftModel.from_pretrained(tiny(), place)
+        with pytest.raises(ValueError, match=r"needs its base model extended by ctxext"):
+            tiny().load_adapter(place)
+        with pytest.raises(CheckpointError, match=r"does not say what its base checkpoint is"):
+            ctxext.load(place)
+
+
+def test_virtual_tokens_carry_it_with_the_callback(plain: Path, tmp_path: Path) -> None:
+    set_seed(3)
+    model = get_peft_model(extended(tiny()), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    run = trainer(model, tmp_path, max_steps=2)
+    run.train()
+    with pytest.raises(KeyError, match=r"needs its base model extended by ctxext"):
+        PeftModel.from_pretrained(tiny(), tmp_path / "checkpoint-2")
+    loaded = ctxext.load(tmp_path / "checkpoint-2", base=plain)
+    assert torch.equal(logits(loaded, tokens()), logits(run.model.eval(), tokens()))
+
+
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "none"])
+def test_the_best_adapter_comes_back_at_the_end(callback: bool, plain: Path, tmp_path: Path) -> None:
+    """The Trainer reads the weights of a checkpoint that PEFT itself would refuse."""
+    rows = [{"input_ids": row, "labels": row} for row in tokens(96, rows=2)]
+    run = trainer(
+        lora(extended),
+        tmp_path,
+        callback,
+        rows,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # so that it is not the last one
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    best = ctxext.load(tmp_path / "checkpoint-2", base=plain)
+    assert torch.equal(logits(best, tokens()), logits(run.model.eval(), tokens()))
+
+
+def test_reached_from_the_package_which_imports_no_trainer_for_it() -> None:
+    code = (
+        "import sys, ctxext\n"
+        "brought = ('ctxext.training.', 'peft', 'transformers.trainer')\n"
+        "print([name for name in sys.modules if name.startswith(brought)])\n"
+        "print([getattr(ctxext.training, name).__name__ for name in ctxext.training.__all__])\n"
+        "ctxext.training.Callback"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.splitlines() == ["[]", str(ctxext.training.__all__)]
+    assert "AttributeError: module 'ctxext.training' has no attribute 'Callback'" in found.stderr
+    assert set(ctxext.training.__all__) <= set(dir(ctxext.training))
+
+
+def test_states_restored_from_the_checkpoint(checkpoints: dict[Any, Path], tmp_path: Path) -> None:
+    run = trainer(whole(extended), tmp_path, restore_callback_states_from_checkpoint=True)
+    run.train(resume_from_checkpoint=str(checkpoints[whole]))
+    assert run.state.global_step == STEPS
+    other = trainer(tiny(), tmp_path, restore_callback_states_from_checkpoint=True)
+    with pytest.raises(PatchStateError, match="this model is not extended"):
+        other.train(resume_from_checkpoint=str(checkpoints[whole]))
