@@ -19,21 +19,13 @@ from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.caches import current_filling
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import note_fitted_lengths, refuse_stale_cache
+from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
 from ctxext.surgery.probe import FAILURES, Layers, forward_without_data
 from ctxext.surgery.rebuild import Rebuild, without_weights
 from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 
-__all__ = [
-    "AlibiAttend",
-    "attention_layers",
-    "bias_fingerprint",
-    "decoder_of",
-    "install_attention",
-    "why_install_fails",
-    "why_no_custom_attention",
-]
+__all__ = ["AlibiAttend", "bias_fingerprint", "install_attention", "why_install_fails", "why_no_custom_attention"]
 
 
 @dataclass
@@ -66,33 +58,36 @@ class AlibiAttend:
         """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         layout = mask.layout
         q, k, v = _as_autocast_wants(q, k, v)
-        how: dict[str, Any] = {"scale": scale, "window": window, "dropout": dropout}
+
+        def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, length: int) -> Tensor:
+            slopes = self.slopes(length, q.device)
+            return self._run(Call.of(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout))
+
         if not self.method.dynamic:
-            slopes = self.slopes(self.alibi.trained_length, q.device)
-            return self._run(Call.of(q, k, v, layout, slopes=slopes, **how))
+            return run(q, k, v, layout, self.alibi.trained_length)
         rows = layout.memo("fitted_lengths", lambda: self._fitted_lengths(mask))
         fitted_lengths = {fitted for documents in rows for fitted in documents.values()}
         if len(fitted_lengths) == 1:
-            return self._run(Call.of(q, k, v, layout, slopes=self.slopes(fitted_lengths.pop(), q.device), **how))
+            return run(q, k, v, layout, fitted_lengths.pop())
         parts = []
         for row, documents in enumerate(rows):
             one = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
             here = slice(row, row + 1)
             out = torch.zeros_like(q[here])
             for fitted in sorted(set(documents.values())):
-                slopes = self.slopes(fitted, q.device)
-                found = self._run(Call.of(q[here], k[here], v[here], one, slopes=slopes, **how))
+                found = run(q[here], k[here], v[here], one, fitted)
                 out = torch.where(_standing_in(one, documents, fitted), found, out)
             parts.append(out)
         return torch.cat(parts)
 
     def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:
         """For each row, the fitted length of each document; padding and unfilled cache slots are in none."""
-        layout, trained, filling = mask.layout, self.alibi.trained_length, current_filling()
+        layout, filling = mask.layout, current_filling()
+        rule = LengthRule(self.method, self.alibi.trained_length)
         if filling is not None:
             filling.spoil()  # this layer's keys are in the cache already
         if mask.length is not None:
-            fitted = self.method.fitted_length(trained, mask.length)
+            fitted = rule.fitted(mask.length)
             note_fitted_lengths(0, [fitted])
             return [{0: fitted}]
         ends = _extremes(layout.key_positions, layout.key_documents, "amax")
@@ -100,8 +95,8 @@ class AlibiAttend:
         rows = []
         for row, (last, first) in enumerate(zip(ends, starts, strict=True)):
             before, now = [first.get(d, 0) for d in last], [place + 1 for place in last.values()]
-            refuse_stale_cache(self.method, trained, row, len(ends), before, now)
-            rows.append({d: self.method.fitted_length(trained, p + 1) for d, p in last.items()} or {0: trained})
+            refuse_stale_cache(rule, row, len(ends), before, now)
+            rows.append({d: rule.fitted(p + 1) for d, p in last.items()} or {0: rule.trained_length})
         return rows
 
     def slopes(self, length: int, device: torch.device) -> Tensor:
@@ -118,7 +113,15 @@ class AlibiAttend:
         return found
 
     def _run(self, call: Call) -> Tensor:
-        return choose(self._chosen, self.backend, call.need).run(call)
+        """On the backend for such a call, which is asked for once per kind of call."""
+        if torch.compiler.is_compiling():
+            return select(self.backend, call.need)[0].run(call)
+        found = self._chosen.get(call.need)
+        if found is None:
+            if len(self._chosen) > 256:  # lengths are part of a need: decoding would fill it
+                self._chosen.clear()
+            found = self._chosen[call.need] = select(self.backend, call.need)[0]
+        return found.run(call)
 
 
 def _as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -151,18 +154,6 @@ def _extremes(positions: Tensor, documents: Tensor | None, which: str) -> list[d
         found = torch.empty_like(ids).scatter_reduce(0, index, places.to(ids.dtype), which, include_self=False)
         rows.append({name: place for name, place in zip(ids.tolist(), found.tolist(), strict=True) if name >= 0})
     return rows
-
-
-def choose(chosen: dict[Need, AttentionBackend], name: str, need: Need) -> AttentionBackend:
-    """The backend for a call; asked once per kind of call."""
-    if torch.compiler.is_compiling():
-        return select(name, need)[0]
-    found = chosen.get(need)
-    if found is None:
-        if len(chosen) > 256:  # lengths are part of a need: decoding would fill it
-            chosen.clear()
-        found = chosen[need] = select(name, need)[0]
-    return found
 
 
 def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
