@@ -62,7 +62,7 @@ class ExtendedSave:
     model: Any
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Arguments of PEFT's own method."""
+        """Takes what PEFT's own method does."""
         save_adapters(self.model, Path(save_directory), *args, **kwargs)
 
 
@@ -89,7 +89,7 @@ class ExtendedAdapter:
         return vars(self) | {"model_config": None, "lent": None}
 
     def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Arguments of PEFT's own method."""
+        """Takes what PEFT's own method does."""
         for config in (self.adapter if self.once else None, self.lent):
             if config is not None:
                 vars(config).pop("save_pretrained", None)

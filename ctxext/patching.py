@@ -12,12 +12,7 @@ from transformers import PreTrainedModel
 from ctxext.adapters import keep_extension
 from ctxext.architectures import Architecture, architecture_of, find_architecture
 from ctxext.attention import Call, select
-from ctxext.errors import (
-    BackendUnavailableError,
-    InvalidParameterError,
-    PatchStateError,
-    UnknownNameError,
-)
+from ctxext.errors import BackendUnavailableError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.base import is_number, require
 from ctxext.saved import (
@@ -32,10 +27,9 @@ from ctxext.saved import (
 )
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
-from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import recompute_in_generate
+from ctxext.surgery.edits import Edits, follow_replicas
+from ctxext.surgery.generation import LengthRule, recompute_in_generate
 from ctxext.surgery.old_form import write_old_form
-from ctxext.surgery.override import follow_replicas
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.wrappers import base_model, give_own_config, unwrapped
 
@@ -67,15 +61,7 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
     """
     if name not in METHODS:
         raise UnknownNameError.of("method", name, METHODS)
-    chosen = METHODS[name]
-    if factor is not None:
-        parameters["factor"] = factor
-    known = {field.name for field in fields(chosen)}
-    for key in parameters:
-        if key not in known:
-            raise UnknownNameError.of(f"parameter of method {name!r}", key, known)
-    chosen.require_given(parameters)
-    return chosen(**parameters)
+    return METHODS[name].of(parameters if factor is None else parameters | {"factor": factor})
 
 
 def patch(
@@ -130,7 +116,11 @@ def patch(
         VerificationError: the patched model does not compute what the method says.
     """
     base = base_model(model)
-    _refuse_patched(base)
+    if (patched := patched_state(base)) is not None:
+        raise PatchStateError(
+            f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
+            f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
+        )
     architecture = architecture_of(base)
     if trained_length is not None:
         _require_tokens("trained_length", trained_length)
@@ -149,7 +139,7 @@ def patch(
         give_own_config(base, edits)
         extension = architecture.apply(base, chosen, request, edits)
         if chosen.dynamic:
-            recompute_in_generate(base, chosen, extension.trained_length, edits)
+            recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", saved_form(chosen, extension))
         write_old_form(base.config, edits)
@@ -222,14 +212,16 @@ def unpatch(model: ModelT) -> ModelT:
 def describe(model: nn.Module) -> Description:
     """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
     base = base_model(model)
-    patched = patched_state(base)
-    model_type = base.config.model_type
+    patched, model_type = patched_state(base), base.config.model_type
     if patched is not None:
-        edits = tuple(patched.edits.lines())
-        line = attention_line(base, patched.extension.attention)
-        found = describe_saved(saved_form(patched.method, patched.extension), model_type, edits)
-        notes = _tokenizer_note(patched.extension.trained_length, patched.extension.target_length)
-        return replace(found, attention=line, notes=(*found.notes, *notes))
+        extension, notes = patched.extension, list(patched.extension.notes)
+        found = describe_saved(saved_form(patched.method, extension), model_type, tuple(patched.edits.lines()))
+        if extension.target_length > extension.trained_length:
+            notes.append(
+                f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = "
+                f"{extension.target_length}, and save it with the model: ctxext.save(model, path, tokenizer=tokenizer)."
+            )
+        return replace(found, attention=attention_line(base, extension.attention), notes=tuple(notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)
@@ -237,16 +229,6 @@ def describe(model: nn.Module) -> Description:
     if length is None and (architecture := find_architecture(base)) is not None:
         length = architecture.trained_length(base.config)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
-
-
-def _tokenizer_note(trained: int, target: int) -> tuple[str, ...]:
-    """What a user of an extended live model has to know about its tokenizer, which ctxext has not seen."""
-    if target <= trained:
-        return ()
-    return (
-        f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {target}, and save it "
-        f"with the model: ctxext.save(model, path, tokenizer=tokenizer).",
-    )
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
@@ -335,15 +317,6 @@ def patched_state(base: PreTrainedModel) -> Patched | None:
     """What ``patch`` left on the model, None where it is not patched."""
     state: Patched | None = base.__dict__.get("_ctxext")
     return state
-
-
-def _refuse_patched(base: PreTrainedModel) -> None:
-    patched = patched_state(base)
-    if patched is not None:
-        raise PatchStateError(
-            f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
-            f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
-        )
 
 
 def trained_length_of(model: PreTrainedModel) -> int | None:

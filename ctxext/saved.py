@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
-from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 import transformers
 
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, Method, saved_class
 from ctxext.spec import Extension
-from ctxext.surgery.old_form import drop_old_form
+from ctxext.surgery.old_form import drop_old_form, rope_dicts
 from ctxext.surgery.windows import is_windowed
 from ctxext.version import __version__
 
@@ -110,15 +109,9 @@ def saved_method(saved: dict[str, Any]) -> Method:
     """Rebuild the method of a saved extension.
 
     Raises:
-        CheckpointError: if this version of ctxext does not know it.
+        CheckpointError: if no method of its name is known in this process.
     """
-    stored = saved["method"]
-    if stored["method"] not in METHODS:
-        raise CheckpointError(
-            f"The extension method {stored['method']!r} is unknown to ctxext {__version__}; the checkpoint was "
-            f"saved by ctxext {saved['versions']['ctxext']}. Install that version."
-        )
-    return METHODS[stored["method"]].from_dict(stored)
+    return saved_class(saved["method"]["method"]).from_dict(saved["method"])
 
 
 def identity(saved: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +123,8 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in _complete(saved).items() if name not in (*NOT_IDENTITY, "method")}
     kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
     # A method of the user's own, passed as an object, cannot be rebuilt from its name: it is compared as it was saved.
-    chosen = saved_method(saved).to_dict() if saved["method"]["method"] in METHODS else saved["method"]
+    known = METHODS.get(saved["method"]["method"])
+    chosen = saved["method"] if known is None else known.from_dict(saved["method"]).to_dict()
     return chosen | rest | kept
 
 
@@ -176,18 +170,15 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
         PatchStateError: without a length, or with another one than was saved.
     """
     known, name = saved["trained_length"], saved["method"]["method"]
+    if trained_length == known:
+        return
+    remedy = f", and trained_length={trained_length} contradicts that. Pass"
     if trained_length is None:
-        raise PatchStateError(
-            f"This checkpoint is already extended (ctxext {name}, trained_length={known}). Say which length its "
-            f"weights were trained for before that extension: trained_length={known}; the new method then replaces the "
-            f"old one."
-        )
-    if trained_length != known:
-        raise PatchStateError(
-            f"This checkpoint is already extended (ctxext {name}, trained_length={known}), and "
-            f"trained_length={trained_length} contradicts that. Pass trained_length={known}; the new method then "
-            f"replaces the old one."
-        )
+        remedy = ". Say which length its weights were trained for before that extension:"
+    raise PatchStateError(
+        f"This checkpoint is already extended (ctxext {name}, trained_length={known}){remedy} trained_length={known}; "
+        f"the new method then replaces the old one."
+    )
 
 
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
@@ -239,20 +230,6 @@ class Scaling:
         factor = "" if self.factor is None else f", factor {self.factor:g}"
         original = "" if self.original is None else f", original_max_position_embeddings={self.original}"
         return f"rope_type={self.rope_type}{factor}{original}"
-
-
-def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield each rope dict of a text config with the layer type that it is for, None where one serves all layers.
-
-    Args:
-        text: the text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
-    """
-    rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
-    nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
-    if nested and not rope.get("rope_type"):
-        yield from nested.items()
-    elif rope:
-        yield None, rope
 
 
 def scaling_of(config: Any) -> Scaling | None:

@@ -14,7 +14,6 @@ import os
 import re
 import typing
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,8 +146,8 @@ def _default(parameter: Any) -> str:
 def _choices(command: Any, name: str) -> str:
     """What a parameter that is one of a few words may be."""
     hint = typing.get_type_hints(command.callback)[name]
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)]
-    words = [f"`{one.value}`" for kind in kinds for one in kind]
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal]
+    words = [f"`{word}`" for kind in kinds for word in typing.get_args(kind)]
     return f" One of {', '.join(words)}." if words else ""
 
 

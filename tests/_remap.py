@@ -47,7 +47,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, inv_freq:
     k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
     apart = relative[-q.shape[1] :]
     turned = torch.polar(torch.ones_like(apart), apart.nan_to_num() * inv_freq)
-    rotating = torch.complex(q[..., :half], q[..., half : 2 * half]), torch.complex(k[..., :half], k[..., half : 2 * half])
+    rotating = (
+        torch.complex(q[..., :half], q[..., half : 2 * half]),
+        torch.complex(k[..., :half], k[..., half : 2 * half]),
+    )
     scores = torch.einsum("hif,hjf,ijf->hij", rotating[0], rotating[1].conj(), turned).real
     scores = scores + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])
     scores = (scores * scale).masked_fill(apart[..., 0].isnan(), -torch.inf)

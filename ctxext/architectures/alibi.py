@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -14,44 +15,69 @@ from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
+from ctxext.surgery.attend import Backends
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.positions import ATTENTION, PositionedForward
+from ctxext.surgery.positions import ATTENTION, LayoutMask, PositionedForward, layout_of
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 
-__all__ = ["AlibiArchitecture", "slopes_differ"]
+__all__ = ["AlibiArchitecture", "AlibiForward"]
+
+
+@dataclass
+class AlibiForward(ABC):
+    """Stands in for the ``forward`` of an attention module: its own projections around attention on a backend.
+
+    Args:
+        attention: the patched module.
+        attend: computes attention from q, k, v and a layout.
+    """
+
+    attention: Any
+    attend: AlibiAttend
+
+    @abstractmethod
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Takes and returns what the class's own forward does: ``[batch, seq, hidden]`` to the same, and no weights."""
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, cache: Any, *, scale: float, dropout: float | int
+    ) -> Tensor:
+        """Attention over what is cached and new, ``[batch, heads, seq, head_dim]`` to ``[batch, seq, hidden]``."""
+        mask = layout_of(attention_mask)
+        if cache is not None:
+            k, v = cache.update(k, v, self.attention.layer_idx)
+        out = self.attention_of(q, k, v, mask, scale, float(dropout) if self.attention.training else 0.0)
+        return out.transpose(1, 2).flatten(2)
+
+    def attention_of(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, dropout: float) -> Tensor:
+        """Attention itself, where every key is known: ``[batch, heads, seq, head_dim]``."""
+        return self.attend(q, k, v, mask, scale=scale, window=None, dropout=dropout)
 
 
 class AlibiArchitecture(Architecture):
     """A family whose attention adds ALiBi by itself, eagerly; every attention module gets a forward of ours.
 
-    Class attributes of a family:
-        decoder_class: transformers' class of the module that builds the mask and calls the layers.
+    Class attributes of a family, beside those of every architecture:
         attention_class: transformers' class of its attention modules.
+        forward_class: what stands in for the ``forward`` of such a module.
         length_field: the config field that says how long the model may read.
     """
 
-    decoder_class: ClassVar[type[nn.Module]]
     attention_class: ClassVar[type[nn.Module]]
+    forward_class: ClassVar[type[AlibiForward]]
     length_field: ClassVar[str]
 
-    @abstractmethod
-    def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> Any:
-        """A picklable callable that stands in for ``attention.forward``."""
+    def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> AlibiForward:
+        """What stands in for ``attention.forward``."""
+        return self.forward_class(attention, attend)
 
-    @abstractmethod
     def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
-        """Heads and slopes of the checkpoint."""
+        """Heads and slopes of the checkpoint: here, those of the ALiBi paper."""
+        return AlibiSpec(num_heads=model.config.num_attention_heads, trained_length=trained_length)
 
     @abstractmethod
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         """The slopes that transformers' own code uses, float64 [heads]; proves ``spec``."""
-
-    def matches(self, model: PreTrainedModel) -> bool:
-        return any(isinstance(module, self.decoder_class) and self.has_alibi(module) for module in model.modules())
-
-    def has_alibi(self, decoder: nn.Module) -> bool:
-        """Whether a decoder of this class has ALiBi; some have other positions where their config says so."""
-        return True
 
     def trained_length(self, config: Any) -> int | None:
         length = getattr(config, self.length_field, None)
@@ -83,7 +109,7 @@ class AlibiArchitecture(Architecture):
         plain = not method.dynamic and bool((method.slopes(alibi, target) == trained_slopes(alibi)).all())
         changed = [self.length_field] if plain else [self.length_field, GUARDED_FIELD]
         original = {name: getattr(config, name, None) for name in changed}
-        attend = AlibiAttend(method, alibi, request.attention or "auto")
+        attend = AlibiAttend(method, alibi, Backends(request.attention or "auto"))
         edits.set(config, self.length_field, target)
         if not plain:
             edits.set_unchecked(config, GUARDED_FIELD, GUARD)
@@ -99,7 +125,7 @@ class AlibiArchitecture(Architecture):
             stored_as="the checkpoint's own ALiBi" if plain else "config.ctxext; stock code refuses the checkpoint",
             stock=plain,
             fingerprint=bias_fingerprint(method, alibi),
-            notes=attend.notes(),
+            notes=attend.backends.notes(),
             attention=request.attention or "auto",
             original=original,
         )

@@ -21,13 +21,24 @@ __all__ = ["Architecture", "learned_positions", "why_absent"]
 
 
 class Architecture(ABC):
-    """One family of models, recognised by structure rather than by name."""
+    """One family of models, recognised by structure rather than by name.
+
+    Class attributes of a family:
+        name: how it is listed.
+        decoder_class: transformers' class of the module that builds the mask and calls the layers; a family that is
+            found in another way overrides ``matches`` and has none.
+    """
 
     name: ClassVar[str]
+    decoder_class: ClassVar[type[nn.Module]]
 
-    @abstractmethod
     def matches(self, model: PreTrainedModel) -> bool:
         """Whether this family's positions live in ``model``."""
+        return any(isinstance(module, self.decoder_class) and self.holds(module) for module in model.modules())
+
+    def holds(self, decoder: nn.Module) -> bool:
+        """Whether a decoder of the family's class has its positions; some have others where their config says so."""
+        return True
 
     @abstractmethod
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:

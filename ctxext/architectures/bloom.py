@@ -11,18 +11,70 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor
 
-from ctxext.architectures.alibi import AlibiArchitecture
+from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
-from ctxext.spec import AlibiSpec
 from ctxext.surgery.alibi import AlibiAttend
-from ctxext.surgery.positions import LayoutMask, layout_of
+from ctxext.surgery.positions import LayoutMask
 
 __all__ = ["Bloom"]
 
 # What the published BLOOMs were trained on (arXiv:2211.05100, table 3), where the config does not say.
 TRAINED_LENGTH = 2048
+
+
+@dataclass
+class BloomForward(AlibiForward):
+    """Stands in for ``BloomAttention.forward``.
+
+    Args:
+        stock_within: for ``bias="stock"``: tokens up to which transformers' own rounding is reproduced; else None.
+    """
+
+    stock_within: int | None = None
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """One attention layer: ``[batch, seq, hidden]`` to the same, residual added."""
+        module = self.attention
+        q, k, v = module._reshape(module.query_key_value(hidden_states))
+        how = {"scale": module.inv_norm_factor, "dropout": module.attention_dropout.p}
+        merged = module.dense(self.attended(q, k, v, attention_mask, layer_past, **how))
+        return F.dropout(merged, module.hidden_dropout, module.training) + residual, None
+
+    def attention_of(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, dropout: float) -> Tensor:
+        """On a backend; with ``stock_within`` BLOOM's own arithmetic, rounding included.
+
+        That is a bias from absolute positions, added in the tensors' dtype.
+        """
+        if self.stock_within is None:
+            return super().attention_of(q, k, v, mask, scale, dropout)
+        layout = mask.layout
+        if layout.key_length > self.stock_within:
+            raise IncompatibleError(
+                f"bias='stock' reproduces BLOOM's rounding inside its trained window of {self.stock_within} tokens "
+                f"only, found {layout.key_length} keys. Use bias='exact'."
+            )
+        batch, heads, query, _ = q.shape
+        slopes = self.attend.slopes(self.stock_within, q.device).float()
+        positions = layout.key_positions
+        if layout.key_documents is not None:
+            positions = torch.where(layout.key_documents >= 0, positions, 0)
+        bias = (slopes[None, :, None] * positions[:, None, :]).to(q.dtype).reshape(batch * heads, 1, -1)
+        scores = bias.baddbmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=scale)
+        lowest = torch.finfo(q.dtype).min
+        hidden = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~layout.visible(), lowest)
+        scores = scores.view(batch, heads, query, -1) + hidden[:, None]
+        weights = F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), dropout, dropout > 0)
+        return torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(q.shape)
 
 
 class Bloom(AlibiArchitecture):
@@ -31,10 +83,8 @@ class Bloom(AlibiArchitecture):
     name: ClassVar[str] = "bloom"
     decoder_class: ClassVar[type[nn.Module]] = BloomModel
     attention_class: ClassVar[type[nn.Module]] = BloomAttention
+    forward_class: ClassVar[type[AlibiForward]] = BloomForward
     length_field: ClassVar[str] = "seq_length"
-
-    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
-        return AlibiSpec(num_heads=model.config.n_head, trained_length=trained_length)
 
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         heads = model.config.n_head
@@ -53,72 +103,8 @@ class Bloom(AlibiArchitecture):
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> BloomForward:
         stock = isinstance(method, ALiBi) and method.bias == "stock"
-        if stock and attend.backend != "auto":
+        if stock and attend.backends.name != "auto":
             raise InvalidParameterError(
-                f"bias='stock' is BLOOM's own arithmetic and no backend's; leave attention={attend.backend!r} out."
+                f"bias='stock' is BLOOM's own arithmetic and no backend's; leave out attention={attend.backends.name!r}."
             )
         return BloomForward(attention, attend, attend.alibi.trained_length if stock else None)
-
-
-@dataclass
-class BloomForward:
-    """Stands in for ``BloomAttention.forward``.
-
-    Args:
-        attention: the patched module.
-        attend: computes attention from q, k, v and a layout.
-        stock_within: for ``bias="stock"``: tokens up to which transformers' own rounding is reproduced; else None.
-    """
-
-    attention: Any
-    attend: AlibiAttend
-    stock_within: int | None = None
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor,
-        alibi: Tensor,
-        attention_mask: Any,
-        layer_past: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        """One attention layer: ``[batch, seq, hidden]`` to the same, residual added."""
-        if output_attentions:
-            raise IncompatibleError("A fused kernel has no attention weights; ctxext.unpatch the model to see them.")
-        module, mask = self.attention, layout_of(attention_mask)
-        q, k, v = module._reshape(module.query_key_value(hidden_states))
-        if layer_past is not None:
-            k, v = layer_past.update(k, v, module.layer_idx)
-        dropout = module.attention_dropout.p if module.training else 0.0
-        if self.stock_within is None:
-            out = self.attend(q, k, v, mask, scale=module.inv_norm_factor, window=None, dropout=dropout)
-        else:
-            out = _stock_attention(q, k, v, mask, module.inv_norm_factor, self.attend, self.stock_within, dropout)
-        merged = module.dense(out.transpose(1, 2).flatten(2))
-        return F.dropout(merged, module.hidden_dropout, module.training) + residual, None
-
-
-def _stock_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, attend: AlibiAttend, within: int, dropout: float
-) -> Tensor:
-    """BLOOM's own arithmetic, rounding included: bias from absolute positions, added in the tensors' dtype."""
-    layout = mask.layout
-    if layout.key_length > within:
-        raise IncompatibleError(
-            f"bias='stock' reproduces BLOOM's rounding inside its trained window of {within} tokens only, found "
-            f"{layout.key_length} keys. Use bias='exact'."
-        )
-    batch, heads, query, _ = q.shape
-    slopes = attend.slopes(within, q.device).float()
-    positions = layout.key_positions
-    if layout.key_documents is not None:
-        positions = torch.where(layout.key_documents >= 0, positions, 0)
-    bias = (slopes[None, :, None] * positions[:, None, :]).to(q.dtype).reshape(batch * heads, 1, -1)
-    scores = bias.baddbmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=1.0, alpha=scale)
-    hidden = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~layout.visible(), torch.finfo(q.dtype).min)
-    scores = scores.view(batch, heads, query, -1) + hidden[:, None]
-    weights = F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), dropout, dropout > 0)
-    return torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(q.shape)

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
-from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.methods import Method
-from ctxext.spec import AlibiSpec
-from ctxext.surgery.alibi import AlibiAttend
-from ctxext.surgery.positions import layout_of
+from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
 
 __all__ = ["Mpt"]
 
 
-class Mpt(AlibiArchitecture):
-    """MPT of every size."""
-
-    name: ClassVar[str] = "mpt"
-    decoder_class: ClassVar[type[nn.Module]] = MptModel
-    attention_class: ClassVar[type[nn.Module]] = MptAttention
-    length_field: ClassVar[str] = "max_seq_len"
-
-    def spec(self, model: PreTrainedModel, trained_length: int) -> AlibiSpec:
-        return AlibiSpec(num_heads=model.config.n_heads, trained_length=trained_length)
-
-    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
-        bias: Tensor = build_mpt_alibi_tensor(model.config.n_heads, 2)
-        return -bias[:, 0, 0].double()
-
-    def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> MptForward:
-        return MptForward(attention, attend)
-
-
-@dataclass
-class MptForward:
+class MptForward(AlibiForward):
     """Stands in for ``MptAttention.forward``."""
-
-    attention: Any
-    attend: AlibiAttend
 
     def __call__(
         self,
@@ -53,13 +25,24 @@ class MptForward:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """One attention layer: ``[batch, seq, hidden]`` to the same."""
-        module, mask = self.attention, layout_of(attention_mask)
+        module = self.attention
         mixed = module.Wqkv(hidden_states)
         if module.clip_qkv:
             mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         q, k, v = (part.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, module.layer_idx)
-        dropout = float(module.attn_dropout_p) if module.training else 0.0
-        out: Tensor = self.attend(q, k, v, mask, scale=module.softmax_scale, window=None, dropout=dropout)
-        return module.out_proj(out.transpose(1, 2).flatten(2)), None
+        how = {"scale": module.softmax_scale, "dropout": module.attn_dropout_p}
+        return module.out_proj(self.attended(q, k, v, attention_mask, past_key_values, **how)), None
+
+
+class Mpt(AlibiArchitecture):
+    """MPT of every size."""
+
+    name: ClassVar[str] = "mpt"
+    decoder_class: ClassVar[type[nn.Module]] = MptModel
+    attention_class: ClassVar[type[nn.Module]] = MptAttention
+    forward_class: ClassVar[type[AlibiForward]] = MptForward
+    length_field: ClassVar[str] = "max_seq_len"
+
+    def stock_slopes(self, model: PreTrainedModel) -> Tensor:
+        bias: Tensor = build_mpt_alibi_tensor(model.config.n_heads, 2)
+        return -bias[:, 0, 0].double()

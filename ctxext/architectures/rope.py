@@ -20,16 +20,7 @@ from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import Rebuild, rotaries
 from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
-from ctxext.surgery.rotary import (
-    UNSEEN,
-    LatentSpec,
-    PinnedApply,
-    ProportionalSpec,
-    disagreement,
-    find_sites,
-    module_output,
-    survey,
-)
+from ctxext.surgery.rotary import UNSEEN, LatentSpec, PinnedApply, ProportionalSpec, disagreement, find_sites, survey
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
 from ctxext.surgery.windows import window_fields, window_note
 
@@ -132,8 +123,8 @@ def _prove(model: PreTrainedModel, form: StoredForm) -> None:
         buffer = getattr(rotary, f"{site.prefix}inv_freq")
         if buffer.is_meta:
             continue
-        output = module_output(rotary, site.layer_type, buffer.device)
-        problem = disagreement(output, site.mathematics(method), checked_lengths(method, site.spec))
+        output, lengths = site.output(rotary, buffer.device), checked_lengths(method, site.spec)
+        problem = disagreement(output, site.mathematics(method), lengths)
         if problem or buffer.dtype != torch.float32:
             raise VerificationError(
                 f"The patched {type(rotary).__name__} does not compute {method.name!r}: {problem or buffer.dtype}"

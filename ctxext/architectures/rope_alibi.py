@@ -10,13 +10,8 @@ from transformers import PreTrainedModel
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec, Extension, Request
-from ctxext.surgery.alibi import (
-    AlibiAttend,
-    bias_fingerprint,
-    install_attention,
-    why_install_fails,
-    why_no_custom_attention,
-)
+from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
+from ctxext.surgery.attend import Backends, install_attention, why_install_fails, why_no_custom_attention
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
@@ -58,7 +53,7 @@ def replace_rotation(
     rotary = model.get_submodule(place.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
-    attend = AlibiAttend(method, alibi, request.attention or "auto")
+    attend = AlibiAttend(method, alibi, Backends(request.attention or "auto"))
     install_attention(model, place, attend, edits)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
@@ -69,7 +64,7 @@ def replace_rotation(
         stored_as=f"rope_type {UNROTATED_TYPE!r}, which only ctxext loads",
         stock=False,
         fingerprint=bias_fingerprint(method, alibi),
-        notes=(NOTE, *attend.notes(), *([window] if window else [])),
+        notes=(NOTE, *attend.backends.notes(), *([window] if window else [])),
         sliding_window=request.sliding_window,
         scaling=request.scaling,
         attention=request.attention or "auto",

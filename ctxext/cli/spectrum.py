@@ -31,7 +31,8 @@ def shown_by_default(factor: float) -> list[Method]:
     return [
         kind(factor=factor)
         for kind in METHODS.values()
-        if issubclass(kind, RopeMethod) and not any(_is_required(field) for field in fields(kind))
+        if issubclass(kind, RopeMethod)
+        and all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind))
     ]
 
 
@@ -97,23 +98,19 @@ def plot_spectrum(methods: Sequence[Method], rope: RopeSpec, path: Path, *, name
     figure.savefig(path)
 
 
-def _is_required(field: Any) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
 def _alike(methods: Sequence[Method], rope: RopeSpec) -> list[list[Method]]:
     """Methods grouped by what they do at their target length: a dynamic method often meets its static form there."""
     groups: list[list[Method]] = []
     for method in methods:
-        shares, scale = speed(method, rope)
-        for group in groups:
-            others, other_scale = speed(group[0], rope)
-            if group[0].factor == method.factor and abs(scale - other_scale) < SAME and torch.allclose(shares, others):
-                group.append(method)
-                break
-        else:
-            groups.append([method])
+        like = next((group for group in groups if _same(method, group[0], rope)), None)
+        groups.append([method]) if like is None else like.append(method)
     return groups
+
+
+def _same(one: Method, other: Method, rope: RopeSpec) -> bool:
+    """Whether both make the same of every frequency."""
+    (shares, scale), (others, other_scale) = speed(one, rope), speed(other, rope)
+    return one.factor == other.factor and abs(scale - other_scale) < SAME and torch.allclose(shares, others)
 
 
 def _draw(panel: Any, group: list[Method], rope: RopeSpec) -> set[str]:

@@ -58,7 +58,7 @@ class TokenisedDocument:
 
     @property
     def sha256(self) -> str:
-        """Of the token ids as decimal numbers with spaces between: the first 12 hexadecimal digits."""
+        """The first 12 hexadecimal digits of a hash of the token ids, as decimal numbers with spaces between."""
         return _digest(" ".join(map(str, self.input_ids[0].tolist())))
 
     def take(self, tokens: int, *, skip: int = 0) -> TokenisedDocument:
@@ -102,7 +102,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Of all documents' digests in order: the first 12 hexadecimal digits."""
+        """The first 12 hexadecimal digits of a hash of all documents' digests in order."""
         return _digest(" ".join(document.sha256 for document in self.documents))
 
     @property

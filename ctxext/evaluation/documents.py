@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -141,11 +142,18 @@ def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Do
 
 def _loaded(source: str, *arguments: Any, **options: Any) -> Any:
     """What ``datasets`` makes of a source, streamed: nothing is copied into a cache."""
+    kind = "" if "data_files" in options else " (there is no such file, so it was taken for a data set)"
+    with _explained(source, kind):
+        return _datasets().load_dataset(*arguments, streaming=True, **options)
+
+
+@contextlib.contextmanager
+def _explained(source: str, kind: str = "") -> Iterator[None]:
+    """Turn what ``datasets`` cannot read into ``InvalidParameterError``."""
     data = _datasets()
     try:
-        return data.load_dataset(*arguments, streaming=True, **options)
+        yield
     except (OSError, ValueError, data.exceptions.DatasetsError) as error:
-        kind = "" if "data_files" in options else " (there is no such file, so it was taken for a data set)"
         raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {error}") from error
 
 
@@ -181,11 +189,8 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) ->
 
 def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mapping[str, Any]]:
     """The rows; what is wrong with a file of rows shows only when they are read."""
-    data = _datasets()
-    try:
+    with _explained(source):
         yield from rows
-    except (OSError, ValueError, data.exceptions.DatasetsError) as error:
-        raise InvalidParameterError(f"Cannot read documents from {source!r}: {error}") from error
 
 
 def _text_column(row: Mapping[str, Any], source: str, column: str | None) -> str:

@@ -26,8 +26,8 @@ __all__ = [
     "check_reach",
     "check_token_ids",
     "fitted_length_of",
+    "follows_length",
     "head_chunk",
-    "length_dependent",
     "logits_in_chunks",
     "parse_bytes",
     "pass_bytes",
@@ -137,11 +137,10 @@ class CachedPieces(nn.Module):
         self.base = base
         self.piece = piece
         self.cache = DynamicCache(config=causal.config)
-        patched = patched_state(causal)
+        is_patched, dynamic = patched_state(causal) is not None, follows_length(causal)
         # Positions of a dynamic method follow the length of the whole text, which a piece does not show.
-        dynamic = patched is not None and patched.method.dynamic
         self.length = {"ctxext_length": positions} if dynamic else {}
-        if patched is None and length_dependent(causal):
+        if dynamic and not is_patched:
             raise IncompatibleError(
                 f"The positions of this {type(causal).__name__} follow the length of its input "
                 f"(rope_parameters={causal.config.get_text_config(decoder=True).rope_parameters}), so a text cannot be "
@@ -164,21 +163,28 @@ class CachedPieces(nn.Module):
         return output
 
 
-def length_dependent(causal: PreTrainedModel) -> bool:
-    """Whether stock transformers lets the positions of this model follow the length of each call's input."""
+def follows_length(causal: PreTrainedModel) -> bool:
+    """Whether positions follow the length of the text: by a dynamic method, or by a stock rope type for each call."""
+    patched = patched_state(causal)
+    if patched is not None:
+        return patched.method.dynamic
     text = causal.config.get_text_config(decoder=True)
     return any(rope.get("rope_type") in FOLLOWING for _, rope in rope_dicts(text))
 
 
-def fitted_length_of(causal: PreTrainedModel) -> Callable[[int], int]:
-    """The length that the positions of so many tokens are fitted to: where it is the same, so are the positions."""
+def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callable[[int], int]:
+    """The length that the positions of so many tokens are fitted to: where it is the same, so are the positions.
+
+    Args:
+        causal: extended or not.
+        trained_length: tokens up to which a stock rope type leaves positions as they are; 0 where that is not known.
+    """
     patched = patched_state(causal)
     if patched is not None:
         method, trained = patched.method, patched.extension.trained_length
         return lambda length: method.fitted_length(trained, length)
-    if length_dependent(causal):
-        return lambda length: length
-    return lambda length: 0
+    follows = follows_length(causal)
+    return lambda length: max(length, trained_length) if follows else 0
 
 
 UNITS = {"b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -253,18 +259,17 @@ def cached_tokens_for(model: nn.Module, tokens: int, budget: int | None) -> int 
     """
     if budget is None:
         return None
-    head = HEAD_BYTES
-    whole = pass_bytes(model, tokens) + head
+    whole = pass_bytes(model, tokens) + HEAD_BYTES
     if whole <= budget:
         return None
     piece = LEAST
-    least = pass_bytes(model, tokens, cached=piece) + head
+    least = pass_bytes(model, tokens, cached=piece) + HEAD_BYTES
     if least > budget:
         raise InvalidParameterError(
             f"A text of {tokens:,} tokens takes about {whole / 2**30:.3g} GiB in one pass and {least / 2**30:.3g} GiB "
             f"in cached pieces of {LEAST} tokens; found --memory {budget / 2**30:.3g}GiB. Allow more, or read less."
         )
-    while 2 * piece < tokens and pass_bytes(model, tokens, cached=2 * piece) + head <= budget:
+    while 2 * piece < tokens and pass_bytes(model, tokens, cached=2 * piece) + HEAD_BYTES <= budget:
         piece *= 2
     return piece
 
@@ -333,9 +338,7 @@ def check_reach(model: nn.Module, length: int, *, beyond: bool) -> None:
         beyond: whether the user asked to see how the model fails; then nothing is refused.
     """
     meant, base = describe(model), base_model(model)
-    patched = patched_state(base)
-    follows = length_dependent(base) if patched is None else patched.method.dynamic
-    if beyond or follows or meant.target_length is None or length <= meant.target_length:
+    if beyond or follows_length(base) or meant.target_length is None or length <= meant.target_length:
         return
     state = "is trained for" if meant.method is None else f"was extended to, by {meant.method['method']}"
     raise InvalidParameterError(

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from ctxext import patching
@@ -31,6 +30,7 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.provenance import Report
 
 __all__ = [
     "ALPHA",
@@ -40,13 +40,11 @@ __all__ = [
     "ending",
     "find_key_tokens",
     "search_cost",
-    "short_losses",
     "tokenizer_digest",
 ]
 
 # The thresholds of the paper.
 ALPHA, BETA = 2.0, -2.0
-FORMAT = 1
 FINDING = "key tokens"
 
 
@@ -66,7 +64,7 @@ class KeyPassage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyTokens:
+class KeyTokens(Report):
     """The key tokens of some texts, and how they were found.
 
     Args:
@@ -80,6 +78,8 @@ class KeyTokens:
         evaluator_sha256: its digest.
         tokenizer_sha256: see ``tokenizer_digest``.
     """
+
+    TITLE, KIND, FORMAT = "a file of key tokens", "key tokens", 1
 
     passages: tuple[KeyPassage, ...]
     window: int
@@ -118,26 +118,6 @@ class KeyTokens:
                 f"The key tokens belong to other texts ({what}). The texts, --skip and the greatest --length must be "
                 f"those of the run that found them; or find them anew, into another file."
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, "kind": "key tokens", **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> KeyTokens:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        names = {item.name for item in fields(cls)}
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, "key tokens") or not names <= saved.keys():
-            raise InvalidParameterError(
-                f"This is not a file of key tokens of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}."
-            )
-        passages = tuple(KeyPassage(one["name"], one["sha256"], tuple(one["from_end"])) for one in saved["passages"])
-        return cls(**{**{name: saved[name] for name in names}, "passages": passages})
 
     @classmethod
     def load(cls, path: Path) -> KeyTokens:
@@ -204,7 +184,7 @@ def find_key_tokens(
         with ticking(model, FINDING, pass_cost(window, point), progress):
             full = loss_by_position(model, ids, start=short - 1)[0]
         with ticking(model, FINDING, pass_cost(short + stride, point), progress):
-            cut = short_losses(model, ids, short=short, stride=stride, prefix=document.prefix)
+            cut = _short_losses(model, ids, short=short, stride=stride, prefix=document.prefix)
         cut = torch.cat([full[:stride], cut])
         (key,) = torch.nonzero((cut - full > alpha) & (full < -beta), as_tuple=True)
         from_end = sorted(len(full) - 1 - int(place) for place in key)
@@ -229,17 +209,10 @@ def find_key_tokens(
     return found
 
 
-def short_losses(
-    model: nn.Module, input_ids: Int[Tensor, "1 tokens"], *, short: int, stride: int, prefix: int = 0
-) -> Float[Tensor, " positions"]:
+def _short_losses(model: nn.Module, input_ids: Tensor, *, short: int, stride: int, prefix: int) -> Tensor:
     """The losses after ``short`` to ``short + stride - 1`` tokens, at the positions from ``short - 1 + stride`` on.
 
-    Args:
-        model: a causal language model in eval mode.
-        input_ids: a text.
-        short: tokens of context, at least.
-        stride: positions per pass.
-        prefix: leading tokens that every context keeps in front; below ``short``.
+    A pass scores ``stride`` positions; each keeps the first ``prefix`` tokens of the text in front.
     """
     positions = input_ids.shape[1] - 1
     pieces = []

@@ -13,11 +13,11 @@ Source: Fang et al., arXiv:2410.23771.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,28 +30,30 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress, check_reach, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.evaluation.provenance import Provenance, provenance_of
+from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
 from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
-from ctxext.evaluation.statistics import BLOCK, ENOUGH_DOCUMENTS, PairedDifference, grouped_difference
+from ctxext.evaluation.statistics import (
+    BLOCK,
+    ENOUGH_DOCUMENTS,
+    PairedDifference,
+    difference_columns,
+    grouped_difference,
+)
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,
     UNPATCHED,
     best_window,
     is_reference,
-    passes_beyond,
-    stride_of,
+    tail_losses,
+    tails_cost,
     window_name,
     windows_of,
 )
 from ctxext.methods import Method
 
 __all__ = ["LongPplReading", "LongPplResult", "LongPplScore", "run", "total_cost"]
-
-# Format 1 held readings against the last tokens of the whole trained window alone.
-FORMAT = 2
-DIFFERENCES = ("versus_truncation", "versus_truncation_all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class LongPplReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongPplResult:
+class LongPplResult(Report):
     """A whole measurement.
 
     Args:
@@ -114,6 +116,8 @@ class LongPplResult:
         readings: the references, then the extensions.
         provenance: what was measured, on what, with what.
     """
+
+    TITLE, KIND, FORMAT, OLDER = "a LongPPL result", "longppl", 2, TRUNCATED_TO_ONE_WINDOW
 
     keys: KeyTokens
     readings: tuple[LongPplReading, ...]
@@ -139,54 +143,14 @@ class LongPplResult:
                 "key_loss": score.key_loss,
                 "longppl": score.longppl,
                 "perplexity": score.perplexity,
-                "versus_truncation": _value(score.versus_truncation, "mean"),
-                "versus_truncation_se": _value(score.versus_truncation, "standard_error"),
-                "versus_truncation_all": _value(score.versus_truncation_all, "mean"),
-                "versus_truncation_all_se": _value(score.versus_truncation_all, "standard_error"),
+                **difference_columns("versus_truncation", score.versus_truncation),
+                **difference_columns("versus_truncation_all", score.versus_truncation_all),
                 "window": score.window,
                 "window_all": score.window_all,
             }
             for reading in self.readings
             for score in reading.scores
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        own = {"format": FORMAT, "kind": "longppl", "keys": self.keys.to_dict()}
-        return own | {"readings": [asdict(one) for one in self.readings], "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> LongPplResult:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        names = {item.name for item in fields(cls)}
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, "longppl") or not names <= saved.keys():
-            raise InvalidParameterError(
-                f"This is not a LongPPL result of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}. Results of format 1 hold readings against the last tokens of the whole "
-                f"trained window alone, not against the best truncation: measure again."
-            )
-        readings = tuple(
-            LongPplReading(**{**one, "scores": tuple(_score(score) for score in one["scores"])})
-            for one in saved["readings"]
-        )
-        return cls(
-            keys=KeyTokens.from_dict(saved["keys"]),
-            readings=readings,
-            provenance=Provenance.from_dict(saved["provenance"]),
-        )
-
-
-def _score(saved: Mapping[str, Any]) -> LongPplScore:
-    differences = {name: None if saved[name] is None else PairedDifference(**saved[name]) for name in DIFFERENCES}
-    return LongPplScore(**{**saved, **differences})
-
-
-def _value(difference: PairedDifference | None, name: str) -> float | None:
-    return None if difference is None else getattr(difference, name)
 
 
 def run(
@@ -223,12 +187,12 @@ def run(
     work = _Work(corpus, keys, progress, turning_point(checkpoint.model))
     provenance = provenance_of(checkpoint, corpus).with_extension(UNPATCHED, plain)
     window = patching.describe(plain).trained_length or keys.window
-    (unpatched,) = work.read(UNPATCHED, plain, [keys.window])
+    unpatched = work.read(plain, UNPATCHED, keys.window)
     truncations = {size: work.truncate(plain, size, lengths[-1]) for size in _windows(window, lengths)}
     readings = [
         work.reading(UNPATCHED, UNPATCHED, [unpatched], {}),
         *(
-            work.reading(window_name(size), label_of(window_name(size)), [one], truncations)
+            work.reading(name := window_name(size), label_of(name), [one], truncations)
             for size, one in truncations.items()
         ),
         work.best(truncations),
@@ -237,7 +201,7 @@ def run(
         with patched(checkpoint.model, method, trained_length=trained_length):
             check_reach(checkpoint.model, lengths[-1], beyond=False)
             provenance = provenance.with_extension(name, checkpoint.model)
-            found = work.read(name, checkpoint.model, lengths)
+            found = [work.read(checkpoint.model, name, length) for length in lengths]
         readings.append(work.reading(name, label, found, truncations))
     return LongPplResult(keys=keys, readings=tuple(readings), provenance=provenance)
 
@@ -248,13 +212,13 @@ def total_cost(
     """About what ``run`` reports to ``progress`` in all; ``methods`` is how many extensions are measured."""
     point = turning_point(checkpoint.model)
     lengths = _lengths(lengths, keys)
-    prefix = corpus.documents[0].prefix
-    start, positions = lengths[-1] - keys.searched, lengths[-1]
-    truncated = 0.0
-    for window in _windows(keys.window, lengths):
-        within = pass_cost(window, point) if start < window else 0.0
-        passes = passes_beyond(window, start=max(start, window), positions=positions, prefix=prefix)
-        truncated += within + passes * pass_cost(window, point)
+    truncated = tails_cost(
+        _windows(keys.window, lengths),
+        start=lengths[-1] - keys.searched,
+        positions=lengths[-1],
+        prefix=corpus.documents[0].prefix,
+        turning_point=point,
+    )
     whole = pass_cost(keys.window, point) + methods * sum(pass_cost(n, point) for n in lengths)
     return len(corpus.documents) * (whole + truncated)
 
@@ -274,105 +238,115 @@ class _Losses:
 
 
 @dataclass(frozen=True, eq=False)
+class _Counted:
+    """The tokens that a number is of: the key tokens, or all that could have been key tokens.
+
+    Args:
+        places: where they are among the losses of each text, increasing.
+    """
+
+    places: list[Tensor]
+
+    def losses(self, found: _Losses) -> list[Tensor]:
+        """Theirs, [tokens] per text."""
+        return [own[places] for own, places in zip(found.losses, self.places, strict=True)]
+
+    def mean(self, found: _Losses) -> float:
+        """Their mean loss, nats."""
+        return torch.cat(self.losses(found)).double().mean().item()
+
+    def best(self, truncations: Mapping[int, _Losses]) -> int:
+        """The window of the truncation that is best on them."""
+        return best_window({window: self.losses(one) for window, one in truncations.items()})
+
+    def versus(self, found: _Losses, truncations: Mapping[int, _Losses]) -> PairedDifference | None:
+        """The loss minus that of the truncation that is best on them; None where a single group of tokens is left.
+
+        Groups are documents, or blocks of text where documents are few.
+        """
+        over = "documents" if len(self.places) >= ENOUGH_DOCUMENTS else "blocks"
+        sides = [self._groups(one, over) for one in (found, truncations[self.best(truncations)])]
+        if len(sides[0]) < 2:
+            return None
+        return grouped_difference(*sides, over=over, baselines=len(truncations))
+
+    def _groups(self, found: _Losses, over: str) -> list[Tensor]:
+        groups: list[Tensor] = []
+        for losses, places in zip(self.losses(found), self.places, strict=True):
+            # The tokens of one block of text stand together here, as many as of them count.
+            sizes = torch.unique_consecutive(places // BLOCK, return_counts=True)[1].tolist()
+            groups += [losses] if over == "documents" else torch.split(losses, sizes)
+        return [group for group in groups if len(group)]
+
+
+@dataclass(frozen=True, eq=False)
 class _Work:
-    """The passes of a measurement."""
+    """The passes of a measurement, and what their losses add up to."""
 
     corpus: Corpus
     keys: KeyTokens
     progress: Progress
     turning_point: int
 
-    def read(self, name: str, model: nn.Module, lengths: Sequence[int]) -> list[_Losses]:
-        """The end of every text after what comes before it, at every length."""
-
-        def losses(length: int) -> list[Tensor]:
-            start = length - self.keys.searched
-            with ticking(model, name, pass_cost(length, self.turning_point), self.progress):
-                return [loss_by_position(model, ending(one, length), start=start)[0] for one in self.corpus.documents]
-
-        return [_timed(length, functools.partial(losses, length)) for length in lengths]
+    def read(self, model: nn.Module, name: str, length: int) -> _Losses:
+        """The end of every text after what comes before it, at one length."""
+        start = length - self.keys.searched
+        return self._pass_over(model, name, length, length, lambda ids, _: loss_by_position(model, ids, start=start))
 
     def truncate(self, model: nn.Module, window: int, length: int) -> _Losses:
         """The same tokens when the model sees the last ``window`` tokens before each."""
 
-        def losses() -> list[Tensor]:
-            start, name = length - self.keys.searched, window_name(window)
-            with ticking(model, name, pass_cost(window, self.turning_point), self.progress):
-                return [
-                    truncated_loss(
-                        model,
-                        ending(one, length),
-                        window=window,
-                        stride=stride_of(window, one.prefix),
-                        start=start,
-                        prefix=one.prefix,
-                    )[0]
-                    for one in self.corpus.documents
-                ]
+        def losses(ids: Tensor, prefix: int) -> Tensor:
+            return tail_losses(model, ids, window=window, start=length - self.keys.searched, prefix=prefix)
 
-        return _timed(window, losses)
+        return self._pass_over(model, window_name(window), window, length, losses)
+
+    def _pass_over(
+        self, model: nn.Module, name: str, seen: int, length: int, losses: Callable[[Tensor, int], Tensor]
+    ) -> _Losses:
+        began = time.perf_counter()
+        with ticking(model, name, pass_cost(seen, self.turning_point), self.progress):
+            found = [losses(ending(one, length), one.prefix)[0] for one in self.corpus.documents]
+        return _Losses(seen, found, time.perf_counter() - began)
+
+    @cached_property
+    def on_keys(self) -> _Counted:
+        """The key tokens."""
+        last = self.keys.searched - 1
+        return _Counted([torch.tensor([last - n for n in one.from_end]).sort().values for one in self.keys.passages])
+
+    @cached_property
+    def on_all(self) -> _Counted:
+        """All tokens that could have been key tokens."""
+        return _Counted([torch.arange(self.keys.searched) for _ in self.keys.passages])
 
     def reading(
         self, name: str, label: str, found: Sequence[_Losses], truncations: Mapping[int, _Losses]
     ) -> LongPplReading:
-        """What the losses of all lengths add up to."""
-        scores = tuple(self._score(one, one, truncations) for one in found)
+        """What the losses of all lengths add up to; with no truncations, nothing is held against them."""
+        scores = tuple(
+            LongPplScore(
+                length=one.length,
+                key_loss=self.on_keys.mean(one),
+                all_loss=self.on_all.mean(one),
+                versus_truncation=self.on_keys.versus(one, truncations) if truncations else None,
+                versus_truncation_all=self.on_all.versus(one, truncations) if truncations else None,
+            )
+            for one in found
+        )
         return LongPplReading(name=name, label=label, scores=scores, seconds=sum(one.seconds for one in found))
 
     def best(self, truncations: Mapping[int, _Losses]) -> LongPplReading:
         """The truncation that is best on the key tokens, and the one that is best on all."""
-        on_keys, on_all = (self._best(truncations, keys_only=only) for only in (True, False))
-        score = replace(
-            self._score(truncations[on_keys], truncations[on_all], {}),
+        window, window_all = self.on_keys.best(truncations), self.on_all.best(truncations)
+        score = LongPplScore(
             length=max(truncations),
-            window=on_keys,
-            window_all=on_all,
+            key_loss=self.on_keys.mean(truncations[window]),
+            all_loss=self.on_all.mean(truncations[window_all]),
+            window=window,
+            window_all=window_all,
         )
         return LongPplReading(name=TRUNCATED, label=label_of(TRUNCATED), scores=(score,))
-
-    def _best(self, truncations: Mapping[int, _Losses], *, keys_only: bool) -> int:
-        return best_window(
-            {window: self._on_keys(one.losses) if keys_only else one.losses for window, one in truncations.items()}
-        )
-
-    def _on_keys(self, losses: Sequence[Tensor]) -> list[Tensor]:
-        return [own[places] for own, places in zip(losses, self._places(), strict=True)]
-
-    def _score(self, on_keys: _Losses, on_all: _Losses, truncations: Mapping[int, _Losses]) -> LongPplScore:
-        def versus(*, keys_only: bool) -> PairedDifference | None:
-            if not truncations:
-                return None
-            best = truncations[self._best(truncations, keys_only=keys_only)]
-            return self._difference(on_keys, best, keys_only=keys_only, baselines=len(truncations))
-
-        return LongPplScore(
-            length=on_keys.length,
-            key_loss=torch.cat(self._on_keys(on_keys.losses)).double().mean().item(),
-            all_loss=torch.cat(on_all.losses).double().mean().item(),
-            versus_truncation=versus(keys_only=True),
-            versus_truncation_all=versus(keys_only=False),
-        )
-
-    def _difference(
-        self, found: _Losses, baseline: _Losses, *, keys_only: bool, baselines: int
-    ) -> PairedDifference | None:
-        """Over documents, or over blocks of text where they are few; None where a single group is left."""
-        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
-        documents = len(found.losses) >= ENOUGH_DOCUMENTS
-        for own, other, places in zip(found.losses, baseline.losses, self._places(), strict=True):
-            wanted = places if keys_only else torch.arange(len(own))
-            groups = torch.zeros_like(wanted) if documents else wanted // BLOCK
-            for group in sorted(set(groups.tolist())):
-                for side, losses in zip(sides, (own, other), strict=True):
-                    side.append(losses[wanted[groups == group]])
-        if len(sides[0]) < 2:
-            return None
-        return grouped_difference(*sides, over="documents" if documents else "blocks", baselines=baselines)
-
-    def _places(self) -> list[Tensor]:
-        """Where the key tokens of each text are among its losses."""
-        last = self.keys.searched - 1
-        return [torch.tensor([last - n for n in one.from_end]).sort().values for one in self.keys.passages]
 
 
 def _plain(checkpoint: Checkpoint, reference: Checkpoint | None, methods: Sequence[Method]) -> nn.Module:
@@ -409,9 +383,3 @@ def _lengths(lengths: Sequence[int], keys: KeyTokens) -> list[int]:
             f"{found[0]:,}."
         )
     return found
-
-
-def _timed(length: int, losses: Callable[[], list[Tensor]]) -> _Losses:
-    began = time.perf_counter()
-    found = losses()
-    return _Losses(length, found, time.perf_counter() - began)

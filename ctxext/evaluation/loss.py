@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -70,7 +70,16 @@ def loss_by_position(
         IncompatibleError: the model's losses cannot be had this way (see ``logits_in_chunks``).
     """
     check_token_ids(input_ids, least=2)
-    return _losses(model, input_ids, start=start, chunk=chunk, cached=cached)
+    device = next(model.parameters()).device
+    inputs, targets = input_ids[:, :-1].to(device), input_ids[:, 1:].to(device)
+    losses = torch.empty(targets[:, start:].shape, dtype=torch.float32)
+    chunk = head_chunk(model) if chunk is None else chunk
+    for first, logits in logits_in_chunks(model, inputs, start=start, chunk=chunk, cached=cached):
+        stop = first + logits.shape[1]
+        wanted = targets[:, first:stop].flatten()
+        piece = functional.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none")
+        losses[:, first - start : stop - start] = piece.view(-1, stop - first).cpu()
+    return losses
 
 
 @torch.no_grad()
@@ -128,47 +137,24 @@ def truncated_loss(
     options = {"chunk": chunk, "cached": cached}
     pieces = []
     if start < window:
-        pieces.append(_losses(model, input_ids[:, : window + 1], start=start, **options))
+        pieces.append(loss_by_position(model, input_ids[:, : window + 1], start=start, **options))
     # Groups lie on the grid of the window, wherever the first position of interest is.
     begin = window + max(0, start - window) // stride * stride
     for first in range(begin, positions, stride):
         stop = min(first + stride, positions)
         kept = [input_ids[:, :prefix], input_ids[:, stop - window + prefix : stop + 1]]
         scored = stop - max(first, start)
-        pieces.append(_losses(model, torch.cat(kept, dim=1), start=window - scored, **options))
+        pieces.append(loss_by_position(model, torch.cat(kept, dim=1), start=window - scored, **options))
     return torch.cat(pieces, dim=1)
 
 
-def _losses(
-    model: nn.Module, input_ids: Tensor, *, start: int, chunk: int | None = None, cached: int | None = None
-) -> Tensor:
-    """Losses at the positions from ``start`` on."""
-    device = next(model.parameters()).device
-    inputs, targets = input_ids[:, :-1].to(device), input_ids[:, 1:].to(device)
-    losses = torch.empty(targets[:, start:].shape, dtype=torch.float32)
-    chunk = head_chunk(model) if chunk is None else chunk
-    for first, logits in logits_in_chunks(model, inputs, start=start, chunk=chunk, cached=cached):
-        stop = first + logits.shape[1]
-        wanted = targets[:, first:stop].flatten()
-        piece = functional.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none")
-        losses[:, first - start : stop - start] = piece.view(-1, stop - first).cpu()
-    return losses
-
-
-# Of both published protocols, in tokens.
+# Tokens between the starts of windows in both published protocols.
 STRIDE = 256
-Item = TypeVar("Item")
-Found = TypeVar("Found")
+# Does a piece of work on every item and returns what was found, in order; perhaps on several processes.
+Spread = Callable[[Sequence[Any], Callable[[Any], Any]], list[Any]]
 
 
-@runtime_checkable
-class Spread(Protocol):
-    """Does a piece of work on every item and returns what was found, in order; perhaps on several processes."""
-
-    def __call__(self, items: Sequence[Item], work: Callable[[Item], Found]) -> list[Found]: ...
-
-
-def alone(items: Sequence[Item], work: Callable[[Item], Found]) -> list[Found]:
+def alone(items: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
     """All items on this process."""
     return [work(item) for item in items]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ from ctxext.evaluation.forward import (
     ticking,
 )
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
-from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial, check_finite
 from ctxext.evaluation.truncation import UNPATCHED
@@ -50,11 +50,9 @@ __all__ = [
     "PasskeyReport",
     "PasskeyResult",
     "PasskeyTrial",
-    "ask",
     "build",
     "make_prompts",
     "measure",
-    "passes",
     "passkey_report",
     "run",
 ]
@@ -101,7 +99,7 @@ class Passkey:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the tokens of prompt and answer: the first 12 hexadecimal digits."""
+        """The first 12 hexadecimal digits of a hash of the tokens of prompt and answer."""
         tokens = [*self.prompt.tolist(), -1, *self.answer.tolist()]
         return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
 
@@ -129,7 +127,7 @@ class PasskeyPrompt(Prompt):
     turning_point: int
 
     def cost(self, tokens: int) -> float:
-        """Of one pass, in the units of ``pass_cost``."""
+        """The cost of one pass, in the units of ``pass_cost``."""
         return pass_cost(tokens, self.turning_point)
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
@@ -142,10 +140,23 @@ class PasskeyPrompt(Prompt):
         Raises:
             IncompatibleError: the model gives no finite loss.
         """
-        with ticking(model, name, cost / passes(model, self.passkey), progress):
-            trial = ask(model, self, window=window)
+        with ticking(model, name, cost / len(_steps(model, self.passkey)), progress):
+            trial = self.trial(model, window)
         check_finite(torch.tensor(trial.loss), name)
         return trial
+
+    def trial(self, model: nn.Module, window: int | None = None) -> PasskeyTrial:
+        """What the model answers, by ``measure``; errors as there.
+
+        Args:
+            model: a causal language model in eval mode.
+            window: tokens that the end of the prompt and the answer have to fit into, special tokens in front of it;
+                None feeds the whole prompt.
+        """
+        asked = self.passkey
+        if window is not None and window < self.length:
+            asked = asked.last(asked.length - (self.length - window), prefix=self.prefix)
+        return replace(measure(model, asked, seed=self.seed), length=self.length)
 
 
 def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack: Haystack | None = None) -> Passkey:
@@ -224,11 +235,6 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
     return PasskeyTrial(passkey.length, passkey.depth, passkey.distance, seed, passkey.key, correct, loss)
 
 
-def passes(model: nn.Module, passkey: Passkey) -> int:
-    """Forward passes that ``measure`` takes."""
-    return len(_steps(model, passkey))
-
-
 def _steps(model: nn.Module, passkey: Passkey) -> list[list[int]]:
     """The steps of decoding the answer, those together that see the same positions."""
     fitted = fitted_length_of(base_model(model))
@@ -277,24 +283,6 @@ def make_prompts(
     return tuple(itertools.starmap(make, itertools.product(lengths, depths, range(seed, seed + trials))))
 
 
-def ask(model: nn.Module, prompt: PasskeyPrompt, *, window: int | None = None) -> PasskeyTrial:
-    """Ask a prompt of a grid, by ``measure``.
-
-    Args:
-        model: a causal language model in eval mode.
-        prompt: from ``make_prompts``.
-        window: tokens that the end of the prompt and the answer have to fit into, special tokens in front of it; None
-            feeds the whole prompt.
-
-    Raises:
-        IncompatibleError: as in ``measure``.
-    """
-    asked = prompt.passkey
-    if window is not None and window < prompt.length:
-        asked = asked.last(asked.length - (prompt.length - window), prefix=prompt.prefix)
-    return replace(measure(model, asked, seed=prompt.seed), length=prompt.length)
-
-
 def run(
     model: nn.Module,
     tokenizer: Any,
@@ -332,7 +320,7 @@ def run(
     check_reach(model, max(prompt.length for prompt in prompts), beyond=beyond)
     done = []
     for prompt in prompts:
-        done.append(ask(model, prompt))
+        done.append(prompt.trial(model))
         on_trial(done[-1])
     return PasskeyResult(tuple(done), haystack.name)
 
@@ -349,10 +337,6 @@ def _key_tokens(tokenizer: Any, key: str) -> list[int]:
             f"{tokenizer.decode(tokens)!r}, so a passkey cannot be asked for."
         )
     return tokens
-
-
-# Format 1 judged dynamic methods with the positions of prompt and answer together.
-FORMAT, KIND = 2, "passkey"
 
 
 @dataclass(frozen=True)
@@ -440,12 +424,12 @@ class PasskeyResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """In tokens, in increasing order."""
+        """The lengths of the trials, in tokens, increasing."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property
     def depths(self) -> tuple[float, ...]:
-        """Of the keys, 0 to 1, in increasing order."""
+        """The depths of the keys, 0 to 1, increasing."""
         return tuple(sorted({trial.depth for trial in self.trials}))
 
     @property
@@ -469,7 +453,7 @@ class PasskeyResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PasskeyReport:
+class PasskeyReport(Report):
     """A whole measurement: the same prompts, read in several ways.
 
     Args:
@@ -477,6 +461,9 @@ class PasskeyReport:
         trained_length: tokens that the checkpoint was trained for.
         provenance: what was measured, on what, with what.
     """
+
+    # Format 1 judged dynamic methods with the positions of prompt and answer together.
+    TITLE, KIND, FORMAT = "a passkey report", "passkey", 2
 
     readings: tuple[PasskeyResult, ...]
     trained_length: int
@@ -490,29 +477,6 @@ class PasskeyReport:
             for reading in self.readings
             for trial in reading.trials
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, "kind": KIND, **asdict(self), "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> PasskeyReport:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, KIND):
-            raise InvalidParameterError(
-                f"This is not a passkey report of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}."
-            )
-        readings = tuple(
-            PasskeyResult(**{**one, "trials": tuple(PasskeyTrial(**trial) for trial in one["trials"])})
-            for one in saved["readings"]
-        )
-        provenance = Provenance.from_dict(saved["provenance"])
-        return cls(readings=readings, trained_length=saved["trained_length"], provenance=provenance)
 
 
 def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:

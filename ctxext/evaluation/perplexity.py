@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from ctxext.architectures import architecture_of
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
-from ctxext.evaluation.forward import Progress, cached_tokens_for, length_dependent, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import (
+    Progress,
+    cached_tokens_for,
+    fitted_length_of,
+    follows_length,
+    pass_cost,
+    ticking,
+    turning_point,
+)
 from ctxext.evaluation.loss import (
     STRIDE,
     Scored,
@@ -37,9 +46,9 @@ from ctxext.evaluation.truncation import (
     TRUNCATED,
     UNPATCHED,
     best_window,
-    passes_beyond,
     stride_of,
     tail_losses,
+    tail_passes,
     tails_cost,
     window_name,
     window_of,
@@ -67,7 +76,7 @@ PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPlan:
-    """From ``make_plan``.
+    """What is measured, at which lengths and how, checked against the model by ``make_plan``.
 
     Args:
         mode: one of ``MODES``.
@@ -99,11 +108,6 @@ class PerplexityPlan:
     def length(self) -> int:
         """The greatest length."""
         return self.lengths[-1]
-
-    @property
-    def beyond(self) -> bool:
-        """Whether anything lies beyond the trained window."""
-        return self.length > self.trained_length
 
 
 def make_plan(
@@ -180,14 +184,9 @@ def _extension(
     """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
     with patched(model, method, **(given if method is not None else {})):
         base = base_model(model)
-        found, state = patching.describe(model), patched_state(base)
-        if state is not None:
-            own = state.method
-            return found.target_length, own.dynamic, lambda length: own.fitted_length(trained, length)
-        if length_dependent(base):
-            return found.target_length, True, lambda length: max(length, trained)
-        extended = already_extended(base.config)
-        return (found.target_length if extended else None), False, lambda length: 0
+        found, dynamic = patching.describe(model), follows_length(base)
+        extended = dynamic or patched_state(base) is not None or already_extended(base.config) is not None
+        return (found.target_length if extended else None), dynamic, fitted_length_of(base, trained)
 
 
 def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None, stride: int | None) -> tuple[int, ...]:
@@ -254,35 +253,37 @@ def run(
     saved = plan.method is None and already_extended(base_model(model).config) is not None
     measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
     remembered = inside is not None
-    plain = None if remembered else _plain_model(checkpoint, plan, reference, saved)
+    plain = None if remembered or saved else model
+    if reference is not None and not remembered:
+        check_reference(checkpoint, reference)
+        plain = reference.model
     work = Passes(plan, corpus, spread, progress, turning_point(model))
     provenance = provenance_of(checkpoint, corpus)
-    readings: list[Timed] = []
+    readings: list[Losses] = []
     if plain is not None and measured != UNPATCHED:
         provenance = provenance.with_extension(UNPATCHED, plain)
         if work.has_control:
-            readings.append(_timed(UNPATCHED, lambda: work.read(plain, UNPATCHED, dynamic=False)))
-    began = time.perf_counter()
+            readings.append(work.read(plain, UNPATCHED, dynamic=False))
     truncations = work.read_truncated(model if plain is None else plain)
-    seconds = (time.perf_counter() - began) / max(1, sum(one.passes for one in truncations.values()))
-    readings += [(window_name(size), one, seconds * one.passes) for size, one in truncations.items()]
+    readings += truncations.values()
     with patched(model, plan.method, **plan.arguments):
         provenance = provenance.with_extension(measured, model)
-        found = _timed(measured, lambda: work.read(model, measured, dynamic=plan.dynamic))
+        found = work.read(model, measured, dynamic=plan.dynamic)
         comparable = measured != UNPATCHED and (inside is not None or plain is not None)
         own = _inside(work, model, found) if comparable else None
     if plain is not None and own is not None:
-        inside = _inside(work, plain, readings[0] if readings else (UNPATCHED, None, 0.0))
+        inside = _inside(work, plain, readings[0] if readings else None)
     change = document_difference(own, inside) if own is not None and inside is not None else None
     if truncations:
-        readings.append((TRUNCATED, Losses(truncations[max(truncations)].at, 0, 0), 0.0))  # put together below
+        readings.append(Losses(TRUNCATED, truncations[max(truncations)].at))  # each score takes the best there
     readings.append(found)
+    scoring = _Scoring(plan, found, truncations, change)
     return PerplexityResult(
         mode=plan.mode,
         trained_length=plan.trained_length,
         lengths=plan.lengths,
         stride=plan.stride,
-        readings=tuple(_reading(plan, one, found[1], truncations, measured, change) for one in readings),
+        readings=tuple(map(scoring.reading, readings)),
         notes=_notes(checkpoint, corpus, plan, plain, reference, remembered),
         provenance=provenance,
     )
@@ -308,118 +309,77 @@ def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> 
     return Passes(plan, corpus, alone, lambda *_: None, turning_point(checkpoint.model)).cost()
 
 
-def _plain_model(
-    checkpoint: Checkpoint, plan: PerplexityPlan, reference: Checkpoint | None, saved: bool
-) -> nn.Module | None:
-    """The model of the references, as far as there is one."""
-    if reference is None:
-        return None if saved else checkpoint.model
-    check_reference(checkpoint, reference)
-    return reference.model
-
-
-def _timed(name: str, read: Callable[[], Losses]) -> Timed:
-    began = time.perf_counter()
-    losses = read()
-    return name, losses, time.perf_counter() - began
-
-
-def _inside(work: Passes, model: nn.Module, known: tuple[str, Losses | None, float]) -> Sequence[Tensor]:
+def _inside(work: Passes, model: nn.Module, known: Losses | None) -> Sequence[Tensor]:
     """The losses inside the trained window: out of what was read, or from a pass over just that."""
-    name, losses, _ = known
+    name = UNPATCHED if known is None else known.name
     in_order = work.plan.mode == "position" or (window_of(name) is not None and work.plan.mode != "longlora")
-    if losses is None or not in_order:
+    if known is None or not in_order:
         return work.pass_over(model, name, work.window)
-    nearest = next(scored for length, scored in losses.at.items() if length >= work.window)
+    nearest = next(scored for length, scored in known.at.items() if length >= work.window)
     return [part[: work.window] for part in nearest.losses]
 
 
-def _reading(
-    plan: PerplexityPlan,
-    timed: Timed,
-    measured: Losses,
-    truncations: Truncations,
-    name: str,
-    inside: PairedDifference | None,
-) -> PerplexityReading:
-    own, losses, seconds = timed
-    scores = _position_scores(plan, own, losses, truncations) if plan.mode == "position" else []
-    for length, scored in losses.at.items():
-        weights = measured.at[length]  # the tokens that the protocol scores, averaged as it does, for the baselines too
-        beyond = truncations if length > plan.trained_length else {}
-        cut = {window: _cut(one.at[length].losses, weights.losses) for window, one in beyond.items()}
-        parts = _cut(scored.losses, weights.losses)
-        scores.append(_score(plan, own, LENGTH, (0, length), parts, cut, weights.average))
-    return PerplexityReading(
-        name=own,
-        scores=tuple(scores),
-        in_window=inside if own == name else None,
-        dynamic=plan.dynamic and own == name,
-        passes=losses.passes,
-        tokens=losses.tokens,
-        seconds=seconds,
-    )
+@dataclass(frozen=True, eq=False)
+class _Scoring:
+    """Turns losses into scores: averaged as the protocol does, and held against the best truncation."""
 
+    plan: PerplexityPlan
+    measured: Losses
+    truncations: Mapping[int, Losses]
+    inside: PairedDifference | None
 
-def _cut(losses: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    return [part[: len(one)] for part, one in zip(losses, like, strict=True)]
+    def reading(self, own: Losses) -> PerplexityReading:
+        """All scores of a reading: in position mode those between consecutive lengths, then those of the lengths."""
+        is_measured = own is self.measured
+        spans = [(LENGTH, 0, length) for length in own.at]
+        if self.plan.mode == "position":
+            spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.plan.lengths))] + spans
+        return PerplexityReading(
+            name=own.name,
+            scores=tuple(self._score(own, *span) for span in spans),
+            in_window=self.inside if is_measured else None,
+            dynamic=self.plan.dynamic and is_measured,
+            passes=own.passes,
+            tokens=own.tokens,
+            seconds=own.seconds,
+        )
 
+    def _score(self, own: Losses, kind: str, start: int, stop: int) -> PerplexityScore:
+        # The tokens that the protocol scores of the measured model, averaged as it does, are those of the others too.
+        # Between two lengths, a dynamic method's losses come from the pass at the greater one.
+        weights = self.measured.at[stop]
 
-def _position_scores(
-    plan: PerplexityPlan, name: str, losses: Losses, truncations: Truncations
-) -> list[PerplexityScore]:
-    """Mean losses between consecutive lengths; a dynamic method's come from the pass at the greater one."""
-    scores = []
-    for start, stop in itertools.pairwise((0, *plan.lengths)):
-        beyond = truncations if start >= plan.trained_length else {}
-        cut = {window: [part[start:stop] for part in one.at[stop].losses] for window, one in beyond.items()}
-        parts = [part[start:stop] for part in losses.at[stop].losses]
-        scores.append(_score(plan, name, POSITIONS, (start, stop), parts, cut, _mean))
-    return scores
+        def counted(losses: Losses) -> list[Tensor]:
+            both = zip(losses.at[stop].losses, weights.losses, strict=True)
+            return [part[start : len(measured)] for part, measured in both]
 
+        parts, versus, window = counted(own), None, None
+        trained = self.plan.trained_length
+        if self.truncations and (start >= trained or (kind == LENGTH and stop > trained)):
+            truncated = {window: counted(one) for window, one in self.truncations.items()}
+            best = best_window(truncated)
+            if own.name == TRUNCATED:
+                parts, window = truncated[best], best
+            else:
+                versus, window = self._difference(stop, parts, truncated[best]), window_of(own.name)
+        return PerplexityScore(
+            kind=kind,
+            start=start,
+            stop=stop,
+            tokens=sum(map(len, parts)),
+            loss=weights.average(parts),
+            versus_truncation=versus,
+            window=window,
+        )
 
-def _mean(parts: Sequence[Tensor]) -> float:
-    return sum(part.double().sum().item() for part in parts) / sum(map(len, parts))
-
-
-def _score(
-    plan: PerplexityPlan,
-    name: str,
-    kind: str,
-    span: tuple[int, int],
-    losses: list[Tensor],
-    truncations: Mapping[int, list[Tensor]],
-    average: Callable[[Sequence[Tensor]], float],
-) -> PerplexityScore:
-    """One number of a reading; the truncations' losses, of the same tokens, are none where nothing is truncated."""
-    versus, window = None, None
-    if truncations:
-        best = best_window(truncations)
-        window = best if name == TRUNCATED else window_of(name)
-        if name == TRUNCATED:
-            losses = truncations[best]
-        else:
-            versus = _difference(plan, span[1], losses, truncations[best], len(truncations))
-    return PerplexityScore(
-        kind=kind,
-        start=span[0],
-        stop=span[1],
-        tokens=sum(map(len, losses)),
-        loss=average(losses),
-        versus_truncation=versus,
-        window=window,
-    )
-
-
-def _difference(
-    plan: PerplexityPlan, length: int, losses: list[Tensor], other: list[Tensor], baselines: int
-) -> PairedDifference | None:
-    if plan.mode != "longlora":
-        return document_difference(losses, other, baselines=baselines)
-    # Neighbouring windows hold the same tokens; runs as long as a window are as good as independent.
-    run = -(-length // (plan.stride or length))
-    sides = [[torch.cat(side[at : at + run]) for at in range(0, len(side), run)] for side in (losses, other)]
-    return grouped_difference(*sides, over="runs", baselines=baselines) if len(sides[0]) > 1 else None
+    def _difference(self, length: int, losses: list[Tensor], other: list[Tensor]) -> PairedDifference | None:
+        baselines = len(self.truncations)
+        if self.plan.mode != "longlora":
+            return document_difference(losses, other, baselines=baselines)
+        # Neighbouring windows hold the same tokens; runs as long as a window are as good as independent.
+        run = -(-length // (self.plan.stride or length))
+        sides = [[torch.cat(side[at : at + run]) for at in range(0, len(side), run)] for side in (losses, other)]
+        return grouped_difference(*sides, over="runs", baselines=baselines) if len(sides[0]) > 1 else None
 
 
 def _notes(
@@ -460,18 +420,18 @@ class Losses:
     """What one reading gave.
 
     Args:
+        name: of the reading.
         at: by length, in increasing order.
         passes: forward passes.
         tokens: that went through the model.
+        seconds: that it took.
     """
 
+    name: str
     at: dict[int, Scored]
-    passes: int
-    tokens: int
-
-
-Timed = tuple[str, Losses, float]
-Truncations = Mapping[int, Losses]
+    passes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -525,7 +485,10 @@ class Passes:
         own = sum(self._windows(length) * pass_cost(length, point) for length in lengths)
         control = len(self.texts) * pass_cost(plan.length, point) if self.has_control else 0.0
         beyond = sum(
-            pass_cost(window, point) + tails_cost(ids.shape[1] - 1, window, prefix, point)
+            pass_cost(window, point)
+            + tails_cost(
+                windows_of(window), start=window, positions=ids.shape[1] - 1, prefix=prefix, turning_point=point
+            )
             for _, texts, prefix in self._truncatable()
             for ids in texts
         )
@@ -539,19 +502,18 @@ class Passes:
             name: to show.
             dynamic: whether its positions follow the length of the text, so that one pass does not serve all lengths.
         """
-        plan = self.plan
-        if plan.mode != "position":
+        plan, documents, began = self.plan, len(self.texts), time.perf_counter()
+        at: dict[int, Scored] = {}
+        if plan.mode == "position":
+            groups = groups_by_positions(plan) if dynamic else {plan.length: list(plan.lengths)}
+            for longest, lengths in groups.items():
+                whole = self.pass_over(model, name, longest)
+                at |= {length: Scored(tuple(one[:length] for one in whole), None, 0, 0) for length in lengths}
+            passes, tokens = len(groups) * documents, sum(groups) * documents
+        else:
             at = {length: self._protocol(model, name, length) for length in plan.lengths}
-            return Losses(at, sum(one.passes for one in at.values()), sum(one.tokens for one in at.values()))
-        groups = groups_by_positions(plan) if dynamic else {plan.length: list(plan.lengths)}
-        at = {}
-        for longest, lengths in groups.items():
-            whole = self.pass_over(model, name, longest)
-            at |= {
-                length: Scored(tuple(one[:length] for one in whole), None, len(whole), longest) for length in lengths
-            }
-        documents = len(self.texts)
-        return Losses(dict(sorted(at.items())), len(groups) * documents, sum(groups) * documents)
+            passes, tokens = sum(one.passes for one in at.values()), sum(one.tokens for one in at.values())
+        return Losses(name, dict(sorted(at.items())), passes, tokens, time.perf_counter() - began)
 
     def read_truncated(self, model: nn.Module) -> dict[int, Losses]:
         """The losses of the tokens that ``read`` scores, by window, when the model sees only the last so many tokens.
@@ -562,18 +524,23 @@ class Passes:
             model: that is shown the last tokens.
         """
         found: dict[int, Losses] = {}
+        began = time.perf_counter()
         for lengths, texts, prefix in self._truncatable():
             for window, scored in self._truncated(model, texts, prefix).items():
-                before = found.get(window, Losses({}, 0, 0))
+                before = found.get(window, Losses(window_name(window), {}))
                 at = before.at | dict.fromkeys(lengths, scored)
-                found[window] = Losses(at, before.passes + scored.passes, before.tokens + scored.tokens)
-        return found
+                found[window] = Losses(before.name, at, before.passes + scored.passes, before.tokens + scored.tokens)
+        seconds = (time.perf_counter() - began) / max(1, sum(one.passes for one in found.values()))
+        return {window: replace(one, seconds=seconds * one.passes) for window, one in found.items()}
 
     def pass_over(self, model: nn.Module, name: str, positions: int) -> tuple[Tensor, ...]:
         """The losses of the first ``positions`` positions of each text, from one pass each."""
         cut = [ids[:, : positions + 1] for ids in self.texts]
-        with ticking(model, name, pass_cost(positions, self.turning_point), self.progress):
+        with self._ticking(model, name, positions):
             return tuple(self.spread(cut, lambda ids: loss_by_position(model, ids, cached=self.plan.cached)[0]))
+
+    def _ticking(self, model: nn.Module, name: str, tokens: int) -> AbstractContextManager[None]:
+        return ticking(model, name, pass_cost(tokens, self.turning_point), self.progress)
 
     def _truncatable(self) -> list[tuple[Sequence[int], list[Tensor], int]]:
         """What truncations are read of: the lengths at which it counts, texts, and the tokens that stay in front.
@@ -604,33 +571,27 @@ class Passes:
     def _truncated(self, model: nn.Module, texts: list[Tensor], prefix: int) -> dict[int, Scored]:
         """Every window over each text; inside the trained one they are read once."""
         trained, cached = self.plan.trained_length, self.plan.cached
-        with ticking(model, window_name(trained), pass_cost(trained, self.turning_point), self.progress):
+        with self._ticking(model, window_name(trained), trained):
             options = {"length": trained, "stride": stride_of(trained, prefix), "prefix": prefix}
             whole = sliding(model, texts, spread=self.spread, cached=cached, **options)
         found = {}
         for window in windows_of(trained)[:-1]:
-            with ticking(model, window_name(window), pass_cost(window, self.turning_point), self.progress):
+            with self._ticking(model, window_name(window), window):
 
                 def tail(ids: Tensor, window: int = window) -> Tensor:
-                    sizes = {"window": window, "trained_length": trained, "prefix": prefix}
-                    return tail_losses(model, ids, cached=cached, **sizes)[0]
+                    return tail_losses(model, ids, window=window, start=trained, prefix=prefix, cached=cached)[0]
 
                 tails = self.spread(texts, tail)
             losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]
-            sizes = {"start": trained, "prefix": prefix}
-            passes = sum(passes_beyond(window, positions=len(one), **sizes) for one in losses)
+            passes = sum(tail_passes(window, start=trained, positions=len(one), prefix=prefix) for one in losses)
             found[window] = Scored(tuple(losses), None, passes, passes * window)
         return found | {trained: whole}
 
     def _protocol(self, model: nn.Module, name: str, length: int) -> Scored:
         plan = self.plan
-        options: dict[str, Any] = {
-            "length": length,
-            "stride": plan.stride,
-            "spread": self.spread,
-            "cached": plan.cached,
-        }
-        with ticking(model, name, pass_cost(length, self.turning_point), self.progress):
+        options: dict[str, Any] = {"length": length, "stride": plan.stride}
+        options |= {"spread": self.spread, "cached": plan.cached}
+        with self._ticking(model, name, length):
             if plan.mode == "sliding":
                 return sliding(model, self.texts, prefix=self.prefix, **options)
             if plan.mode == "yarn":

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.provenance import Provenance
-from ctxext.evaluation.statistics import PairedDifference
+from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report
+from ctxext.evaluation.statistics import PairedDifference, difference_columns
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
-__all__ = ["FORMAT", "LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
+__all__ = ["LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
 
-# Format 1 held readings against the last tokens of the whole trained window alone.
-FORMAT = 2
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
 POSITIONS, LENGTH = "positions", "length"
 
@@ -81,7 +77,7 @@ class PerplexityReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityResult:
+class PerplexityResult(Report):
     """A whole measurement.
 
     Args:
@@ -93,6 +89,8 @@ class PerplexityResult:
         notes: what a reader must know.
         provenance: what was measured, on what, with what.
     """
+
+    TITLE, FORMAT, OLDER = "a perplexity result", 2, TRUNCATED_TO_ONE_WINDOW
 
     mode: str
     trained_length: int
@@ -137,64 +135,21 @@ class PerplexityResult:
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat row per score, for CSV."""
-        rows = []
-        for reading in self.readings:
-            for score in reading.scores:
-                difference = score.versus_truncation
-                inside = reading.in_window
-                rows.append(
-                    {
-                        "checkpoint": self.provenance.checkpoint,
-                        "mode": self.mode,
-                        "reading": reading.name,
-                        "kind": score.kind,
-                        "start": score.start,
-                        "stop": score.stop,
-                        "tokens": score.tokens,
-                        "loss": score.loss,
-                        "perplexity": score.perplexity,
-                        "versus_truncation": difference.mean if difference else None,
-                        "versus_truncation_se": difference.standard_error if difference else None,
-                        "window": score.window,
-                        "in_window_versus_unpatched": inside.mean if inside else None,
-                        "in_window_versus_unpatched_se": inside.standard_error if inside else None,
-                    }
-                )
-        return rows
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, **asdict(self), "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> PerplexityResult:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        names = {item.name for item in fields(cls)}
-        if saved.get("format") != FORMAT or not names <= saved.keys():
-            raise InvalidParameterError(
-                f"This is not a perplexity result of format {FORMAT}: found format {saved.get('format')!r}, without "
-                f"{', '.join(sorted(names - saved.keys())) or 'anything missing'}. Results of format 1 hold readings "
-                f"against the last tokens of the whole trained window alone, not against the best truncation: measure "
-                f"again."
-            )
-        values = {name: saved[name] for name in names}
-        values |= {name: tuple(values[name]) for name in ("lengths", "notes")}
-        values["readings"] = tuple(_reading(one) for one in saved["readings"])
-        values["provenance"] = Provenance.from_dict(saved["provenance"])
-        return cls(**values)
-
-
-def _reading(saved: Mapping[str, Any]) -> PerplexityReading:
-    scores = tuple(
-        PerplexityScore(**{**one, "versus_truncation": _difference(one["versus_truncation"])})
-        for one in saved["scores"]
-    )
-    return PerplexityReading(**{**saved, "scores": scores, "in_window": _difference(saved["in_window"])})
-
-
-def _difference(saved: Mapping[str, Any] | None) -> PairedDifference | None:
-    return None if saved is None else PairedDifference(**saved)
+        return [
+            {
+                "checkpoint": self.provenance.checkpoint,
+                "mode": self.mode,
+                "reading": reading.name,
+                "kind": score.kind,
+                "start": score.start,
+                "stop": score.stop,
+                "tokens": score.tokens,
+                "loss": score.loss,
+                "perplexity": score.perplexity,
+                **difference_columns("versus_truncation", score.versus_truncation),
+                "window": score.window,
+                **difference_columns("in_window_versus_unpatched", reading.in_window),
+            }
+            for reading in self.readings
+            for score in reading.scores
+        ]

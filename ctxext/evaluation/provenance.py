@@ -9,9 +9,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import transformers
@@ -25,15 +26,16 @@ from ctxext.surgery.wrappers import base_model
 from ctxext.version import __version__
 
 __all__ = [
+    "TRUNCATED_TO_ONE_WINDOW",
     "ExtensionRecord",
     "Provenance",
+    "Report",
     "command",
-    "extended",
+    "from_json",
     "git_state",
     "machine",
     "now",
     "provenance_of",
-    "setting_of",
     "versions",
 ]
 
@@ -91,7 +93,9 @@ class Provenance:
 
     def with_extension(self, name: str, model: nn.Module) -> Provenance:
         """The same, with how ``model`` is extended now under ``name``."""
-        return replace(self, extensions={**self.extensions, name: extended(model)})
+        found = patching.describe(model)
+        record = ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
+        return replace(self, extensions={**self.extensions, name: record})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -112,8 +116,85 @@ class Provenance:
                 f"{', '.join(sorted(saved.keys() - known)) or 'nothing'}. It was written by another version; measure "
                 f"again."
             )
-        extensions = {name: ExtensionRecord(**one) for name, one in saved["extensions"].items()}
-        return cls(**{**saved, "documents": tuple(saved["documents"]), "extensions": extensions})
+        found: Provenance = _from_fields(cls, saved)
+        return found
+
+
+# What `Report.OLDER` says where format 1 knew one truncation alone.
+TRUNCATED_TO_ONE_WINDOW = (
+    " Results of format 1 hold readings against the last tokens of the whole trained window alone, not against the "
+    "best truncation: measure again."
+)
+
+
+Kind = TypeVar("Kind", bound="Report")
+
+
+class Report:
+    """What a measurement found, as a frozen dataclass that is written to a JSON file and read again.
+
+    A subclass says what its files are: ``TITLE`` in words, ``KIND`` as the field of that name (None where the files
+    have none), the number ``FORMAT``, and ``OLDER`` for whoever brings a file of an older format.
+    """
+
+    TITLE: ClassVar[str]
+    KIND: ClassVar[str | None] = None
+    FORMAT: ClassVar[int]
+    OLDER: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        own: Any = self
+        nested = {item.name: getattr(self, item.name) for item in fields(own)}
+        written = {name: one.to_dict() for name, one in nested.items() if isinstance(one, Report | Provenance)}
+        return {**self._head(), **asdict(own), **written}
+
+    @classmethod
+    def from_dict(cls: type[Kind], saved: Mapping[str, Any]) -> Kind:
+        """From what ``to_dict`` made.
+
+        Raises:
+            InvalidParameterError: something else.
+        """
+        known: Any = cls
+        head, missing = cls._head(), {item.name for item in fields(known)} - saved.keys()
+        is_other = any(saved.get(name) != value for name, value in head.items())
+        if is_other or missing:
+            found = ", ".join(f"{name} {saved.get(name)!r}" for name in reversed(head))
+            without = "" if is_other else f", without {', '.join(sorted(missing))}"
+            raise InvalidParameterError(
+                f"This is not {cls.TITLE} of format {cls.FORMAT}: found {found}{without}.{cls.OLDER}"
+            )
+        read: Kind = _from_fields(cls, saved)
+        return read
+
+    @classmethod
+    def _head(cls) -> dict[str, Any]:
+        return {"format": cls.FORMAT} | ({} if cls.KIND is None else {"kind": cls.KIND})
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """What ``asdict`` and JSON made of a value: lists are tuples again and objects are dataclasses.
+
+    Args:
+        kind: the value's type, as a dataclass annotates it. A dataclass with a ``from_dict`` of its own reads itself.
+        value: JSON values.
+    """
+    inner = get_args(kind)
+    if get_origin(kind) is UnionType:  # X | None
+        return None if value is None else from_json(inner[0], value)
+    if get_origin(kind) is tuple:
+        return tuple(from_json(inner[0], one) for one in value)
+    if get_origin(kind) is Mapping:
+        return {name: from_json(inner[1], one) for name, one in value.items()}
+    if is_dataclass(kind):
+        return kind.from_dict(value) if hasattr(kind, "from_dict") else _from_fields(kind, value)
+    return value
+
+
+def _from_fields(kind: Any, saved: Mapping[str, Any]) -> Any:
+    types = get_type_hints(kind)
+    return kind(**{item.name: from_json(types[item.name], saved[item.name]) for item in fields(kind)})
 
 
 def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed: int | None = None) -> Provenance:
@@ -144,14 +225,8 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
     )
 
 
-def extended(model: nn.Module) -> ExtensionRecord:
-    """How a model is extended now."""
-    found = patching.describe(model)
-    return ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
-
-
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """The versions of ctxext, torch, transformers and Python that compute."""
     return {
         "ctxext": __version__,
         "torch": torch.__version__,
@@ -196,21 +271,6 @@ def _processor() -> str:
     lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def setting_of(checkpoint: Checkpoint, sliding_window: str | None) -> dict[str, Any]:
-    """What every measured number depends on beside the reading and the tokens, as JSON values."""
-    found = provenance_of(checkpoint)
-    parameter = next(checkpoint.model.parameters())
-    attention = getattr(checkpoint.model.config, "_attn_implementation", None)
-    return {
-        "checkpoint": checkpoint.sha256,
-        "dtype": str(parameter.dtype),
-        "device": parameter.device.type,
-        "attention": attention,
-        "sliding_window": sliding_window,
-        "versions": {name: version for name, version in found.versions.items() if name != "python"},
-    }
 
 
 def now() -> str:

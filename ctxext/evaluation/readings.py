@@ -19,7 +19,7 @@ from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.labels import label_of
-from ctxext.evaluation.provenance import setting_of
+from ctxext.evaluation.provenance import versions
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,
@@ -49,7 +49,6 @@ __all__ = [
     "ignores_factor",
     "known_trained_length",
     "label_for",
-    "lengths_of",
     "name_for",
     "patched",
 ]
@@ -189,7 +188,16 @@ class Readings:
 
         Asked for before anything is applied: a method may bring an attention of its own, which is part of the reading.
         """
-        return setting_of(self.checkpoint, self.sliding_window)
+        parameter = next(self.model.parameters())
+        found: Any = self.model
+        return {
+            "checkpoint": self.checkpoint.sha256,
+            "dtype": str(parameter.dtype),
+            "device": parameter.device.type,
+            "attention": getattr(found.config, "_attn_implementation", None),
+            "sliding_window": self.sliding_window,
+            "versions": {name: version for name, version in versions().items() if name != "python"},
+        }
 
     def key(self, reading: Sequence[Any], **asked: Any) -> str:
         """A hash of everything that what one reading gives depends on; 16 hexadecimal digits.
@@ -320,16 +328,18 @@ def ignores_factor(method: Method) -> bool:
     if _required(type(method)):
         return False
     trained = 4096
+    rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=trained)
+    alibi = AlibiSpec(num_heads=8, trained_length=trained)
+
+    def positions(of: Method, length: int) -> tuple[list[float], float] | None:
+        if isinstance(of, RopeMethod):
+            found = of.frequencies(rope, length)
+            return found.inv_freq.tolist(), found.attention_scale
+        return (of.slopes(alibi, length).tolist(), 1.0) if isinstance(of, BiasMethod) else None
+
     other = replace(method, factor=method.factor * 1.5)
-    lengths = (trained, 2 * trained)
-    if isinstance(method, RopeMethod) and isinstance(other, RopeMethod):
-        rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=trained)
-        pairs = [(method.frequencies(rope, length), other.frequencies(rope, length)) for length in lengths]
-        return all(a.inv_freq.equal(b.inv_freq) and a.attention_scale == b.attention_scale for a, b in pairs)
-    if isinstance(method, BiasMethod) and isinstance(other, BiasMethod):
-        alibi = AlibiSpec(num_heads=8, trained_length=trained)
-        return all(method.slopes(alibi, length).equal(other.slopes(alibi, length)) for length in lengths)
-    return False
+    pairs = [(positions(method, length), positions(other, length)) for length in (trained, 2 * trained)]
+    return all(one is not None and one == another for one, another in pairs)
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
@@ -458,11 +468,6 @@ def find_readers(
         if asked:
             readers.append(Reader(reading, own if reading in candidates else original, asked))
     return tuple(readers)
-
-
-def lengths_of(readers: Sequence[Reader]) -> list[int]:
-    """All lengths at which anybody is asked, in tokens, increasing."""
-    return sorted({length for reader in readers for length in reader.lengths})
 
 
 def _original(own: Readings, reference: Checkpoint) -> Readings:

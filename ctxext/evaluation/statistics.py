@@ -23,6 +23,7 @@ __all__ = [
     "PairedDifference",
     "block_for",
     "bucketed",
+    "difference_columns",
     "document_difference",
     "edges_for",
     "grouped_difference",
@@ -58,10 +59,20 @@ class PairedDifference:
     over: str = "blocks"
     baselines: int = 1
 
+    def errors_needed(self, candidates: int = 1) -> float:
+        """Standard errors that a difference must exceed to be a finding at 5 percent, two-sided: Student's quantile.
+
+        With few units the standard error itself is uncertain, so that more are needed.
+
+        Args:
+            candidates: differences looked at; the chance is divided among them (Bonferroni).
+        """
+        return students_quantile(CHANCE / candidates, self.units - 1)
+
     @property
     def margin(self) -> float:
-        """Half of the 95 percent interval: standard errors by Student's quantile for ``units - 1``; nats per token."""
-        return students_quantile(CHANCE, self.units - 1) * self.standard_error
+        """Half of the 95 percent interval, nats per token."""
+        return self.errors_needed() * self.standard_error
 
     @property
     def verdict(self) -> str:
@@ -72,15 +83,14 @@ class PairedDifference:
         """The verdict where this difference is the lowest of several candidates'.
 
         The best of many is partly the luckiest: for ``better`` the 5 percent are divided among the candidates, and for
-        ``worse`` among the baselines (Bonferroni).
+        ``worse`` among the baselines.
 
         Args:
             candidates: how many were held against the baseline.
         """
-        gain, loss = (students_quantile(CHANCE / many, self.units - 1) for many in (candidates, self.baselines))
-        if self.mean < -gain * self.standard_error:
+        if self.mean < -self.errors_needed(candidates) * self.standard_error:
             return "better"
-        return "worse" if self.mean > loss * self.standard_error else "no difference"
+        return "worse" if self.mean > self.errors_needed(self.baselines) * self.standard_error else "no difference"
 
     def scope(self, texts: int) -> str:
         """What a verdict is about: nothing is added for documents; else ``on this text`` or ``on these texts``.
@@ -92,6 +102,13 @@ class PairedDifference:
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} ± {self.standard_error:.3f}"
+
+
+def difference_columns(name: str, difference: PairedDifference | None) -> dict[str, float | None]:
+    """The mean of a difference and its standard error for a row of a table, under ``name`` and ``name_se``."""
+    if difference is None:
+        return {name: None, f"{name}_se": None}
+    return {name: difference.mean, f"{name}_se": difference.standard_error}
 
 
 def paired_difference(
@@ -124,11 +141,11 @@ def paired_difference(
         )
     if block is not None and block < 1:
         raise InvalidParameterError(f"block must be at least 1 token, found {block}.")
-    difference = losses.double() - baseline.double()
-    groups = torch.split(difference, block or max(1, difference.shape[1]), dim=1)
-    size = torch.cat([torch.full((part.shape[0],), float(part.shape[1]), dtype=torch.float64) for part in groups])
-    total = torch.cat([part.sum(dim=1) for part in groups])
-    return _clustered(total, size, over="documents" if block is None else "blocks", baselines=baselines)
+    groups = [
+        [row for part in torch.split(side, block or max(1, side.shape[1]), dim=1) for row in part]
+        for side in (losses, baseline)
+    ]
+    return grouped_difference(*groups, over="documents" if block is None else "blocks", baselines=baselines)
 
 
 def document_difference(
@@ -170,26 +187,23 @@ def grouped_difference(
     shapes = [[len(part) for part in side] for side in (losses, baseline)]
     if shapes[0] != shapes[1]:
         raise InvalidParameterError(f"A paired difference needs the same tokens: found {shapes[0]} and {shapes[1]}.")
-    differences = [one.double() - other.double() for one, other in zip(losses, baseline, strict=True) if len(one)]
-    size = torch.tensor([len(group) for group in differences], dtype=torch.float64)
-    total = torch.tensor([group.sum().item() for group in differences], dtype=torch.float64)
-    return _clustered(total, size, over=over, baselines=baselines)
-
-
-def _clustered(total: Tensor, size: Tensor, *, over: str, baselines: int) -> PairedDifference:
-    """The mean of all differences, and its standard error with groups as clusters; sums and counts per group."""
-    units, tokens = len(size), int(size.sum())
+    sizes = [len(part) for part in losses if len(part)]
+    units, tokens = len(sizes), sum(sizes)
     if units < 2:
         raise InvalidParameterError(
             f"A standard error needs at least two groups of tokens; these {tokens} losses are {units} of the {over}. "
             f"Give smaller blocks or more text."
         )
+    difference = torch.cat(list(losses)).double() - torch.cat(list(baseline)).double()
+    # The mean of all tokens; its standard error takes groups as clusters, of which only sums and counts are needed.
+    total = torch.stack([group.sum() for group in torch.split(difference, sizes)])
+    size = torch.tensor(sizes, dtype=torch.float64)
     mean = total.sum() / size.sum()
     scatter = (total - size * mean).square().sum() * units / (units - 1)
     return PairedDifference(mean.item(), (scatter.sqrt() / size.sum()).item(), tokens, units, over, baselines)
 
 
-# Of calling a difference a finding where there is none.
+# How often a difference may be called a finding where there is none.
 CHANCE = 0.05
 
 

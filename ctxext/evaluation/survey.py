@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -134,6 +134,7 @@ class Job(abc.ABC):
 Work = TypeVar("Work", bound=Job)
 
 
+@dataclass(eq=False)
 class Survey(Generic[Work]):
     """A measurement before anything of it is measured; ``begin`` it, then ``measure`` what is pending.
 
@@ -142,35 +143,25 @@ class Survey(Generic[Work]):
         checkpoint: what is measured.
         jobs: all of them, reader by reader.
         corpus: on which texts; None where none was given.
-        journal: where answers are kept; None keeps them in memory.
+        journal: where answers are kept; by default in memory.
         group: the processes that share the work.
     """
 
-    def __init__(
-        self,
-        made_by: str,
-        checkpoint: Checkpoint,
-        jobs: Sequence[Work],
-        *,
-        corpus: Corpus | None = None,
-        journal: Journal | None = None,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self.made_by = made_by
-        self.checkpoint = checkpoint
-        self.corpus = corpus
-        self.jobs = tuple(jobs)
-        self.journal = journal or Journal(None)
-        self.group = group or ProcessGroup()
+    made_by: str
+    checkpoint: Checkpoint
+    jobs: Sequence[Work]
+    corpus: Corpus | None = field(default=None, kw_only=True)
+    journal: Journal = field(default_factory=lambda: Journal(None), kw_only=True)
+    group: ProcessGroup = field(default_factory=ProcessGroup, kw_only=True)
 
     @property
     def keys(self) -> set[str]:
-        """Of all jobs."""
+        """The keys of all jobs."""
         return {job.key for job in self.jobs}
 
     @property
     def finished(self) -> int:
-        """How many of them are finished."""
+        """How many jobs, told apart by their keys, are finished."""
         return len(self.keys & self.journal.finished().keys())
 
     @property
@@ -237,7 +228,7 @@ class Survey(Generic[Work]):
         return replace(provenance, extensions=found, trained_length=trained)
 
     def _identity(self) -> dict[str, Any]:
-        """Of what the journal is: another checkpoint or corpus needs another one."""
+        """What the journal holds work of: another checkpoint or corpus needs another journal."""
         dtype = next(self.checkpoint.model.parameters()).dtype
         found: dict[str, Any] = {
             "made_by": self.made_by,

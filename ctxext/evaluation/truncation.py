@@ -18,7 +18,7 @@ quarter of a window (see ``truncated_loss``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.forward import SMALL_MODEL, Progress, pass_cost, ticking
+from ctxext.evaluation.forward import SMALL_MODEL, pass_cost
 from ctxext.evaluation.loss import truncated_loss
 
 __all__ = [
@@ -34,13 +34,12 @@ __all__ = [
     "TRUNCATED",
     "UNPATCHED",
     "BestTruncation",
-    "all_tails",
     "best_window",
     "is_reference",
     "join_best",
-    "passes_beyond",
     "stride_of",
     "tail_losses",
+    "tail_passes",
     "tails_cost",
     "window_name",
     "window_of",
@@ -82,11 +81,11 @@ def is_reference(name: str) -> bool:
     return name in (UNPATCHED, TRUNCATED) or window_of(name) is not None
 
 
-def best_window(losses: Mapping[int, Sequence[Tensor]]) -> int:
+def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
     """The window with the lowest mean loss, every token weighing the same; of equal ones the longest.
 
     Args:
-        losses: nats per token, by window: the same tokens for each.
+        losses: nats per token, by window: the same tokens for each, in any number of tensors or in one.
     """
 
     def mean(window: int) -> float:
@@ -125,7 +124,7 @@ def join_best(losses: Mapping[int, Float[Tensor, "documents positions"]], edges:
         raise InvalidParameterError("There is no window to choose from.")
     parts, windows = [losses[max(losses)][:, : edges[0]]], []
     for start, stop in itertools.pairwise(edges):
-        windows.append(best_window({window: [own[:, start:stop]] for window, own in losses.items()}))
+        windows.append(best_window({window: own[:, start:stop] for window, own in losses.items()}))
         parts.append(losses[windows[-1]][:, start:stop])
     return BestTruncation(torch.cat(parts, dim=1), tuple(windows), tuple(sorted(losses)))
 
@@ -135,17 +134,17 @@ def tail_losses(
     input_ids: Int[Tensor, "batch tokens"],
     *,
     window: int,
-    trained_length: int,
+    start: int,
     prefix: int = 0,
     cached: int | None = None,
 ) -> Float[Tensor, "batch positions"]:
-    """The losses beyond the trained window when the model sees the last ``window`` tokens; nats per token.
+    """The losses from ``start`` on when the model sees the last ``window`` tokens; nats per token.
 
     Args:
         model: unpatched, in eval mode.
-        input_ids: whole texts, of more tokens than the trained length by 2 or more.
+        input_ids: whole texts, of at least ``start + 2`` tokens.
         window: tokens, from ``windows_of``.
-        trained_length: tokens.
+        start: first position to score; the trained length, where everything beyond it is compared.
         prefix: leading tokens of the text that stay in front.
         cached: as in ``loss_by_position``.
 
@@ -153,57 +152,29 @@ def tail_losses(
         InvalidParameterError: as ``truncated_loss``.
     """
     stride = stride_of(window, prefix)
-    return truncated_loss(
-        model, input_ids, window=window, stride=stride, start=trained_length, prefix=prefix, cached=cached
-    )
+    return truncated_loss(model, input_ids, window=window, stride=stride, start=start, prefix=prefix, cached=cached)
 
 
-def all_tails(
-    model: nn.Module,
-    texts: Sequence[Int[Tensor, "1 tokens"]],
-    *,
-    trained_length: int,
-    prefix: int,
-    progress: Progress,
-    turning_point: int = SMALL_MODEL,
-) -> dict[int, Float[Tensor, "documents positions"]]:
-    """``tail_losses`` of every window, [documents, positions] each, for texts of one length.
-
-    Args:
-        model: unpatched, in eval mode.
-        texts: token ids.
-        trained_length: tokens.
-        prefix: leading tokens of each text that stay in front.
-        progress: called with each window's name and the cost done since the last call.
-        turning_point: see ``pass_cost``.
-    """
-    found = {}
-    for window in windows_of(trained_length):
-        with ticking(model, window_name(window), pass_cost(window, turning_point), progress):
-            tails = [
-                tail_losses(model, ids, window=window, trained_length=trained_length, prefix=prefix) for ids in texts
-            ]
-        found[window] = torch.cat(tails)
-    return found
-
-
-def passes_beyond(window: int, *, start: int, positions: int, prefix: int) -> int:
+def tail_passes(window: int, *, start: int, positions: int, prefix: int) -> int:
     """Forward passes of ``tail_losses`` over one text.
 
     Args:
         window: tokens.
-        start: the first position scored, at least the window.
+        start: the first position scored.
         positions: of the text.
         prefix: leading tokens that stay in front.
     """
     stride = stride_of(window, prefix)
-    return len(range(window + (start - window) // stride * stride, positions, stride))
+    # One pass over the window, where positions inside it are scored, and one for each stride beyond it.
+    first = window + max(0, start - window) // stride * stride
+    return (start < window) + len(range(first, positions, stride))
 
 
-def tails_cost(positions: int, trained_length: int, prefix: int = 0, turning_point: int = SMALL_MODEL) -> float:
-    """What ``tail_losses`` of all windows cost for one text, in the units of ``pass_cost``."""
+def tails_cost(
+    windows: Sequence[int], *, start: int, positions: int, prefix: int = 0, turning_point: int = SMALL_MODEL
+) -> float:
+    """What ``tail_losses`` of several windows cost for one text, in the units of ``pass_cost``."""
     return sum(
-        passes_beyond(window, start=trained_length, positions=positions, prefix=prefix)
-        * pass_cost(window, turning_point)
-        for window in windows_of(trained_length)
+        tail_passes(window, start=start, positions=positions, prefix=prefix) * pass_cost(window, turning_point)
+        for window in windows
     )

@@ -9,14 +9,31 @@ import sys
 from types import ModuleType
 from typing import Any, cast
 
+from ctxext.errors import CheckpointError
 from ctxext.methods.base import BiasMethod, Method, RopeMethod
 from ctxext.registry import discover
+from ctxext.version import __version__
 
 METHODS: dict[str, type[Method]] = discover(sys.modules[__name__], Method)
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 
-__all__ = ["METHODS", "BiasMethod", "Method", "RopeMethod"]
+__all__ = ["METHODS", "BiasMethod", "Method", "RopeMethod", "saved_class"]
 __all__ += sorted(_CLASSES)
+
+
+def saved_class(name: str) -> type[Method]:
+    """The class of a method that a checkpoint was extended by.
+
+    Raises:
+        CheckpointError: if no method of this name is known in this process.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    raise CheckpointError(
+        f"The extension method {name!r} is unknown to ctxext {__version__} in this process. If it is a class of your "
+        f"own, import it and register it first: ctxext.methods.METHODS[{name!r}] = YourClass. Otherwise it belongs to "
+        f"another version of ctxext. Install the one that the checkpoint's config names under ctxext.versions."
+    )
 
 
 class MethodsPackage(ModuleType):

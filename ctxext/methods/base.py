@@ -7,19 +7,15 @@ import math
 import numbers
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
-
-if TYPE_CHECKING:
-    from ctxext.spec import RopeSpec
 
 __all__ = [
     "BiasMethod",
@@ -130,18 +126,21 @@ class Method(ABC):
         Raises:
             UnknownNameError: for a parameter that the method does not have.
         """
-        known = {field.name for field in fields(cls)}
         parameters = {key: value for key, value in data.items() if key != "method"}
+        return cls.of({key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()})
+
+    @classmethod
+    def of(cls: type[SomeMethod], parameters: dict[str, Any]) -> SomeMethod:
+        """Build a method from parameters by name.
+
+        Raises:
+            UnknownNameError: for a parameter that the method does not have.
+            InvalidParameterError: without one that it has no default for, or for a value outside its range.
+        """
+        known = {field.name for field in fields(cls)}
         for key in parameters:
             if key not in known:
                 raise UnknownNameError.of(f"parameter of method {cls.name!r}", key, known)
-        cls.require_given(parameters)
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
-        return cls(**values)
-
-    @classmethod
-    def require_given(cls, parameters: Iterable[str]) -> None:
-        """Raise ``InvalidParameterError`` unless ``parameters`` has those that the method has no default for."""
         needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         missing = [name for name in needed if name not in parameters]
         if missing:
@@ -149,6 +148,7 @@ class Method(ABC):
                 f"Method {cls.name!r} needs {' and '.join(missing)}, one number per rotated pair of dimensions, which "
                 f"have no default ({missing[0]}=[...]; on the command line, --param {missing[0]}=@FILE.json)."
             )
+        return cls(**parameters)
 
     @classmethod
     def example(cls: type[SomeMethod], rope: RopeSpec) -> SomeMethod:

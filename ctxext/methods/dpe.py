@@ -39,8 +39,8 @@ class DPE(RemapMethod):
         window: distances below it are kept. Tokens, or below 1 a share of the trained length.
 
     Source: Lu et al., arXiv:2504.18857. Authors' code: LuLuLuyi/DPE@46b85de, dpe_for_llama.py, and the sizes
-        of config/dpe_config.yaml (its README prints other ones for Llama 3). There prefill divides the window by a group
-        without rounding where decoding rounds; here it is rounded down.
+        of config/dpe_config.yaml (its README prints other ones for Llama 3). There prefill divides the window by a
+        group without rounding where decoding rounds; here it is rounded down.
     """
 
     name: ClassVar[str] = "dpe"

@@ -17,15 +17,15 @@ class DualChunk(RemapMethod):
     """Cut the text into chunks: positions count inside a chunk, and all older chunks stand at one farthest query.
 
     Pick it for checkpoints that are deployed with it (Qwen2.5-1M, together with YaRN), and where texts may grow without
-    limit. A query sees its own chunk as it stands, the last ``local`` tokens of the chunk before at their true distances, and
-    older chunks at distances that tell where in its chunk a key is, but not which chunk is older: a key of an older
-    chunk may seem nearer. Texts of up to ``chunk`` + 1 tokens are read as without it.
+    limit. A query sees its own chunk as it stands, the last ``local`` tokens of the chunk before at their true
+    distances, and older chunks at distances that tell where in its chunk a key is, but not which chunk is older: a key
+    of an older chunk may seem nearer. Texts of up to ``chunk`` + 1 tokens are read as without it.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read.
         temperature: see ``RemapMethod``. Qwen2.5-1M is run with "yarn".
-        chunk: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or below
-            1 a share of the trained length. The authors take 3/4 of it.
+        chunk: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or
+            below 1 a share of the trained length. The authors take 3/4 of it.
         local: distances below it are kept across the border of a chunk, less than ``chunk`` / 2. Tokens, or below 1 a
             share of the trained length. Positions begin again after ``chunk`` - ``local`` tokens.
 
@@ -50,7 +50,11 @@ class DualChunk(RemapMethod):
         key = PositionMap(period=period)
         return (
             Piece(region=Chunks(period, 0), query=key, key=key),
-            Piece(region=Chunks(period, 1), query=PositionMap(period=period, offset=float(period), ceiling=float(chunk)), key=key),
+            Piece(
+                region=Chunks(period, 1),
+                query=PositionMap(period=period, offset=float(period), ceiling=float(chunk)),
+                key=key,
+            ),
             Piece(region=Chunks(period, 2, older=True), query=PositionMap(scale=0.0, offset=float(chunk)), key=key),
         )
 

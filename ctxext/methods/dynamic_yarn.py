@@ -25,10 +25,10 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
     Args:
         factor: target_length / trained_length: the largest stretch that the model is meant for. It changes no
             frequency, and longer texts still get what they need. Dimensionless, at least 1.
-        beta_fast: as for YaRN.
-        beta_slow: as for YaRN.
-        truncate: as for YaRN.
-        ramp: as for YaRN.
+        beta_fast: turns in the trained window from which a frequency is kept. Above ``beta_slow``.
+        beta_slow: turns in the trained window up to which a frequency is divided by the whole stretch. Above 0.
+        truncate: whether the ramp between the two begins and ends at whole indices, see ``YaRN``.
+        ramp: what that ramp is linear in, "index" or "turns", see ``YaRN``.
         growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
             so that decoding rarely recomputes its cache.
 

@@ -26,9 +26,10 @@ class SelfExtend(RemapMethod):
         window: distances below it are kept. Tokens, or below 1 a share of the trained length. A wide one serves the
             prediction of ordinary text.
         group: tokens that share a position, at least 1; None for the smallest that stays within ``reach``.
-        reach: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or below
-            1 a share of the trained length. The last positions of the trained window are the least trained: a smaller
-            reach, which takes a larger group, serves finding single things far back. With ``group`` left out only.
+        reach: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or
+            below 1 a share of the trained length. The last positions of the trained window are the least trained: a
+            smaller reach, which takes a larger group, serves finding single things far back. With ``group`` left out
+            only.
 
     Source: Jin et al., arXiv:2401.01325, section 3. Authors' code: datamllab/LongLM@cdbbb06,
         self_extend_patch/Llama_4_40.py. There the rule (L - W) G + W >= N reaches relative position L, one more than
@@ -61,9 +62,7 @@ class SelfExtend(RemapMethod):
         require_reach(self.name, length, longest, remedy if self.group else "Take a smaller window or a larger reach.")
         assert group is not None
         offset = float(window - window // group)
-        far = Piece(
-            region=Band(window), query=PositionMap(group=group, offset=offset), key=PositionMap(group=group)
-        )
+        far = Piece(region=Band(window), query=PositionMap(group=group, offset=offset), key=PositionMap(group=group))
         return (Piece(region=Band(0, window)), far)
 
 

@@ -22,7 +22,7 @@ class Streaming(RemapMethod):
     without it.
 
     Args:
-        factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to go on.
+        factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to go.
         temperature: see ``RemapMethod``.
         sinks: tokens at the beginning of the text that stay in sight, from 1 to trained_length - 1.
         window: the nearest tokens, up to trained_length - ``sinks``, which None means. Tokens, or below 1 a share of
@@ -41,7 +41,9 @@ class Streaming(RemapMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(type(self.sinks) is int and self.sinks >= 1, "sinks", self.sinks, "a whole number of tokens, at least 1")
+        require(
+            type(self.sinks) is int and self.sinks >= 1, "sinks", self.sinks, "a whole number of tokens, at least 1"
+        )
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - self.sinks

@@ -166,7 +166,7 @@ class DryRun:
             pieces = Pieces(self.causal, {"input_ids": targets}, targets)
             hidden = pieces.hidden.detach().requires_grad_()
             before = live.peak = live.now
-            logits = pieces._logits(hidden)
+            logits = pieces.logits(hidden)
             _, by_logits = cross_entropy_and_gradient(logits, targets)
             leaves = [weight for weight in self.causal.get_output_embeddings().parameters() if weight.requires_grad]
             torch.autograd.grad(logits, [hidden, *leaves], by_logits)

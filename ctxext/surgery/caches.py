@@ -23,10 +23,8 @@ from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.surgery.edits import Edits
 
 __all__ = [
-    "CacheGuard",
     "Filled",
     "FilledUnder",
-    "Filling",
     "current_filling",
     "empty",
     "filled",
@@ -151,7 +149,7 @@ class CacheGuard:
         """Refuse a cache that something else filled."""
         if torch.compiler.is_compiling():
             return
-        cache = self.given(args, kwargs)
+        cache = self.cache_of(args, kwargs)
         if self.stands(cache):
             return
         found = getattr(_keys_of(cache), EXTENSION, None)
@@ -171,8 +169,7 @@ class CacheGuard:
         """Write down what filled the cache."""
         if torch.compiler.is_exporting():
             return
-        given = self.given(args, kwargs)
-        cache = _keys_of(_returned(output) if given is None else given)
+        cache = _keys_of(self.cache_of(args, kwargs, output))
         if hasattr(cache, "get_seq_length"):
             setattr(cache, EXTENSION, self.extension)
             if not torch.compiler.is_compiling():
@@ -194,9 +191,10 @@ class CacheGuard:
         for cache in list(self._filled):
             cache.update = StaleUpdate(cache, self.extension.said)
 
-    def given(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The cache that the decoder is called with."""
-        return args[self.place] if len(args) > self.place else kwargs.get(ARGUMENT)
+    def cache_of(self, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
+        """The cache that the decoder is called with, or else the one that it made and returned; None without any."""
+        given = args[self.place] if len(args) > self.place else kwargs.get(ARGUMENT)
+        return _returned(output) if given is None else given
 
 
 class Filling:
@@ -224,8 +222,6 @@ class Filling:
 
 
 class _CurrentPass(threading.local):
-    """The decoder's pass that this thread is inside of."""
-
     filling: Filling | None = None
 
 
@@ -233,7 +229,7 @@ _current = _CurrentPass()
 
 
 def current_filling() -> Filling | None:
-    """The pass that this thread is inside of."""
+    """The pass of a dynamic method's decoder that this thread is inside of."""
     return _current.filling
 
 
@@ -246,15 +242,14 @@ class DynamicGuard(CacheGuard):
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
-        _current.filling = Filling(self.given(args, kwargs))
+        _current.filling = Filling(self.cache_of(args, kwargs))
 
     @outside_graphs
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Write down what filled the cache."""
         filling, _current.filling = _current.filling, None
         super().after(module, args, kwargs, output)
-        given = self.given(args, kwargs)
-        cache = _returned(output) if given is None else given
+        cache = self.cache_of(args, kwargs, output)
         if filling is None or not filling.fitted_lengths or not hasattr(cache, "get_seq_length"):
             return
         known = getattr(_keys_of(cache), FILLED, None) or Filled()
@@ -274,7 +269,7 @@ class StaleUpdate:
     said: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and result of transformers' own method."""
+        """Takes and returns what transformers' own method does."""
         cache = self.cache
         if int(cache.get_seq_length()):
             raise PatchStateError(

@@ -17,14 +17,14 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.generation import note_fitted_lengths, refuse_stale_cache
+from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import PositionedForward, declared_length
 from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rope_types import ROPE_TYPE
 from ctxext.surgery.rotary import RotarySite
 from ctxext.surgery.stored_form import StoredForm
 
-__all__ = ["CountedForward", "DynamicForward", "DynamicSite", "follow_length"]
+__all__ = ["DynamicForward", "follow_length"]
 
 # Modules kept per model, one for each length read of late: a few kilobytes each.
 KEPT = 64
@@ -69,33 +69,53 @@ class DynamicSite:
     site: RotarySite
     method: RopeMethod
     rope_type: str
+    _modules: dict[Any, nn.Module] = field(default_factory=dict, repr=False, compare=False)
 
-    def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """``inv_freq`` in float32, ``[half]``, and the scale of cos and sin."""
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_modules": {}}  # a copy of the model computes its own
+
+    @property
+    def rule(self) -> LengthRule:
+        """Which positions a text of so many tokens gets."""
+        return LengthRule(self.method, self.site.spec.trained_length)
+
+    def module(self, length: int) -> nn.Module:
+        """The rotary module that rotates for ``length`` tokens, kept per device.
+
+        A copy that shares everything but the frequencies: other threads read the module itself at the same time.
+        """
+        fitted = self.rule.fitted(length)
+        key = (fitted, self._plain.device)
+        found = self._modules.get(key)
+        if found is None:
+            if len(self._modules) > KEPT:
+                self._modules.clear()
+            # Not inside inference mode: what is made there could not be used in training, and this is kept.
+            with torch.inference_mode(False), torch.no_grad():
+                inv_freq, scale = self._frequencies(fitted)
+                found = copy.copy(self.rotary)
+                found._buffers = self.rotary._buffers | {f"{self.site.prefix}inv_freq": inv_freq}
+                setattr(found, f"{self.site.prefix}attention_scaling", scale)
+            self._modules[key] = found
+        return found
+
+    @property
+    def _plain(self) -> Tensor:
+        """The frequencies of a text inside the trained window."""
         plain: Tensor = getattr(self.rotary, f"{self.site.prefix}original_inv_freq")
+        return plain
+
+    def _frequencies(self, length: int) -> tuple[Tensor, float]:
+        """``inv_freq`` in float32, ``[half]``, and the scale of cos and sin."""
         if length <= self.site.spec.trained_length:
-            return plain, float(self.site.mathematics(self.method)(length).attention_scale)
+            return self._plain, float(self.site.mathematics(self.method)(length).attention_scale)
         # float32, as stock code has it by default: a whole number would take the default dtype of the moment
         tensor = torch.tensor(length, dtype=torch.float32, device="cpu")
         seq_len: int | Tensor = length if self.rope_type == ROPE_TYPE else tensor
-        layer_type = self.site.layer_type
-        kwargs = {} if layer_type is None else {"layer_type": layer_type}
+        compute = ROPE_INIT_FUNCTIONS[self.rope_type]
         with restoring():
-            inv_freq, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.rotary.config, None, seq_len=seq_len, **kwargs)
-        return inv_freq.to(plain), scale
-
-    def module(self, length: int) -> nn.Module:
-        """The rotary module with the frequencies for ``length`` tokens.
-
-        A copy that shares everything else: other threads read the module itself at the same time.
-        """
-        # Not inside inference mode: what is made there could not be used in training, and this is kept.
-        with torch.inference_mode(False), torch.no_grad():
-            inv_freq, scale = self.frequencies(length)
-            module = copy.copy(self.rotary)
-            module._buffers = self.rotary._buffers | {f"{self.site.prefix}inv_freq": inv_freq}
-            setattr(module, f"{self.site.prefix}attention_scaling", scale)
-        return module
+            inv_freq, scale = compute(self.rotary.config, None, seq_len=seq_len, **self.site.arguments)
+        return inv_freq.to(self._plain), scale
 
 
 @dataclass
@@ -113,42 +133,27 @@ class DynamicForward:
 
     rotary: nn.Module
     sites: dict[str | None, DynamicSite]
-    _modules: dict[Any, nn.Module] = field(default_factory=dict, repr=False)
 
     @outside_graphs
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Cos and sin as the class lays them out, for ``position_ids`` of shape [batch, seq] or [3, batch, seq]."""
-        kwargs = {} if layer_type is None else {"layer_type": layer_type}
         forward: Callable[..., Any] = type(self.rotary).forward
-        if layer_type not in self.sites:
-            return forward(self.rotary, x, position_ids, **kwargs)
-        lengths = self._lengths(position_ids, self.sites[layer_type])
+        own = self.sites.get(layer_type)
+        if own is None:
+            return forward(self.rotary, x, position_ids, layer_type=layer_type)
+        kwargs = own.site.arguments
+        lengths = self._lengths(position_ids, own)
         pieces = [piece for row in lengths for piece in row]
         if len({length for _, length in pieces}) == 1:
-            return forward(self._module(pieces[0][1], layer_type), x, position_ids, **kwargs)
+            return forward(own.module(pieces[0][1]), x, position_ids, **kwargs)
         rows = []
         for row, documents in enumerate(lengths):
             here, parts = slice(row, row + 1), []
             for (start, stop), length in documents:
-                module = self._module(length, layer_type)
-                parts.append(forward(module, x[here, start:stop], position_ids[..., here, start:stop], **kwargs))
+                at = position_ids[..., here, start:stop]
+                parts.append(forward(own.module(length), x[here, start:stop], at, **kwargs))
             rows.append(_joined(parts, dim=1))
         return _joined(rows, dim=0)
-
-    def _module(self, length: int, layer_type: str | None) -> nn.Module:
-        """The rotary module that rotates for ``length`` tokens, kept per device."""
-        own = self.sites[layer_type]
-        fitted = own.method.fitted_length(own.site.spec.trained_length, length)
-        key = (layer_type, fitted, getattr(self.rotary, f"{own.site.prefix}original_inv_freq").device)
-        found = self._modules.get(key)
-        if found is None:
-            if len(self._modules) > KEPT:
-                self._modules.clear()
-            found = self._modules[key] = own.module(fitted)
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_modules": {}}  # a copy of the model computes its own
 
     def _lengths(self, position_ids: Tensor, own: DynamicSite) -> list[list[tuple[tuple[int, int], int]]]:
         """For each row, its documents as (start, stop) and how many tokens each holds with this call.
@@ -157,17 +162,16 @@ class DynamicForward:
         """
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         batch, width = planes.shape[1:]
-        method, trained_length = own.method, own.site.spec.trained_length
         declared = declared_length()
         if declared is not None:
-            note_fitted_lengths(0, [method.fitted_length(trained_length, declared)] * batch)
+            note_fitted_lengths(0, [own.rule.fitted(declared)] * batch)
             return [[((0, width), declared)]] * batch
         found = []
         for index, row in enumerate(planes.amax(dim=0).tolist()):
             cuts = [0, *(at for at in range(1, width) if _restarts(row[at - 1], row[at], len(planes))), width]
             documents = [((start, stop), max(row[start:stop]) + 1) for start, stop in pairwise(cuts)]
             before, now = [min(row[start:stop]) for (start, stop), _ in documents], [length for _, length in documents]
-            refuse_stale_cache(method, trained_length, index, batch, before, now)
+            refuse_stale_cache(own.rule, index, batch, before, now)
             found.append(documents)
         return found
 

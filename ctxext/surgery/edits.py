@@ -1,18 +1,25 @@
-"""The journal: the only code in ctxext that mutates a model."""
+"""The journal: the only code in ctxext that mutates a model, and what makes copies of the model follow it."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Edits"]
+from ctxext.errors import IncompatibleError
+
+__all__ = ["Edits", "follow_replicas"]
 
 # torch numbers its hooks per process; a name of our own cannot meet the number of another after unpickling.
 HOOK: Any = "ctxext"
 HOOKS = "forward hooks"
+BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
 
 class _Absent(Enum):
@@ -69,25 +76,27 @@ class Edits:
         What stands in for ``forward`` knows one module; a hook is handed the replica that runs.
         """
         self._entries.append((module, HOOKS, _Absent.ABSENT, False))
-        module._forward_pre_hooks[HOOK] = before
-        module._forward_pre_hooks_with_kwargs[HOOK] = True
-        module._forward_hooks[HOOK] = after
-        module._forward_hooks_with_kwargs[HOOK] = True
+        for (called, with_kwargs), function in ((BEFORE, before), (AFTER, after)):
+            getattr(module, called)[HOOK] = function
+            getattr(module, with_kwargs)[HOOK] = True
 
     def undo(self) -> None:
         """Restore everything, newest first. A second call does nothing."""
         while self._entries:
             owner, name, old, unchecked = self._entries.pop()
             if name == HOOKS and isinstance(owner, nn.Module):
-                _unhook(owner)
+                for registry in (*BEFORE, *AFTER):
+                    getattr(owner, registry).pop(HOOK, None)
             elif unchecked:
                 if old is _Absent.ABSENT:
                     owner.__dict__.pop(name, None)
                 else:
                     owner.__dict__[name] = old
             elif old is _Absent.ABSENT:
-                if self._current(owner, name) is not _Absent.ABSENT:
-                    _remove(owner, name)
+                if isinstance(owner, dict):
+                    owner.pop(name, None)
+                elif self._current(owner, name) is not _Absent.ABSENT:
+                    delattr(owner, name)
             elif not (isinstance(owner, dict) and name not in owner):  # taken out by others since
                 _assign(owner, name, _beside(getattr(owner, name, None), old))
 
@@ -129,20 +138,6 @@ def _assign(owner: object, name: str, value: object) -> None:
         setattr(owner, name, value)
 
 
-def _remove(owner: object, name: str) -> None:
-    if isinstance(owner, dict):
-        del owner[name]
-    else:
-        delattr(owner, name)
-
-
-def _unhook(module: nn.Module) -> None:
-    module._forward_pre_hooks.pop(HOOK, None)
-    module._forward_pre_hooks_with_kwargs.pop(HOOK, None)
-    module._forward_hooks.pop(HOOK, None)
-    module._forward_hooks_with_kwargs.pop(HOOK, None)
-
-
 def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:
     same_form = (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)
     return same_form and not buffer.is_meta and not buffer.is_inference()
@@ -153,3 +148,60 @@ def _beside(current: Any, old: object) -> object:
     if isinstance(old, Tensor) and isinstance(current, Tensor) and not current.is_meta and not old.is_meta:
         return old.to(current.device)
     return old
+
+
+@dataclass
+class Replicating:
+    """Stands in for ``module._replicate_for_data_parallel``: a replica's stand-ins run on the replica.
+
+    torch copies a module's ``__dict__``, and with it objects that refer to the module they were made for; a replica
+    would silently run the original, with the original's weights and on its device.
+    """
+
+    module: nn.Module
+
+    def __call__(self) -> nn.Module:
+        """Takes and returns what torch's own method does."""
+        module = self.module
+        replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+        for name, value in list(replica.__dict__.items()):
+            if _stands_in(value, module):
+                replica.__dict__[name] = _rebound(value, module, replica)
+        return replica
+
+
+def follow_replicas(modules: Iterable[nn.Module], edits: Edits) -> None:
+    """Let the replicas that ``nn.DataParallel`` makes of these modules run what stands in for their own methods."""
+    for module in modules:
+        if any(_stands_in(value, module) for value in module.__dict__.values()):
+            edits.set(module, "_replicate_for_data_parallel", Replicating(module))
+
+
+def _stands_in(value: Any, module: nn.Module) -> bool:
+    """Whether ``value`` is one of the objects that ctxext puts into the place of methods of ``module``."""
+    return _is_ours(value) and any(getattr(value, field.name) is module for field in fields(value))
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether this is one of ctxext's own records; configs are records too, and some refuse to be read."""
+    return is_dataclass(value) and type(value).__module__.partition(".")[0] == "ctxext"
+
+
+def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
+    """``value`` with every reference to ``old`` turned to ``new``; all else is shared."""
+    if value is old:
+        return new
+    if isinstance(value, dict):
+        return {key: _rebound(part, old, new) for key, part in value.items()}
+    if _is_ours(value):
+        bound = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(bound, field.name, _rebound(getattr(value, field.name), old, new))
+        return bound
+    if getattr(value, "__self__", None) is old or old in getattr(value, "args", ()):
+        raise IncompatibleError(
+            f"nn.DataParallel copies {type(old).__name__}, whose forward was wrapped before ctxext patched it (by "
+            f"accelerate, for example), and the copy would run the original. Use one process per device instead "
+            f"(torchrun, accelerate launch)."
+        )
+    return value

@@ -14,6 +14,7 @@ writes it down: see ``caches.py``.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -27,27 +28,41 @@ from ctxext.methods import Method
 from ctxext.surgery.caches import Filled, current_filling, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
 
-__all__ = [
-    "NeverCompiles",
-    "RecomputeStaleCache",
-    "RefuseAssistedDecoding",
-    "note_fitted_lengths",
-    "recompute_in_generate",
-    "refuse_stale_cache",
-]
+__all__ = ["LengthRule", "note_fitted_lengths", "recompute_in_generate", "refuse_stale_cache"]
 
 
-def refuse_stale_cache(
-    method: Method, trained_length: int, row: int, rows: int, cached: list[int], now: list[int]
-) -> None:
+@dataclass(frozen=True)
+class LengthRule:
+    """Which positions a text of so many tokens gets on one model: a dynamic method, and the length that it starts from.
+
+    Args:
+        method: a dynamic method.
+        trained_length: tokens that the checkpoint was trained for.
+    """
+
+    method: Method
+    trained_length: int
+
+    def fitted(self, length: int) -> int:
+        """The length that positions of ``length`` tokens are fitted to."""
+        return self.method.fitted_length(self.trained_length, length)
+
+    def cached(self, known: Filled | None, row: int, rows: int, before: int) -> int | None:
+        """The length whose positions a row's ``before`` cached tokens have; None where nobody knows.
+
+        What nothing is remembered of is no text that was read: a learned prefix, or the part of a text before a shard.
+        """
+        return self.fitted(before) if known is None else known.of(row, rows)
+
+
+def refuse_stale_cache(rule: LengthRule, row: int, rows: int, cached: list[int], now: list[int]) -> None:
     """Raise if tokens of a row were cached under other positions than the sequence has now; else note what it has.
 
     Called by what computes positions, once for each row of a pass. A document of which nothing came before this call
     has nothing that could be stale; of any other, the fitted lengths of then and now must agree.
 
     Args:
-        method: a dynamic method.
-        trained_length: tokens that the checkpoint was trained for.
+        rule: of the model.
         row: which row of the batch.
         rows: how many rows the batch has.
         cached: per document of the row, tokens that came before this call.
@@ -59,26 +74,23 @@ def refuse_stale_cache(
     filling = current_filling()
     known = None if filling is None else filling.before
     for before, length in zip(cached, now, strict=True):
-        fitted = method.fitted_length(trained_length, length)
-        cached_as = _cached_fitted_length(method, trained_length, known, row, rows, before)
-        if before and cached_as != fitted:
-            raise IncompatibleError(
-                f"Method {method.name!r} gives a sequence of {length} tokens other positions than the {before} tokens "
-                f"that are cached of it{_said(known, cached_as)}, so these no longer fit. model.generate() recomputes "
-                f"them; in a loop of your own, call the model on the whole sequence without a cache.{_shard(known)}"
-            )
-    longest = max((method.fitted_length(trained_length, length) for length in now), default=trained_length)
-    note_fitted_lengths(row, [longest])
-
-
-def _cached_fitted_length(
-    method: Method, trained_length: int, known: Filled | None, row: int, rows: int, before: int
-) -> int | None:
-    """The length whose positions a row's cached tokens have.
-
-    What nothing is remembered of is no text that was read: a learned prefix, or the part of a text before a shard.
-    """
-    return method.fitted_length(trained_length, before) if known is None else known.of(row, rows)
+        cached_as = rule.cached(known, row, rows, before)
+        if not before or cached_as == rule.fitted(length):
+            continue
+        said = f" have (those of a sequence of {cached_as})"
+        if not cached_as:
+            said = " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
+        shard = (
+            " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same "
+            "on every rank."
+        )
+        raise IncompatibleError(
+            f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than the {before} tokens "
+            f"that are cached of it{'' if known is None else said}, so these no longer fit. model.generate() "
+            f"recomputes them; in a loop of your own, call the model on the whole sequence without a cache."
+            f"{shard if known is None else ''}"
+        )
+    note_fitted_lengths(row, [max(map(rule.fitted, now), default=rule.trained_length)])
 
 
 def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
@@ -91,23 +103,6 @@ def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
         filling.note(row, fitted_lengths)
 
 
-def _said(known: Filled | None, fitted: int | None) -> str:
-    if known is None:
-        return ""
-    if not fitted:
-        return " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
-    return f" have (those of a sequence of {fitted})"
-
-
-def _shard(known: Filled | None) -> str:
-    if known is not None:
-        return ""
-    return (
-        " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same on "
-        "every rank."
-    )
-
-
 @dataclass
 class RecomputeStaleCache:
     """Stands in for ``model.prepare_inputs_for_generation``: empties the cache when positions change.
@@ -116,13 +111,11 @@ class RecomputeStaleCache:
 
     Args:
         model: the patched model.
-        method: its dynamic method.
-        trained_length: tokens that the checkpoint was trained for.
+        rule: its positions.
     """
 
     model: nn.Module
-    method: Method
-    trained_length: int
+    rule: LengthRule
 
     def __call__(
         self,
@@ -133,7 +126,7 @@ class RecomputeStaleCache:
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Arguments and result of transformers' own method."""
+        """Takes and returns what transformers' own method does."""
         cached = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         total = cached + new.shape[1]
@@ -144,9 +137,9 @@ class RecomputeStaleCache:
         if cached and self._changes(past_key_values, mask, kwargs.get("position_ids"), new, total):
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
-                    f"Method {self.method.name!r} changes positions at {total} tokens and the tokens before are not at "
-                    f"hand to recompute them (the prompt was given as embeddings, or the cache came from elsewhere). "
-                    f"Generate from input_ids, with a cache of its own."
+                    f"Method {self.rule.method.name!r} changes positions at {total} tokens and the tokens before are "
+                    f"not at hand to recompute them (the prompt was given as embeddings, or the cache came from "
+                    f"elsewhere). Generate from input_ids, with a cache of its own."
                 )
             empty(past_key_values)
             input_ids, next_sequence_length = whole, None
@@ -185,19 +178,17 @@ class RecomputeStaleCache:
             before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
             now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # a fourth plane, the first, counts tokens
-        method, trained = self.method, self.trained_length
         return any(
-            earlier
-            and _cached_fitted_length(method, trained, known, row, rows, earlier)
-            != method.fitted_length(trained, later)
+            earlier and self.rule.cached(known, row, rows, earlier) != self.rule.fitted(later)
             for row, (earlier, later) in enumerate(zip(before, now, strict=True))
         )
 
     def _warn(self) -> None:
-        if getattr(self.method, "growth", None) == "exact":
+        method = self.rule.method
+        if getattr(method, "growth", None) == "exact":
             warnings.warn(
-                f"{self.method.name} with growth='exact' recomputes the whole sequence for every token beyond the "
-                f"trained window of {self.trained_length}; growth='doubling' does so only when the length doubles.",
+                f"{method.name} with growth='exact' recomputes the whole sequence for every token beyond the trained "
+                f"window of {self.rule.trained_length}; growth='doubling' does so only when the length doubles.",
                 stacklevel=3,
             )
 
@@ -225,21 +216,18 @@ class RefuseAssistedDecoding:
 
     Args:
         model: the patched model.
-        method: its dynamic method.
-        trained_length: tokens that the checkpoint was trained for.
+        rule: its positions.
     """
 
     model: nn.Module
-    method: Method
-    trained_length: int
+    rule: LengthRule
 
     def __call__(self, *, generation_config: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        """Arguments and result of transformers' own method."""
+        """Takes and returns what transformers' own method does."""
         first, last = input_ids.shape[1], generation_config.max_length
-        trained = self.trained_length
-        if self.method.fitted_length(trained, first) != self.method.fitted_length(trained, last):
+        if self.rule.fitted(first) != self.rule.fitted(last):
             raise IncompatibleError(
-                f"Method {self.method.name!r} changes positions between {first} and {last} tokens, and assisted "
+                f"Method {self.rule.method.name!r} changes positions between {first} and {last} tokens, and assisted "
                 f"decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens in one pass, with one "
                 f"set of positions. Generate without it, or let the method grow by doubling and stay between doublings."
             )
@@ -249,43 +237,36 @@ class RefuseAssistedDecoding:
         )
 
 
-class NeverCompiles:
+def _never_compiles(*_: Any, **__: Any) -> bool:
     """Stands in for ``model._valid_auto_compile_criteria``: generate() compiles nothing by itself.
 
     On CUDA it does so for static caches; positions that follow the length would break such a graph at every layer. The
     model's ``generation_config`` could say so too, but it is saved with the model and belongs to the user.
     """
-
-    def __call__(self, *_: Any, **__: Any) -> bool:
-        """Arguments and result of transformers' own method."""
-        return False
+    return False
 
 
-@dataclass
-class RefuseContinuousBatching:
+def _refuse_continuous_batching(method: str, *_: Any, **__: Any) -> Any:
     """Stands in for ``model.init_continuous_batching``, which ``generate_batch`` calls too.
 
     Continuous batching puts requests of several lengths into one row, end to end, as one call; where their positions
     happen to rise, such a row is one document to whoever looks at positions, and a short request would get the
     frequencies of a long one.
     """
-
-    method: str
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """Arguments of transformers' own method."""
-        raise IncompatibleError(
-            f"Positions of {self.method!r} follow the length of each text, and continuous batching puts several texts "
-            f"into one row. Call generate() with a padded batch, or extend by a method of fixed positions, like yarn."
-        )
+    raise IncompatibleError(
+        f"Positions of {method!r} follow the length of each text, and continuous batching puts several texts into one "
+        f"row. Call generate() with a padded batch, or extend by a method of fixed positions, like yarn."
+    )
 
 
-def recompute_in_generate(model: PreTrainedModel, method: Method, trained_length: int, edits: Edits) -> None:
+def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
     """Let ``model.generate`` follow a dynamic method."""
-    if hasattr(model, "_valid_auto_compile_criteria"):
-        edits.set(model, "_valid_auto_compile_criteria", NeverCompiles())
-    edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, method, trained_length))
-    if hasattr(model, "init_continuous_batching"):
-        edits.set(model, "init_continuous_batching", RefuseContinuousBatching(method.name))
-    if hasattr(model, "_get_candidate_generator"):
-        edits.set(model, "_get_candidate_generator", RefuseAssistedDecoding(model, method, trained_length))
+    edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule))
+    optional = {
+        "_valid_auto_compile_criteria": _never_compiles,
+        "init_continuous_batching": functools.partial(_refuse_continuous_batching, rule.method.name),
+        "_get_candidate_generator": RefuseAssistedDecoding(model, rule),
+    }
+    for name, stand_in in optional.items():
+        if hasattr(model, name):
+            edits.set(model, name, stand_in)

@@ -37,7 +37,19 @@ def require_head(causal: PreTrainedModel) -> str:
     return found[0]
 
 
-class Replay(nn.Module):
+class _StandIn(nn.Module):
+    """A module in the place of another, whose attributes are its own wherever this one has none of the name."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["real"], name)
+
+
+class Replay(_StandIn):
     """Stands in for the base model: runs it at the first call, then replays pieces of its output.
 
     Attributes:
@@ -49,29 +61,21 @@ class Replay(nn.Module):
     """
 
     def __init__(self, real: nn.Module) -> None:
-        super().__init__()
-        self.real = real
+        super().__init__(real)
         self.piece = slice(0, 1)
         self.hidden: Tensor | None = None
         self.calls = 0
         self.output: Any = None
         self.expected: tuple[int, int] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        modules = self.__dict__["_modules"]
-        return modules[name] if name in modules else getattr(modules["real"], name)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         first = self.output is None
         if first:
             self.output = self.real(*args, **kwargs)
-        if self.hidden is None:
-            hidden = self.output[0][:, self.piece]
-            self.expected = (hidden.shape[0], self.piece.stop - self.piece.start)
-        else:
-            hidden = self.hidden
-            self.expected = (hidden.shape[0], hidden.shape[1])
+        hidden = self.output[0][:, self.piece] if self.hidden is None else self.hidden
+        positions = self.piece.stop - self.piece.start if self.hidden is None else hidden.shape[1]
+        self.expected = (hidden.shape[0], positions)
         if isinstance(self.output, tuple):
             return (hidden, *self.output[1:])
         piece = copy.copy(self.output)
@@ -103,16 +107,8 @@ class _Box:
         self.tensor = tensor
 
 
-class _Boxing(nn.Module):
+class _Boxing(_StandIn):
     """Stands in for the head and hands it its input in a box, to be opened after all hooks before its forward."""
-
-    def __init__(self, real: nn.Module) -> None:
-        super().__init__()
-        self.real = real
-
-    def __getattr__(self, name: str) -> Any:
-        modules = self.__dict__["_modules"]
-        return modules[name] if name in modules else getattr(modules["real"], name)
 
     def forward(self, hidden: Tensor) -> Any:
         handle = self.real.register_forward_pre_hook(lambda _, inputs: (inputs[0].tensor,))

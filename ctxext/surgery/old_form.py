@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ctxext.surgery.edits import Edits
 
-__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "old_form", "same_rope", "with_old_form", "write_old_form"]
+__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "rope_dicts", "same_rope", "with_old_form", "write_old_form"]
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 
@@ -73,6 +73,20 @@ def _consumed(text: Any) -> list[str]:
     return [name for name in there if name not in kept]
 
 
+def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield each rope dict of a text config with the layer type that it is for, None where one serves all layers.
+
+    Args:
+        text: the text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
+    """
+    rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
+    nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
+    if nested and not rope.get("rope_type"):
+        yield from nested.items()
+    elif rope:
+        yield None, rope
+
+
 def same_rope(one: Any, other: Any) -> bool:
     """Whether two rope dicts say the same; ``type``, the old name of ``rope_type``, says nothing more."""
     return bool(_without_type(one) == _without_type(other))
@@ -107,7 +121,7 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
 
 def _old_readers_compute(text: Any, rope: dict[str, Any]) -> bool:
     has_original = getattr(text, "original_max_position_embeddings", None) is not None
-    for parameters in _per_layer_type(rope) or [rope]:
+    for _, parameters in rope_dicts(rope):
         kind = parameters.get("rope_type", "default")
         if kind != "default" and text.model_type in PASS_OVER_SCALING:
             return False
@@ -122,7 +136,7 @@ def _old_readers_compute(text: Any, rope: dict[str, Any]) -> bool:
 
 def _candidates(rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Ways in which configs of transformers 4 say what ``rope`` says; which of them this one reads is tried."""
-    nested = bool(_per_layer_type(rope))
+    nested = None not in dict(rope_dicts(rope))
     main = rope.get("full_attention") if nested else rope
     if not isinstance(main, dict) or "rope_theta" not in main:
         return
@@ -169,10 +183,6 @@ def _read(text: Any, form: dict[str, Any], without: tuple[str, ...] = ()) -> Any
     declared = {field.name for field in fields(text)}
     fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared and name in vars(text)}
     return type(text).from_dict(copy.deepcopy(fields_now | form))
-
-
-def _per_layer_type(rope: dict[str, Any]) -> list[dict[str, Any]]:
-    return [value for value in rope.values() if isinstance(value, dict) and "rope_type" in value]
 
 
 def _without_type(rope: Any) -> Any:

@@ -203,6 +203,27 @@ def declared_length() -> int | None:
     return None if _current.call is None else _current.call.length
 
 
+@dataclass(frozen=True)
+class _Slots:
+    """The places in a row of keys that one call is about, padding included, as transformers counts them.
+
+    Args:
+        batch: rows.
+        query: queries of a row.
+        key: slots of a row that this call sees.
+        q_offset: slot of the first query; a tensor where a compiled static cache counts its tokens on the device.
+        kv_offset: slot of the first key, above 0 where a cache keeps a sliding window only.
+        device: where the layout is built.
+    """
+
+    batch: int
+    query: int
+    key: int
+    q_offset: int | Tensor
+    kv_offset: int
+    device: torch.device | str | None
+
+
 def _layout_mask(
     batch_size: int,
     q_length: int,
@@ -223,16 +244,16 @@ def _layout_mask(
             "Its attention hides or shows tokens by a rule of the model's own (a mask function on top of the causal "
             "one), which ctxext's attention by positions cannot say. Unpatch the model for such inputs."
         )
+    device = attention_mask.device if attention_mask is not None and device is None else device
+    slots = _Slots(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     if not allow_is_causal_skip:  # transformers itself does not vouch for a plain causal mask here
-        _require_causal(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device)
+        _require_causal(mask_function, slots)
     call = _current.call
     if call is None:  # masks are prepared ahead of the decoder, by generate() too: leave the padding as it is for then
         return attention_mask
     if call.shard is not None:
         return call.shard
-    device = attention_mask.device if attention_mask is not None and device is None else device
-    positions = _on_one_axis(call.position_ids)
-    layout = _layout(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, positions, device)
+    layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
     return LayoutMask(layout, call.length, local_size)
 
 
@@ -249,15 +270,7 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
     return position_ids[0]
 
 
-def _require_causal(
-    mask_function: Callable[..., Any],
-    batch: int,
-    query: int,
-    key: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    device: torch.device | str | None,
-) -> None:
+def _require_causal(mask_function: Callable[..., Any], slots: _Slots) -> None:
     """Raise if a token may see the one that follows it.
 
     Encoders, prefixes and the blocks of images let tokens see what comes later. Whoever sees further ahead sees the
@@ -265,10 +278,10 @@ def _require_causal(
     """
     if mask_function is causal_mask_function or torch.compiler.is_compiling():
         return
-    where = torch.device("cpu" if device is None or torch.device(device).type == "meta" else device)
-    at = torch.arange(query, device=where) + int(q_offset)
-    at = at[(at + 1 >= kv_offset) & (at + 1 < kv_offset + key)][None]
-    rows = torch.arange(batch, device=where)[:, None]
+    where = torch.device("cpu" if slots.device is None or torch.device(slots.device).type == "meta" else slots.device)
+    at = torch.arange(slots.query, device=where) + int(slots.q_offset)
+    at = at[(at + 1 >= slots.kv_offset) & (at + 1 < slots.kv_offset + slots.key)][None]
+    rows = torch.arange(slots.batch, device=where)[:, None]
     if at.numel() and bool(mask_function(rows, torch.zeros_like(rows), at, at + 1).any()):
         raise IncompatibleError(
             "Its attention is not causal here: tokens see others that come after them (an encoder, is_causal=False, a "
@@ -277,24 +290,15 @@ def _require_causal(
         )
 
 
-def _layout(
-    batch: int,
-    query: int,
-    key: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    device: torch.device | str | None,
-) -> Layout:
+def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor | None) -> Layout:
     """Where the queries and keys of one call stand, from what transformers says of it.
 
     A slot is a place in the row of keys, padding included; a position counts the tokens of one document. transformers
     speaks of slots, ALiBi and the layout of positions. How they hang together depends on the call:
 
     1. A first pass with positions: they say everything, and where they restart a document begins (``_first_pass``).
-    2. Every slot holds a token and the queries are the newest: positions are slots, cache or not (``_continued``).
-    3. Slots after the newest query hold nothing yet, as in a static cache: positions are slots (``_partly_filled``).
+    2. Every slot holds a token and the queries are the newest: positions are slots, cache or not.
+    3. Slots after the newest query hold nothing yet, as in a static cache: positions are slots.
     4. A mask hides slots, which is padding: positions count the tokens that it leaves (``_padded``).
 
     In the last three a cache may hold what came before, and it does not say which document a key belongs to; so there
@@ -302,31 +306,46 @@ def _layout(
     the values of a tensor is left out while torch.compile traces: a graph cannot branch on them.
 
     Args:
-        batch: rows.
-        query: queries of a row.
-        key: slots of a row that this call sees.
-        q_offset: slot of the first query; a tensor where a compiled static cache counts its tokens on the device.
-        kv_offset: slot of the first key, above 0 where a cache keeps a sliding window only.
+        slots: of the call.
         attention_mask: ``[batch, slots]``, true for tokens; None for tokens everywhere. May be shorter than the cache.
         position_ids: as the decoder was given them; None where it was not.
-        device: where the layout is built.
+
+    Raises:
+        InvalidParameterError: for a mask or positions with two meanings, or with none.
+        IncompatibleError: for positions that do not go on where a cache ends.
     """
-    if not torch.compiler.is_compiling():
-        q_offset = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
-        if attention_mask is not None and _hides_nothing(attention_mask, kv_offset + key):
-            attention_mask = None  # the same as none, and those who see none have faster kernels
-    is_counted = isinstance(q_offset, int)
-    if is_counted and q_offset == kv_offset == 0 and position_ids is not None:
-        keep = None if attention_mask is None else _keep(attention_mask, query, 0)
-        return _first_pass(position_ids.expand(batch, query).to(device), keep, key)
-    slots = torch.arange(kv_offset, kv_offset + key, device=device).expand(batch, key)
-    places = torch.arange(query, device=device) + q_offset - kv_offset  # of the queries among the slots
-    if attention_mask is None and is_counted and kv_offset + key == q_offset + query:
-        return _continued(slots, places, position_ids)
-    filled = slots < q_offset + query
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        slots = replace(slots, q_offset=int(slots.q_offset))
+    is_counted, stop = isinstance(slots.q_offset, int), slots.q_offset + slots.query
+    if attention_mask is not None and is_counted:
+        _require_covered(attention_mask, stop)
+    if attention_mask is not None and not compiling and _hides_nothing(attention_mask, slots.kv_offset + slots.key):
+        attention_mask = None  # the same as none, and those who see none have faster kernels
+    if is_counted and slots.q_offset == slots.kv_offset == 0 and position_ids is not None:
+        keep = None if attention_mask is None else _keep(attention_mask, slots.query, 0)
+        return _first_pass(position_ids.expand(slots.batch, slots.query).to(slots.device), keep, slots.key)
+    keys = torch.arange(slots.kv_offset, slots.kv_offset + slots.key, device=slots.device)
+    keys = keys.expand(slots.batch, slots.key)
+    places = torch.arange(slots.query, device=slots.device) + slots.q_offset - slots.kv_offset  # of queries among keys
+    if attention_mask is None and is_counted and slots.kv_offset + slots.key == stop:
+        if not compiling:
+            _require_agreement(position_ids, keys[:, places], keys[:, places], None)
+        return Layout.causal(slots.batch, slots.query, slots.key, device=keys.device)
+    filled = keys < stop
     if attention_mask is None:
-        return _partly_filled(slots, filled, places, position_ids)
-    return _padded(attention_mask, kv_offset, slots, filled, places, position_ids)
+        return _one_document(keys, filled, keys, places, position_ids)
+    return _padded(attention_mask, slots.kv_offset, keys, filled, places, position_ids)
+
+
+def _require_covered(attention_mask: Tensor, length: int | Tensor) -> None:
+    """Raise unless a mask says of every token so far whether it is padding: what it leaves out has no meaning."""
+    covered = attention_mask.shape[-1]
+    if covered < length:
+        raise InvalidParameterError(
+            f"attention_mask covers {covered} tokens and the text has {length}, those in the cache included. Give one "
+            f"of shape [batch, {length}], 1 for tokens and 0 for padding, or none where nothing is padded."
+        )
 
 
 def _hides_nothing(attention_mask: Tensor, stop: int) -> bool:
@@ -368,30 +387,18 @@ def _first_pass(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
     return Layout.of(places, key_places, documents, torch.nn.functional.pad(documents, empty, value=-1))
 
 
-def _continued(slots: Tensor, places: Tensor, given: Tensor | None) -> Layout:
-    """Every slot holds a token and the queries are the newest: plain causal attention."""
-    if not torch.compiler.is_compiling():
-        _require_agreement(given, slots[:, places], slots[:, places], None)
-    return Layout.causal(slots.shape[0], places.shape[0], slots.shape[1], device=slots.device)
-
-
-def _partly_filled(slots: Tensor, filled: Tensor, places: Tensor, given: Tensor | None) -> Layout:
-    """Slots after the newest query hold no token yet, as in a static cache."""
-    return _one_document(slots, filled, slots, places, given)
-
-
 def _padded(
-    attention_mask: Tensor, kv_offset: int, slots: Tensor, filled: Tensor, places: Tensor, given: Tensor | None
+    attention_mask: Tensor, kv_offset: int, keys: Tensor, filled: Tensor, places: Tensor, given: Tensor | None
 ) -> Layout:
     """A mask hides slots, some of which may lie before the first one that this call sees."""
-    key = slots.shape[1]
+    key = keys.shape[1]
     if given is None and not torch.compiler.is_compiling():
         remedy = "Pad on one side only, or say what you mean with position_ids."
         require_no_hole("attention_mask", attention_mask[:, : kv_offset + key].bool(), remedy)
     real = _keep(attention_mask, key, kv_offset) & filled
     before = attention_mask[:, :kv_offset].long().sum(1, keepdim=True)
     positions = (before + real.long().cumsum(1) - 1).clamp(min=0)
-    return _one_document(positions, real, slots, places, given)
+    return _one_document(positions, real, keys, places, given)
 
 
 def _one_document(positions: Tensor, real: Tensor, slots: Tensor, places: Tensor, given: Tensor | None) -> Layout:

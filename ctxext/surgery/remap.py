@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.attention import AttentionBackend, Call, Layout, Need, named, require_usable
+from ctxext.attention import Call, Layout
 from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces
 from ctxext.errors import IncompatibleError
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec
-from ctxext.surgery.alibi import (
+from ctxext.surgery.attend import (
+    Backends,
     as_autocast_wants,
-    attention_layers,
-    choose,
     decoder_of,
     install_attention,
     why_install_fails,
@@ -44,14 +43,13 @@ class RemapAttend:
         method: says which pieces there are.
         spec: frequencies and trained length of the model.
         interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
-        backend: a backend's name as ``ctxext.attention.named`` takes it, or "auto".
+        backends: compute it.
     """
 
     method: RemapMethod
     spec: RopeSpec
     interleaved: bool
-    backend: str = "auto"
-    _chosen: dict[Need, AttentionBackend] = field(default_factory=dict, repr=False)
+    backends: Backends
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
@@ -70,19 +68,14 @@ class RemapAttend:
         pieces = self._pieces(layout, q.dtype)
         k, settled = _settle(cached, k, layout, pieces)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
-        return attend_pieces(choose(self._chosen, self.backend, call.need), call, pieces, settled=settled)
-
-    def __post_init__(self) -> None:
-        require_usable(self.backend)
+        return attend_pieces(self.backends.for_(call.need), call, pieces, settled=settled)
 
     def notes(self) -> tuple[str, ...]:
         """What a user must know: where each distance of a text goes, and about a backend asked for by name."""
         pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
         exact = self.method.exact_length(self.spec)
-        said = None if self.backend == "auto" else named(self.backend).approximation
-        first = f"Texts of up to {exact:,} tokens are read as without the extension." if exact else ""
-        lines = (first, *(f"Piece: {in_words(piece)}." for piece in pieces), said or "")
-        return tuple(line for line in lines if line)
+        first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
+        return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *self.backends.notes())
 
     def _pieces(self, layout: Layout, dtype: torch.dtype) -> tuple[TurnedPiece, ...]:
         """The method's pieces with their rotations, shared by all layers of a forward pass."""
@@ -104,9 +97,7 @@ class RemapAttend:
             )
 
         pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
-        return tuple(
-            TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key)) for piece in pieces
-        )
+        return tuple(TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key)) for piece in pieces)
 
     def inv_freq(self, device: torch.device) -> Tensor:
         """The frequencies that the model rotates by, float64, radians per token."""
@@ -194,7 +185,13 @@ def as_it_rotates(model: PreTrainedModel, site: RotarySite) -> RotarySite:
 
 
 def require_remappable(
-    model: PreTrainedModel, method: RemapMethod, site: RotarySite, places: list[RotaryPlace], layers: Layers, *, is_lifted: bool
+    model: PreTrainedModel,
+    method: RemapMethod,
+    site: RotarySite,
+    places: list[RotaryPlace],
+    layers: Layers,
+    *,
+    is_lifted: bool,
 ) -> tuple[Piece, ...]:
     """The method's pieces for a model whose attention they can take the place of.
 
@@ -225,7 +222,7 @@ def install_pieces(
     refusal = f"Method {method.name!r} cannot take the place of the attention of this {rebuild.text.model_type}"
     if reason := why_install_fails(rebuild, site):
         raise IncompatibleError(f"{refusal}: {reason}.")
-    attend = RemapAttend(method, site.spec, False, backend)
+    attend = RemapAttend(method, site.spec, False, Backends(backend))
     attend.interleaved = _is_interleaved(model, site, attend, refusal)
     install_attention(model, site, attend, edits)
     return attend
@@ -261,14 +258,13 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
         install_attention(model, site, _show_queries, trial)
         queries = _queries_of(decoder, weights.device)
         trial.undo()
-    still, moved = queries.double().cpu().split(1, 2)
+    queries = queries.double().cpu()
+    still, moved = queries[:, :, :1], queries[:, :, 1:]
     start = torch.zeros(1, 1, dtype=torch.long)
     errors = {}
     for interleaved in (False, True):
         inv_freq = attend.inv_freq(still.device)
-        moving = Turn(
-            PositionMap(offset=float(FAR)), start, inv_freq, interleaved=interleaved, dtype=torch.float64
-        )
+        moving = Turn(PositionMap(offset=float(FAR)), start, inv_freq, interleaved=interleaved, dtype=torch.float64)
         errors[interleaved] = float((moving(still, (0, 1), (0, 1)) - moved).norm() / still.norm())
     best = min(errors, key=lambda way: errors[way])
     if not errors[best] < ROTATION_ERROR:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import CheckpointError
-from ctxext.methods import METHODS, RopeMethod
+from ctxext.methods import RopeMethod, saved_class
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import RESTORING
 
@@ -54,13 +54,11 @@ def _initial_frequencies(
         inv_freq=None if trained is None else tuple(trained),
         attention_scale=saved.pop("trained_scale", 1.0),
     )
-    method_class = METHODS.get(saved["method"])
-    if method_class is None or not issubclass(method_class, RopeMethod):
+    method = saved_class(saved["method"]).from_dict(saved)
+    if not isinstance(method, RopeMethod):
         raise CheckpointError(
-            f"This checkpoint is extended by the method {saved['method']!r}, which this version of ctxext does not "
-            f"have. Install the version named in its config.json under 'ctxext'."
+            f"The method {method.name!r} of this checkpoint has no frequencies: config.json is damaged."
         )
-    method = method_class.from_dict(saved)
     if not method.is_table and not RESTORING.get():
         raise CheckpointError(
             f"This checkpoint is extended by the method {method.name!r}, which needs more than its config "

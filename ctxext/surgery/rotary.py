@@ -31,7 +31,6 @@ __all__ = [
     "RotarySite",
     "disagreement",
     "find_sites",
-    "module_output",
     "rotating",
     "survey",
 ]
@@ -97,6 +96,26 @@ class RotaryPlace:
     def prefix(self) -> str:
         """What the names of the module's buffers start with."""
         return "" if self.layer_type is None else f"{self.layer_type}_"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What tells the module, and stock rope functions, which of its frequencies are meant."""
+        return {} if self.layer_type is None else {"layer_type": self.layer_type}
+
+    def output(self, rotary: nn.Module, device: torch.device | str = "cpu") -> Output:
+        """What a rotary module in this place computes, as a function of positions."""
+
+        def cos_and_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
+            position_ids = positions[None].to(device)
+            if getattr(rotary, "mrope_section", None) is not None:
+                position_ids = position_ids[None].expand(3, -1, -1)
+            out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
+            if isinstance(out, Tensor):
+                out = (out.real, out.imag)
+            cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
+            return cos, sin
+
+        return cos_and_sin
 
     def rope_dict(self, text: Any) -> dict[str, Any]:
         """What a text config says of these frequencies."""
@@ -199,9 +218,7 @@ def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
             f"This {text.model_type} is made of parts with a config each ({', '.join(elsewhere)} rotate by their own), "
             f"so no one extension of its config lengthens its reach."
         )
-    if any(True for _ in rotaries(model)):
-        raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
-    raise IncompatibleError(f"{type(model).__name__} has no rotary positions.")
+    raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
 
 
 def _is_copy(config: Any, text: Any) -> bool:
@@ -227,24 +244,24 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
     if is_proportional:
         spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))
     plain = rotating(spec, Frequencies(plain_inv_freq(spec)))
-    problem = disagreement(module_output(rotary, place.layer_type), lambda length: plain, [trained_length])
-    if problem and model.get_submodule(place.path).config is not text:
+    problem = disagreement(place.output(rotary), lambda length: plain, [trained_length])
+    if problem is None:
+        return spec
+    if model.get_submodule(place.path).config is not text:
         raise IncompatibleError(
             f"This {text.model_type} has rotary modules with a rope_theta of their own, which no field of its config "
             f"could rescale together: {problem}"
         )
-    if problem:
-        raise IncompatibleError(
-            f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
-            f"starts from: {problem}"
-        )
-    return spec
+    raise IncompatibleError(
+        f"The unextended rotary positions of this {text.model_type} are not base^(-2i/d), which every method here "
+        f"starts from: {problem}"
+    )
 
 
 def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
     """Read what a checkpoint was trained with whose positions are scaled already.
 
-    That are the frequencies and the scale of cos and sin that its config gives a text of ``trained_length`` tokens,
+    These are the frequencies and the scale of cos and sin that its config gives a text of ``trained_length`` tokens,
     in the float32 that its weights saw.
     """
     plain = _plain_spec(model, place, trained_length)
@@ -258,7 +275,7 @@ def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: in
     if parameters.get("rope_type") not in TRAINED_WITH:
         return plain
     rotary = Rebuild(model).rotary(place.path)
-    module_output(rotary, place.layer_type)(torch.tensor([0, trained_length - 1]))  # longrope: its set for long texts
+    place.output(rotary)(torch.tensor([0, trained_length - 1]))  # longrope: its set for long texts
     inv_freq = getattr(rotary, f"{place.prefix}inv_freq").double()
     scale = float(getattr(rotary, f"{place.prefix}attention_scaling"))
     return replace(plain, inv_freq=tuple(inv_freq.tolist()), attention_scale=scale)
@@ -280,23 +297,6 @@ def disagreement(output: Output, expected: Callable[[int], Frequencies], lengths
     return None
 
 
-def module_output(rotary: nn.Module, layer_type: str | None = None, device: torch.device | str = "cpu") -> Output:
-    """What a rotary module computes, as a function of positions."""
-    kwargs = {} if layer_type is None else {"layer_type": layer_type}
-
-    def output(positions: Tensor) -> tuple[Tensor, Tensor]:
-        position_ids = positions[None].to(device)
-        if getattr(rotary, "mrope_section", None) is not None:
-            position_ids = position_ids[None].expand(3, -1, -1)
-        out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **kwargs)
-        if isinstance(out, Tensor):
-            out = (out.real, out.imag)
-        cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
-        return cos, sin
-
-    return output
-
-
 def _positions(length: int) -> Tensor:
     """Powers of two from the first token to the last: fast dimensions show early, slow ones late."""
     powers = {2**n for n in range(length.bit_length()) if 2**n < length}
@@ -306,13 +306,11 @@ def _positions(length: int) -> Tensor:
 def _compare(cos: Tensor, sin: Tensor, positions: Tensor, expected: Frequencies) -> str | None:
     angle = positions[:, None].double() * expected.inv_freq
     half, width = angle.shape[-1], cos.shape[-1]
-    if width == half:
-        layouts = [angle]
-    elif width == 2 * half:
-        layouts = [torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)]
-    else:
+    # Pairs of dimensions stand half a head apart (Llama), side by side (GPT-J), or once for both (complex numbers).
+    layouts = {half: [angle], 2 * half: [torch.cat((angle, angle), -1), angle.repeat_interleave(2, -1)]}
+    if width not in layouts:
         return f"it rotates {width} dimensions, the method gives {half} frequencies."
-    worst = min(_worst_error(cos, sin, laid_out, expected.attention_scale) for laid_out in layouts)
+    worst = min(_worst_error(cos, sin, laid_out, expected.attention_scale) for laid_out in layouts[width])
     if worst > 1.0:
         return f"its cos and sin differ from the method's by {worst:.3g} times the float32 rounding error."
     return None

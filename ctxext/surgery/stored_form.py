@@ -16,9 +16,9 @@ from ctxext.methods.formulas import as_longrope
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
-from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement, module_output
+from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
 
-__all__ = ["StoredForm", "checked_lengths", "find_stored_form", "score_form"]
+__all__ = ["StoredForm", "checked_lengths", "score_form"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,10 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
     is_stock = len(found) == len(specs)
     if any(isinstance(spec, ProportionalSpec) for spec in specs):
         if is_stock and {form["rope_type"] for form in found} <= {"linear", "default"}:
-            forms = [form | _proportional(spec) for spec, form in zip(specs, found, strict=True)]
+            forms = [
+                form | ({"rope_type": "proportional"} if isinstance(spec, ProportionalSpec) else {})
+                for spec, form in zip(specs, found, strict=True)
+            ]
             yield "stock rope_type 'proportional' with a factor or another rope_theta", forms
         return
     if is_stock:
@@ -169,10 +172,6 @@ def _as_linear(form: Form) -> Form | None:
     return {"rope_type": "linear", "rope_theta": form["rope_theta"], "factor": float(f"{factors[0]:.7g}")}
 
 
-def _proportional(spec: RopeSpec) -> Form:
-    return {"rope_type": "proportional"} if isinstance(spec, ProportionalSpec) else {}
-
-
 def checked_lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
     """Lengths at which the method is checked; the last is where the model is meant to reach."""
     target = max(method.target_length(spec.trained_length), spec.trained_length + 1)
@@ -192,7 +191,7 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
             lengths = lengths[:1]  # the rest is DynamicForward's
         lengths = [*lengths, lengths[-1]]  # stock longrope keeps its long frequencies: what it does next must hold too
         try:
-            problem = disagreement(module_output(rotary, site.layer_type), site.mathematics(form.method), lengths)
+            problem = disagreement(site.output(rotary), site.mathematics(form.method), lengths)
         except NameError as error:  # transformers 5.17, longrope per layer type, second long text
             return f"{type(rotary).__name__} itself fails on it: {error}"
         if problem:
@@ -250,10 +249,10 @@ def score_form(
 
 def _score_factor(built: Rebuild, sites: Sequence[RotarySite]) -> float:
     """What a model multiplies queries and keys by outside the rotation, as stock code builds it: 1 if plain."""
-    rope = dict(built.model.config.get_text_config(decoder=True).rope_parameters)
+    text = built.model.config.get_text_config(decoder=True)
+    rope = dict(text.rope_parameters)
     for site in sites:
-        base = (rope if site.layer_type is None else rope[site.layer_type])["rope_theta"]
-        rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": base})
+        rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": site.rope_dict(text)["rope_theta"]})
     plain = Rebuild(built.model, {"rope_parameters": rope})
     rotary_paths = {path for path, _ in rotaries(built.model)}
     found = set()

@@ -53,9 +53,10 @@ def window_fields(config: Any, request: Request, target_length: int | None) -> d
     if request.sliding_window != "lift":
         return {}
     fields: dict[str, Any] = {"sliding_window": None}
-    if any(map(is_windowed, getattr(config, "layer_types", None) or [])):
+    if any(map(is_windowed, _layer_types(config))):
         # Then these decide, and stock code may insist on a number of tokens for the window.
-        fields = {"layer_types": [_unwindowed(kind) for kind in config.layer_types]}
+        kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
+        fields = {"layer_types": kinds}
     if hasattr(config, "use_sliding_window"):
         fields["use_sliding_window"] = False
     return fields
@@ -64,20 +65,24 @@ def window_fields(config: Any, request: Request, target_length: int | None) -> d
 def window_note(config: Any, target_length: int | None) -> str | None:
     """One sentence about the windows that stay, None where there are none; arguments as for ``window_fields``."""
     window = _window(config)
-    layer_types = getattr(config, "layer_types", None) or []
-    if window is None or (layer_types and not any(map(is_windowed, layer_types)) and not _all_windowed(config)):
+    if window is None:
         return None
     if _all_windowed(config) and _reaches(window, target_length):
         return f"Every attention layer sees the last {window} tokens, which is all that {target_length} tokens need."
     if _all_windowed(config):
         return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
+    if not any(map(is_windowed, _layer_types(config))):
+        return None
     return f"Some layers are sliding windows of {window} tokens by design; the full-attention layers carry the reach."
 
 
 def mixes_windows(config: Any) -> bool:
     """Whether the config has layers with a window beside layers without one."""
-    layer_types = getattr(config, "layer_types", None) or []
-    return any(map(is_windowed, layer_types)) and not _all_windowed(config)
+    return any(map(is_windowed, _layer_types(config))) and not _all_windowed(config)
+
+
+def _layer_types(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or []
 
 
 def _reaches(window: int, target_length: int | None) -> bool:
@@ -96,12 +101,8 @@ def _window(config: Any) -> int | None:
 
 
 def _all_windowed(config: Any) -> bool:
-    layer_types = getattr(config, "layer_types", None)
+    layer_types = _layer_types(config)
+    attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
     if not layer_types:
         return True
-    attention = [kind for kind in layer_types if "attention" in kind and "linear" not in kind]
     return bool(attention) and all(is_windowed(kind) or kind == "attention" for kind in attention)
-
-
-def _unwindowed(layer_type: str) -> str:
-    return "full_attention" if is_windowed(layer_type) else layer_type

@@ -61,9 +61,11 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     own = sum(value is config for module in model.modules() for value in vars(module).values())
     if text is config and sys.getrefcount(config) == own + 3:  # two names here, and the argument: nobody else holds it
         return
+    # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
+    live = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
     # The text part is edited, too: a vision-language config keeps the object that it was made from.
-    holders = (other for other in _live_models() if other.config is config or other.config is text)
-    if not any(_are_apart(model, other) for other in holders):
+    holders = [other for other in live if other.config is config or other.config is text]
+    if all(_is_part(model, other) or _is_part(other, model) for other in holders):
         return
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)  # fills in the copy of every part, under the part's id
@@ -73,11 +75,5 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
             edits.set(module, "config", found)
 
 
-def _live_models() -> list[PreTrainedModel]:
-    # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
-    return [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
-
-
-def _are_apart(model: PreTrainedModel, other: PreTrainedModel) -> bool:
-    """Whether neither is a part of the other."""
-    return all(part is not other for part in model.modules()) and all(part is not model for part in other.modules())
+def _is_part(model: nn.Module, whole: nn.Module) -> bool:
+    return any(part is model for part in whole.modules())

@@ -18,7 +18,7 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
 from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
 from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
-from ctxext.evaluation.perplexity_result import FORMAT, POSITIONS, PerplexityResult
+from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
 from ctxext.files import write_json
 from ctxext.progress import StageBar
 from ctxext.surgery.wrappers import base_model
@@ -52,7 +52,7 @@ class BeforeAndAfter:
         if evaluation.text:
             self.plan = self._plan()
             self.corpus = self._corpus(self.plan)
-            with self._arithmetic(), _bar(self._cost(self.plan)) as progress:
+            with self._arithmetic(), _bar(total_cost(self.checkpoint, self.corpus, self.plan)) as progress:
                 self.inside = window_losses(checkpoint, self.corpus, self.plan, progress=progress)
 
     def before(self, model: nn.Module, path: Path) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class BeforeAndAfter:
             model: with its adapter as it begins.
             path: where the result is kept.
         """
-        asked = self.settings.evaluation.model_dump() | {"format": FORMAT, "judged": passkey.JUDGED}
+        asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
         if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
             found: dict[str, Any] = stored["found"]
             return found
@@ -83,7 +83,7 @@ class BeforeAndAfter:
         found: dict[str, Any] = {}
         if self.plan is not None:
             now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
-            with self._arithmetic(), _bar(self._cost(self.plan)) as progress:
+            with self._arithmetic(), _bar(total_cost(self.checkpoint, self.corpus, self.plan)) as progress:
                 result = run(now, self.corpus, self.plan, inside=self.inside, name="extended", progress=progress)
             found["perplexity"] = result.to_dict() | {"answer": result.sentence()}
         if evaluation.passkey_lengths:
@@ -120,9 +120,6 @@ class BeforeAndAfter:
             limit=evaluation.documents,
         )
 
-    def _cost(self, plan: PerplexityPlan) -> float:
-        return total_cost(self.checkpoint, self.corpus, plan)
-
     def _arithmetic(self) -> torch.autocast:
         """What is trained is held in float32: it computes in the model's own dtype under autocast, as in training."""
         dtype = self.settings.dtype
@@ -131,7 +128,7 @@ class BeforeAndAfter:
 
 
 def _bar(total: float) -> StageBar:
-    """Of the first process; the others measure the same, since engines that share weights need all of them."""
+    """The first process shows it; the others measure too, since engines that share weights need all of them."""
     return StageBar(Console(stderr=True, quiet=not PartialState().is_main_process), total)
 
 
@@ -151,7 +148,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def gain(found: dict[str, Any]) -> Gain:
-    """Of a measurement: the loss minus the best truncation's, by positions, as far as it has them."""
+    """What a measurement says of the loss minus the best truncation's, by positions; empty where it says nothing."""
     if "perplexity" not in found:
         return []
     extension = PerplexityResult.from_dict(found["perplexity"]).extension

@@ -33,15 +33,12 @@ def require_device(settings: Settings) -> str:
         BackendUnavailableError: the settings need a GPU, or bitsandbytes, and there is none.
     """
     found = torch.cuda.is_available()
-    needs = [
-        name
-        for name, wanted in (
-            ("device: cuda", settings.device == "cuda"),
-            (f"quantisation: {settings.quantisation}", settings.quantisation is not None),
-            ("memory.offload: true", settings.memory.offload),
-        )
-        if wanted
-    ]
+    wishes = {
+        "device: cuda": settings.device == "cuda",
+        f"quantisation: {settings.quantisation}": settings.quantisation is not None,
+        "memory.offload: true": settings.memory.offload,
+    }
+    needs = [name for name, wished in wishes.items() if wished]
     if needs and (not found or settings.device == "cpu"):
         why = "the device is set to cpu" if found else f"torch {torch.__version__} sees no CUDA device here"
         raise BackendUnavailableError(

@@ -93,21 +93,17 @@ class StagedSequences(Sequences):
         part, place = self._place(index)
         return part.length_of(place)
 
-    def describe(self, indices: Sequence[int]) -> str:
-        """Which sequences these are, each counted within its stage."""
-        found = []
-        for index in indices:
-            part, place = self._place(index)
-            found.append(f"stage {self.parts.index(part) + 1}, {part.describe([place])}")
-        return "; ".join(found)
+    def origin_of(self, index: int) -> str:
+        """Which texts an item holds, and which of its stage it is."""
+        part, place = self._place(index)
+        return f"stage {self.parts.index(part) + 1}, {part.origin_of(place)}"
 
     def __str__(self) -> str:
         """A line for each stage."""
         return "\n".join(f"stage {number}: {part}" for number, part in enumerate(self.parts, start=1))
 
     def _place(self, index: int) -> tuple[Sequences, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"Sequence {index} of {len(self)}.")
+        self.require_index(index)
         number = bisect.bisect_right(self._stops, index)
         return self.parts[number], index - (self._stops[number - 1] if number else 0)
 

@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctxext.evaluation.labels import tokens_label
-from ctxext.evaluation.report.style import COLOURS, FAINT, NOTE, STYLE, require_matplotlib
+from ctxext.evaluation.report.style import (
+    COLOURS,
+    NOTE,
+    Look,
+    draw_differences,
+    draw_grid,
+    require_matplotlib,
+    saved_figure,
+)
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import whole_file
 
@@ -50,17 +57,11 @@ def save_training_figure(
         InvalidParameterError: matplotlib is not installed.
     """
     require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     gains = {name: gain for name, gain in (gains or {}).items() if gain}
     widths = (1.65, 1) if gains else (1,)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.0 if gains else 7.0, 4.5), layout="constrained")
-        FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+    with whole_file(path) as half, saved_figure(half, (10.0 if gains else 7.0, 4.5), title) as figure:
         grid = figure.add_gridspec(2, len(widths), height_ratios=(4, 1), width_ratios=widths)
         above, below = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
         below.sharex(above)
@@ -69,8 +70,6 @@ def save_training_figure(
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
         if gains:
             _draw_gains(figure.add_subplot(grid[:, 1]), gains)
-        with whole_file(path) as half:
-            figure.savefig(half, dpi=160)
 
 
 def _draw_loss(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -79,19 +78,10 @@ def _draw_loss(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(steps, losses, color=BEFORE, lw=0.8, marker="o" if len(steps) < 40 else None, ms=2.5, alpha=0.7)
     means = smoothed(losses, weights)
     axes.plot(steps, means, color=AFTER, lw=1.8, solid_capstyle="round")
-    axes.annotate(
-        f"{means[-1]:.3f}",
-        xy=(1.01, means[-1]),
-        xycoords=axes.get_yaxis_transform(),
-        color=AFTER,
-        fontsize=9.5,
-        va="center",
-        annotation_clip=False,
-    )
-    axes.set_title("Training loss, nats per token; its running mean", loc="left", fontsize=10.5)
+    beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    axes.text(1.01, means[-1], f"{means[-1]:.3f}", color=AFTER, fontsize=9.5, **beside)
     axes.tick_params(labelbottom=False)
-    axes.grid(axis="y", color=FAINT, lw=0.6)
-    axes.set_axisbelow(True)
+    draw_grid(axes, "Training loss, nats per token; its running mean")
 
 
 def _draw_learning_rate(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -106,33 +96,10 @@ def _draw_learning_rate(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None
 def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
     """Means with 95 percent intervals, before and after side by side."""
     spans = [span for span, _ in next(iter(gains.values()))]
-    axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=(0, (3, 1.5)), zorder=2)
-    for place, (name, gain) in enumerate(gains.items()):
-        offset = 0.24 * (place - (len(gains) - 1) / 2)
-        axes.errorbar(
-            [index + offset for index in range(len(spans))],
-            [difference.mean for _, difference in gain],
-            yerr=[difference.margin for _, difference in gain],
-            fmt="o",
-            ms=5,
-            lw=1.6,
-            color=(BEFORE, AFTER)[place % 2],
-            label=f"{name} training",
-        )
-    axes.set_xlim(-0.6, len(spans) - 0.4)
+    looks = [Look(f"{name} training", (BEFORE, AFTER)[place % 2]) for place, name in enumerate(gains)]
+    groups = [(look, [found for _, found in gain]) for look, gain in zip(looks, gains.values(), strict=True)]
+    draw_differences(axes, spans, groups, width=0.24, title="Loss minus its own best truncation's")
     axes.margins(y=0.2)
-    axes.set_xticks(range(len(spans)), [f"{tokens_label(a)}-{tokens_label(b)}" for a, b in spans], fontsize=9)
-    axes.set_xlabel("positions, tokens")
-    axes.set_title("Loss minus its own best truncation's", loc="left", fontsize=10.5)
-    axes.grid(axis="y", color=FAINT, lw=0.6)
-    axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=9, loc="best", handletextpad=0.2, labelcolor="linecolor")
-    axes.text(
-        0.985,
-        0.02,
-        "below the line: the old text helps",
-        transform=axes.transAxes,
-        ha="right",
-        fontsize=8.5,
-        color=NOTE,
-    )
+    inside = {"transform": axes.transAxes, "ha": "right", "fontsize": 8.5, "color": NOTE}
+    axes.text(0.985, 0.02, "below the line: the old text helps", **inside)

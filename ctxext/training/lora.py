@@ -162,7 +162,7 @@ def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Tensor
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Also what quantisers put in its place, and GPT-2's transposed one."""
+    """Whether it is a linear layer, also one that a quantiser put in its place, or GPT-2's transposed one."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 

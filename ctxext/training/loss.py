@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -101,9 +100,7 @@ class ChunkedLoss:
     def __enter__(self) -> ChunkedLoss:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -192,7 +189,8 @@ class Pieces:
         require_pieces(self.causal, self.replay, output.logits)
         return output
 
-    def _logits(self, hidden: Tensor) -> Float[Tensor, "batch piece vocab"]:
+    def logits(self, hidden: Tensor) -> Float[Tensor, "batch piece vocab"]:
+        """What the head and all that follows it make of a piece of the hidden states."""
         self.replay.hidden = hidden
         logits: Tensor = self._run(**{self.source: self.inputs[:, : hidden.shape[1]]}, use_cache=False).logits
         return logits
@@ -208,7 +206,7 @@ class Pieces:
         for start in _counting(self.targets, size):
             piece = slice(start, start + size)
             hidden = self.hidden.detach()[:, piece].requires_grad_(wanted)
-            logits = self._logits(hidden)
+            logits = self.logits(hidden)
             value, by_logits = cross_entropy_and_gradient(logits, self.targets[:, piece])
             total = total + value
             if by_hidden is None:
@@ -234,7 +232,7 @@ class Pieces:
         """The summed loss, as autograd sees it; the backward pass makes each piece's logits again."""
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            logits = self._logits(hidden)
+            logits = self.logits(hidden)
             return F.cross_entropy(
                 logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )

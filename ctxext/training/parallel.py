@@ -11,7 +11,6 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -108,18 +107,18 @@ def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             f"attention_mask {list(mask.shape)} hides tokens, and context parallelism drops masks. Cut sequences to "
             f"one length instead of padding them."
         )
-    patched = patched_state(base_model(model))
-    if patched is None or not (patched.method.dynamic or _is_ours(base_model(model))):
+    base = base_model(model)
+    patched = patched_state(base)
+    if patched is None or not (patched.method.dynamic or _is_ours(base)):
         return {}
-    lengths = _lengths(positions)
+    lengths: list[int] = (positions.amax(dim=-1) + 1).tolist()
     fitted_lengths = {patched.method.fitted_length(patched.extension.trained_length, length) for length in lengths}
     if len(fitted_lengths) > 1:
         raise IncompatibleError(
             f"Method {patched.method.name!r} follows the length of each row, and those of this batch are "
             f"{sorted(set(lengths))} tokens long; a shard can be told one length only. Set the batch to 1."
         )
-    told: dict[str, Any] = {"ctxext_length": max(lengths)}
-    return told | ({"ctxext_sharded": True} if _is_ours(base_model(model)) else {})
+    return {"ctxext_length": max(lengths)} | ({"ctxext_sharded": True} if _is_ours(base) else {})
 
 
 def release_attention(model: nn.Module) -> None:
@@ -136,11 +135,6 @@ def release_attention(model: nn.Module) -> None:
     name = base_model(model).config._attn_implementation
     if getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("deepspeed."):
         del ALL_ATTENTION_FUNCTIONS[name]  # an entry on top of transformers' own
-
-
-def _lengths(positions: Int[Tensor, "batch seq"]) -> list[int]:
-    found: list[int] = (positions.amax(dim=-1) + 1).tolist()
-    return found
 
 
 def _why_not_data(size: int, lengths: Collection[int], packed: bool) -> str | None:

@@ -30,34 +30,36 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.tokens = 0
         self.steps, self.seconds, self.loss = 0, 0.0, float("nan")
         self._started = 0.0
-        self._before = (0.0, 0)
+        self._earlier_seconds, self._earlier_tokens = 0.0, 0  # of the parts of the run before it was resumed
         self._bar: Progress | None = None
 
     @property
     def tokens_per_second(self) -> float:
-        """Of training, saving included, in all parts of a resumed run; NaN before the first step."""
-        return (self._before[1] + self.tokens) / self.total_seconds if self.total_seconds else float("nan")
+        """The speed of training, saving included, in all parts of a resumed run; NaN before the first step."""
+        return self.total_tokens / self.total_seconds if self.total_seconds else float("nan")
 
     @property
     def total_seconds(self) -> float:
-        """Of training, up to the last step, in all parts of a resumed run."""
-        return self._before[0] + self.seconds
+        """How long training took up to the last step, in all parts of a resumed run."""
+        return self._earlier_seconds + self.seconds
+
+    @property
+    def total_tokens(self) -> int:
+        """How much was read up to the last step, in all parts of a resumed run and by all processes."""
+        return self._earlier_tokens + self.tokens
 
     def state(self) -> dict[str, Any]:
         """What the Trainer stores in ``trainer_state.json``."""
-        return {
-            "args": {},
-            "attributes": {"total_seconds": self.total_seconds, "total_tokens": self._before[1] + self.tokens},
-        }
+        return {"args": {}, "attributes": {"total_seconds": self.total_seconds, "total_tokens": self.total_tokens}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
-        self._started, self.steps, self.seconds = time.monotonic(), 0, 0.0
-        self.tokens = 0
+        self._started, self.steps, self.seconds, self.tokens = time.monotonic(), 0, 0.0, 0
         if state.global_step:
             stored = state.stateful_callbacks.get(type(self).__name__, {"attributes": {}})["attributes"]
             # A checkpoint of a Trainer without this callback knows no time: it then counts from here.
-            self._before = (stored.get("total_seconds", 0.0), stored.get("total_tokens", 0))
+            self._earlier_seconds = stored.get("total_seconds", 0.0)
+            self._earlier_tokens = stored.get("total_tokens", 0)
         if state.is_world_process_zero and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))

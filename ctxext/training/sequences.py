@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -28,8 +29,6 @@ __all__ = [
     "RemainingSequences",
     "Sequences",
     "TrainingSequences",
-    "long_enough",
-    "require_fit",
     "require_separate",
 ]
 
@@ -37,6 +36,10 @@ IGNORED = -100
 """The label that counts for nothing, as everywhere in transformers."""
 
 Positions = Literal["consecutive", "pose"]
+
+
+LEAST = 2
+"""Tokens of a stretch of text: one to predict, and one to predict it from where nothing stands in front."""
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
@@ -54,8 +57,17 @@ class Sequences(Dataset[dict[str, Tensor]]):
         """Tokens of an item."""
 
     @abstractmethod
+    def origin_of(self, index: int) -> str:
+        """Which texts an item holds, for an error message."""
+
     def describe(self, indices: Sequence[int]) -> str:
         """Which texts these items hold, for an error message."""
+        return "; ".join(map(self.origin_of, indices))
+
+    def require_index(self, index: int) -> None:
+        """Raise ``IndexError``, at which a loop over the items ends, where there is no such item."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"Sequence {index} of {len(self)}.")
 
 
 class RemainingSequences(Sequences):
@@ -68,38 +80,63 @@ class RemainingSequences(Sequences):
         return len(self.whole) - self.start
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"Sequence {index} of {len(self)}.")
+        self.require_index(index)
         return self.whole[self.start + index]
 
     def length_of(self, index: int) -> int:
         return self.whole.length_of(self.start + index)
 
-    def describe(self, indices: Sequence[int]) -> str:
-        return self.whole.describe(indices)
+    def origin_of(self, index: int) -> str:
+        """Which texts the item holds that has this ``index``, its number in the whole."""
+        return self.whole.origin_of(index)
 
 
-def long_enough(documents: TokenisedDocuments, shortest: int | None) -> Int[np.ndarray, " documents"]:
-    """The tokens of each document; 0 for those that are to be left out.
+@dataclass(eq=False, repr=False, kw_only=True)
+class CutSequences(Sequences):
+    """``count`` sequences of ``length`` tokens, cut from documents.
 
     Args:
         documents: tokenised.
+        length: tokens of a sequence, what the tokenizer puts in front of a text included.
+        count: how many sequences there are to be, over as many epochs as that takes.
+        seed: of everything that is drawn.
+        target_length: tokens; the extended window. Positions are below it.
         shortest: tokens below which a document is left out; None for no such limit.
+
+    Raises:
+        InvalidParameterError: ``length`` is beyond ``target_length`` or leaves no room for text, or the documents do
+            not fill one sequence.
     """
-    lengths = np.asarray(documents.lengths, dtype=np.int64)
-    return np.where(lengths >= (shortest or 0), lengths, 0)
+
+    documents: TokenisedDocuments = field(kw_only=False)
+    length: int
+    count: int
+    seed: int
+    target_length: int
+    shortest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.length > self.target_length:
+            raise InvalidParameterError(
+                f"Sequences of {self.length:,} tokens do not fit into the extended window of {self.target_length:,}; "
+                f"lower data.length or extend further."
+            )
+        if self.length < len(self.documents.prefix) + LEAST:
+            raise InvalidParameterError(
+                f"A sequence needs at least {LEAST} tokens of text, found length={self.length}."
+            )
+        # Tokens of each document; 0 for those that are to be left out.
+        self.lengths = tuple(tokens if tokens >= (self.shortest or 0) else 0 for tokens in self.documents.lengths)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def length_of(self, index: int) -> int:
+        return self.length
 
 
-def require_fit(length: int, target_length: int) -> None:
-    """Raise ``InvalidParameterError`` where sequences of ``length`` tokens are longer than the extended window."""
-    if length > target_length:
-        raise InvalidParameterError(
-            f"Sequences of {length:,} tokens do not fit into the extended window of {target_length:,}; lower "
-            f"data.length or extend further."
-        )
-
-
-class TrainingSequences(Sequences):
+@dataclass(eq=False, repr=False, kw_only=True)
+class TrainingSequences(CutSequences):
     """``count`` sequences of ``length`` tokens; none crosses from one document into another.
 
     In every epoch each document is cut anew, from a random first token on, into as many sequences as it has room for,
@@ -116,53 +153,28 @@ class TrainingSequences(Sequences):
     border between two packed texts and keeps the second piece from seeing the first.
 
     Args:
-        documents: tokenised.
-        length: tokens of a sequence, the documents' prefix included.
-        count: how many sequences there are to be, over as many epochs as that takes.
-        seed: of everything that is drawn.
         positions: ``consecutive`` or ``pose``.
-        target_length: tokens; the extended window. Positions are below it.
         shortest: tokens that a document must have, ``target_length`` for instance, so that with ``pose`` no text gap
             is shorter than the gap in the positions; None for those of one sequence.
-
-    Raises:
-        InvalidParameterError: ``length`` beyond ``target_length``, or no document of that length.
 
     Source: Zhu et al., arXiv:2309.10400, section 3; authors' code: dwzhu-pku/PoSE@43b43b3f, src/train_pose.py, whose
         first piece has 1 to length / 2 tokens. Its text gap is drawn apart from the gap in the positions, up to five
         windows; the paper finds no difference.
     """
 
-    def __init__(
-        self,
-        documents: TokenisedDocuments,
-        *,
-        length: int,
-        count: int,
-        seed: int,
-        positions: Positions = "consecutive",
-        target_length: int,
-        shortest: int | None = None,
-    ) -> None:
-        require_fit(length, target_length)
-        self.documents, self.count, self.seed = documents, count, seed
-        self.length, self.target_length, self.positions = length, target_length, positions
-        self.read = length - len(documents.prefix)
-        if self.read < 2:
-            raise InvalidParameterError(f"A sequence needs at least 2 tokens of text, found length={length}.")
-        self.lengths = long_enough(documents, shortest)
-        self.pieces = self.lengths // self.read
-        self.per_epoch = int(self.pieces.sum())
-        if self.per_epoch == 0:
-            wanted = f"{max(self.read, shortest or 0):,} tokens " + ("of one sequence" if not shortest else "asked for")
-            raise InvalidParameterError(
-                f"No document has the {wanted}; the longest of {len(documents)} has "
-                f"{max(documents.lengths, default=0):,}. Give longer texts or lower data.length"
-                f"{' and data.shortest' if shortest else ''}."
-            )
+    positions: Positions = "consecutive"
 
-    def __len__(self) -> int:
-        return self.count
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.read = self.length - len(self.documents.prefix)
+        self.per_epoch = sum(tokens // self.read for tokens in self.lengths)
+        if self.per_epoch == 0:
+            why = "asked for" if self.shortest else "of one sequence"
+            raise InvalidParameterError(
+                f"No document has the {max(self.read, self.shortest or 0):,} tokens {why}; the longest of "
+                f"{len(self.documents)} has {max(self.documents.lengths, default=0):,}. Give longer texts or lower "
+                f"data.length{' and data.shortest' if self.shortest else ''}."
+            )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``input_ids``, ``labels``, ``position_ids``, ``attention_mask``, each [length], and its ``index``."""
@@ -187,13 +199,9 @@ class TrainingSequences(Sequences):
             "index": torch.tensor(index),
         }
 
-    def length_of(self, index: int) -> int:
-        return self.length
-
     def plan(self, index: int) -> tuple[int, int, int, int, int]:
         """Document, first token, tokens in the first piece, gap in the text, gap in the positions."""
-        if not 0 <= index < self.count:
-            raise IndexError(f"Sequence {index} of {self.count}.")
+        self.require_index(index)
         epoch, place = divmod(index, self.per_epoch)
         document, start = self._epoch(epoch)[place].tolist()
         if self.positions == "consecutive":
@@ -205,18 +213,15 @@ class TrainingSequences(Sequences):
         text_gap = min(gap, room)
         return document, min(start, room - text_gap), split, text_gap, gap
 
-    def describe(self, indices: Sequence[int]) -> str:
-        """Which sequences these are, for an error message."""
-        found = []
-        for index in indices:
-            document, start, split, text_gap, gap = self.plan(index)
-            said = f"sequence {index}: {self.documents.names[document]!r} from token {start:,}"
-            found.append(said + (f", {split:,} tokens before a gap of {gap:,} ({text_gap:,} in the text)" * bool(gap)))
-        return "; ".join(found)
+    def origin_of(self, index: int) -> str:
+        """The document, where in it the sequence begins, and what is left out."""
+        document, start, split, text_gap, gap = self.plan(index)
+        said = f"sequence {index}: {self.documents.names[document]!r} from token {start:,}"
+        return said + (f", {split:,} tokens before a gap of {gap:,} ({text_gap:,} in the text)" if gap else "")
 
     def __str__(self) -> str:
         """For a report: how much there is to read, and how often it will be read."""
-        used = [length for length, pieces in zip(self.documents.lengths, self.pieces, strict=True) if pieces]
+        used = [tokens for tokens in self.lengths if tokens >= self.read]
         return (
             f"{self.count:,} sequences of {self.length:,} tokens, positions {self.positions} up to "
             f"{self.target_length if self.positions == 'pose' else self.length:,}, "
@@ -225,7 +230,7 @@ class TrainingSequences(Sequences):
         )
 
     def _epoch(self, epoch: int) -> Int[np.ndarray, "per_epoch 2"]:
-        return _cut(tuple(self.lengths.tolist()), self.read, self.seed, epoch)
+        return _cut(self.lengths, self.read, self.seed, epoch)
 
 
 @lru_cache(maxsize=2)
@@ -242,10 +247,10 @@ def _cut(lengths: tuple[int, ...], read: int, seed: int, epoch: int) -> Int[np.n
 
 # A stretch of one document: its number, first token, and the token after its last.
 Stretch = tuple[int, int, int]
-LEAST = 2  # tokens of a stretch: one to predict, and one to predict it from where nothing stands in front
 
 
-class PackedSequences(Sequences):
+@dataclass(eq=False, repr=False, kw_only=True)
+class PackedSequences(CutSequences):
     """``count`` sequences of ``length`` tokens that waste nothing of short documents and tails.
 
     Long documents come first: as in ``TrainingSequences`` each is cut, anew in every epoch, into as many whole
@@ -257,47 +262,19 @@ class PackedSequences(Sequences):
     The items hold no ``attention_mask``: then transformers, and ctxext's own attention, take a position that begins
     anew for the border between two texts. One row per forward pass: flash-attn's kernels take borders from one row
     only. ``require_separate`` checks on the model itself that this is so.
-
-    Args:
-        documents: tokenised.
-        length: tokens of a sequence, prefixes included.
-        count: how many sequences there are to be, over as many epochs as that takes.
-        seed: of everything that is drawn.
-        target_length: tokens; the extended window.
-        shortest: tokens below which a document is left out; None takes all.
-
-    Raises:
-        InvalidParameterError: ``length`` beyond ``target_length``, or not enough text for one sequence.
     """
 
-    def __init__(
-        self,
-        documents: TokenisedDocuments,
-        *,
-        length: int,
-        count: int,
-        seed: int,
-        target_length: int,
-        shortest: int | None = None,
-    ) -> None:
-        require_fit(length, target_length)
-        if length < len(documents.prefix) + LEAST:
-            raise InvalidParameterError(f"A sequence needs at least 2 tokens of text, found length={length}.")
-        self.documents, self.length, self.count, self.seed = documents, length, count, seed
-        self.lengths = tuple(long_enough(documents, shortest).tolist())
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self._epoch(0):
             raise InvalidParameterError(
-                f"All {len(documents)} documents together do not fill one sequence of {length:,} tokens: "
+                f"All {len(self.documents)} documents together do not fill one sequence of {self.length:,} tokens: "
                 f"{sum(self.lengths):,} tokens found"
-                f"{f' in documents of at least {shortest:,}' if shortest else ''}. Give more text or lower data.length."
+                f"{f' in documents of at least {self.shortest:,}' if self.shortest else ''}. Give more text or lower "
+                f"data.length."
             )
-        self._starts = [0]  # of each epoch that was looked at; how many sequences it has depends on what was drawn
-
-    def __len__(self) -> int:
-        return self.count
-
-    def length_of(self, index: int) -> int:
-        return self.length
+        # First sequence of each epoch looked at so far; how many an epoch has depends on what was drawn for it.
+        self._starts = [0]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``input_ids``, ``labels``, ``position_ids``, each [length], and its ``index``."""
@@ -317,22 +294,18 @@ class PackedSequences(Sequences):
 
     def plan(self, index: int) -> list[Stretch]:
         """The stretches of one sequence, in order."""
-        if not 0 <= index < self.count:
-            raise IndexError(f"Sequence {index} of {self.count}.")
+        self.require_index(index)
         while index >= self._starts[-1]:
             self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1)))
         epoch = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._epoch(epoch)[index - self._starts[epoch]]
 
-    def describe(self, indices: Sequence[int]) -> str:
-        """Which sequences these are, for an error message."""
+    def origin_of(self, index: int) -> str:
+        """The first of its documents, and where in them it begins."""
         names = self.documents.names
-        found = []
-        for index in indices:
-            said = [f"{names[document]!r} from token {start:,}" for document, start, _ in self.plan(index)]
-            more = f" and {len(said) - 3} more" * (len(said) > 3)
-            found.append(f"sequence {index}: {', '.join(said[:3])}{more}")
-        return "; ".join(found)
+        said = [f"{names[document]!r} from token {start:,}" for document, start, _ in self.plan(index)]
+        more = f" and {len(said) - 3} more" if len(said) > 3 else ""
+        return f"sequence {index}: {', '.join(said[:3])}{more}"
 
     def __str__(self) -> str:
         """For a report: how much there is to read, and how often it will be read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str | int | float) else value)
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -40,9 +41,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _one_of(factor: float | None, target_length: int | None) -> None:
-    if (factor is None) == (target_length is None):
+def _factor_or_length(section: Any) -> Any:
+    if (section.factor is None) == (section.target_length is None):
         raise ValueError("give one of factor and target_length")
+    return section
 
 
 class ExtensionSettings(Section):
@@ -68,10 +70,7 @@ class ExtensionSettings(Section):
     attention: str | None = None
     parameters: dict[str, Any] = {}
 
-    @model_validator(mode="after")
-    def _factor_or_length(self) -> ExtensionSettings:
-        _one_of(self.factor, self.target_length)
-        return self
+    _one_of_both = model_validator(mode="after")(_factor_or_length)
 
     def arguments(self) -> dict[str, Any]:
         """What ``ctxext.patch`` takes beside model and method."""
@@ -118,10 +117,7 @@ class Stage(Section):
     target_length: int | None = Field(default=None, ge=1)
     length: int | None = Field(default=None, ge=4)
 
-    @model_validator(mode="after")
-    def _factor_or_length(self) -> Stage:
-        _one_of(self.factor, self.target_length)
-        return self
+    _one_of_both = model_validator(mode="after")(_factor_or_length)
 
 
 class Lora(Section):
@@ -228,13 +224,7 @@ class Evaluation(Section):
     lengths: Annotated[list[Annotated[int, Field(ge=2)]], OneOrMore] = []
     window: int | None = Field(default=None, ge=2)
     passkey_lengths: Annotated[list[Annotated[int, Field(ge=1)]], OneOrMore] = []
-    passkey_depths: Annotated[list[Annotated[float, Field(ge=0, le=1)]], OneOrMore, Field(min_length=1)] = [
-        0.1,
-        0.3,
-        0.5,
-        0.7,
-        0.9,
-    ]
+    passkey_depths: Annotated[list[Share], OneOrMore, Field(min_length=1)] = [0.1, 0.3, 0.5, 0.7, 0.9]
     passkey_trials: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
@@ -380,8 +370,8 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
             raise InvalidParameterError(f"{name} must hold settings by name, found {values!r}.")
-    for other in {"factor": ["target_length"], "target_length": ["factor"]}.get(path[-1], []):
-        values.pop(other, None)  # two ways to say the same: the command line's holds
+    if path[-1] in ("factor", "target_length"):  # two ways to say the same: the command line's holds
+        values.pop("factor" if path[-1] == "target_length" else "target_length", None)
     values[path[-1]] = value
 
 
@@ -427,5 +417,6 @@ def _siblings(place: Sequence[str]) -> list[str]:
     """The dotted names that exist where an unknown one was found."""
     section: Any = Settings
     for name in place[:-1]:
-        section = typing.cast(Mapping[str, Any], section.model_fields)[name].annotation
+        of_items = typing.get_args(section)  # of a list of sections, whose names are numbers
+        section = of_items[0] if of_items else section.model_fields[name].annotation
     return [".".join([*place[:-1], name]) for name in section.model_fields]

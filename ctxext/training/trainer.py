@@ -118,7 +118,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One batch of ``Sequences``; indices stay a list: engines cut tensors."""
+    """One batch of ``Sequences``. Its indices stay a list: engines that share sequences would cut a tensor."""
     indices = [int(row["index"]) for row in rows]
     tensors = default_data_collator([{key: row[key] for key in row if key != "index"} for row in rows])
     return {**tensors, "index": indices}

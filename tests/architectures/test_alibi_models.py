@@ -258,3 +258,17 @@ def test_a_mask_of_four_dimensions_and_attention_weights_are_refused() -> None:
         logits(model, ids, attention_mask=torch.ones(1, 1, 8, 8))
     with pytest.raises(IncompatibleError, match="no attention weights"):
         logits(model, ids, output_attentions=True)
+
+
+@every_family
+def test_a_mask_shorter_than_the_text_is_refused(family: str) -> None:
+    """Stock code takes what it does not cover for padding, or fails on an index."""
+    model = patch(build(family), method="alibi", factor=2)
+    text = tokens(12)
+    for mask in (torch.ones(1, 5, dtype=torch.long), torch.tensor([[0, 1, 1]])):
+        said = rf"attention_mask covers {mask.shape[1]} tokens and the text has 12.*\[batch, 12\]"
+        with pytest.raises(InvalidParameterError, match=said):
+            model(text, attention_mask=mask)
+        cache = model(text[:, :8], use_cache=True).past_key_values
+        with pytest.raises(InvalidParameterError, match=said):
+            model(text[:, 8:], attention_mask=mask, past_key_values=cache)

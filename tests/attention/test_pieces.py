@@ -58,9 +58,7 @@ def _turned(piece: Piece, layout: Layout, dtype: torch.dtype, made: dict[object,
             made[key] = Turn(where, positions, INV_FREQ, interleaved=False, dtype=dtype)
         return made[key]
 
-    return TurnedPiece(
-        piece.region, turn(piece.query, layout.query_positions), turn(piece.key, layout.key_positions)
-    )
+    return TurnedPiece(piece.region, turn(piece.query, layout.query_positions), turn(piece.key, layout.key_positions))
 
 
 def _pieces(method: RemapMethod, layout: Layout, dtype: torch.dtype) -> list[TurnedPiece]:
@@ -114,9 +112,7 @@ def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_layout
 @every_method
-def test_output_and_gradients_are_those_of_dense_attention(
-    method: RemapMethod, layout: Callable[[], Layout]
-) -> None:
+def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, layout: Callable[[], Layout]) -> None:
     """In float64, through the fused kernel of the CPU and its backward with the merged log-sum-exp."""
     where = layout()
     q, k, v = _tensors(where, torch.float64)
@@ -137,9 +133,7 @@ def test_output_and_gradients_are_those_of_dense_attention(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @every_layout
 @pytest.mark.parametrize("method", ["self_extend", "dual_chunk", "streaming"])
-def test_every_precision_is_as_near_as_it_can_be(
-    method: str, layout: Callable[[], Layout], dtype: torch.dtype
-) -> None:
+def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[], Layout], dtype: torch.dtype) -> None:
     where = layout()
     q, k, v = (x.detach() for x in _tensors(where, dtype))
     truth = _truth(METHODS[method], where, *(x.double() for x in (q, k, v)))
@@ -158,7 +152,7 @@ def test_every_precision_is_as_near_as_it_can_be(
 def test_backends_that_cannot_here_say_why(name: str) -> None:
     where = Layout.causal(1, 64)
     call = Call.of(*(x.detach() for x in _tensors(where, torch.float32)), where, scale=SCALE, lse=True)
-    with pytest.raises(BackendUnavailableError, match="runs on CUDA only|compiles anew"):
+    with pytest.raises(BackendUnavailableError, match=r"runs on CUDA only|compiles anew"):
         named(name).run(call)
 
 
@@ -196,7 +190,9 @@ def test_a_detached_merge_would_have_wrong_gradients() -> None:
     up = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     right = torch.autograd.grad(truth, (q, k), up)
     relative = relative_positions(method, ROPE, 96)
-    regions = [piece.region.holds(torch.arange(96)[:, None], torch.arange(96)[None]) for piece in method.pieces(ROPE, 96)]
+    regions = [
+        piece.region.holds(torch.arange(96)[:, None], torch.arange(96)[None]) for piece in method.pieces(ROPE, 96)
+    ]
     parts = [(relative.masked_fill(~region[..., None], torch.nan), region.any(-1)) for region in regions]
     merged, weights = torch.zeros_like(truth), []
     for apart, seen in parts:

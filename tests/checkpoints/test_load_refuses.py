@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.errors import (
@@ -19,6 +21,9 @@ from ctxext.errors import (
     UnknownNameError,
     VerificationError,
 )
+from ctxext.methods import METHODS, RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.spec import Frequencies, RopeSpec
 from tests._models import logits, tiny, tokens
 
 
@@ -163,3 +168,40 @@ def test_tampered_extensions(change: Callable[[Any], object], said: str, edited:
 def test_foreign_extensions(change: Callable[[Any], object], said: str, edited: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match=said):
         ctxext.load(edited(change))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(RopeMethod):
+    """A method of a user's own; ``stock`` says whether stock transformers can express it."""
+
+    name: ClassVar[str] = "halving"
+    stock: bool = True
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        return Frequencies(plain_inv_freq(rope) / self.factor)
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+        return {"rope_type": "linear", "rope_theta": rope.base, "factor": self.factor} if self.stock else None
+
+    @property
+    def dynamic(self) -> bool:
+        return not self.stock  # what is dynamic and has no stock form is computed by the class when it is loaded
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_method_of_ones_own_has_to_be_registered_before_its_checkpoint_is_loaded(
+    stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "halving", Halving)
+    patched = ctxext.patch(tiny(), Halving(factor=2, stock=stock))
+    ctxext.save(patched, tmp_path)
+    assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(patched, tokens()))
+    monkeypatch.delitem(METHODS, "halving")
+    said = (
+        r"'halving' is unknown .* class of your own, import it and register it first: ctxext\.methods\.METHODS\['halv"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        ctxext.load(tmp_path)
+    if not stock:
+        with pytest.raises(CheckpointError, match=said):
+            AutoModelForCausalLM.from_pretrained(tmp_path)

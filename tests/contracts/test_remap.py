@@ -98,7 +98,9 @@ def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
     monkeypatch.setitem(vars(layer), "_ctxext_attend", watch)
     logits(model, tokens(length))
     inv_freq = attend.inv_freq(torch.device("cpu"))
-    plain = [in_halves(unrotated(seen[part][0], inv_freq, attend.interleaved), inv_freq, attend.interleaved) for part in "qk"]
+    plain = [
+        in_halves(unrotated(seen[part][0], inv_freq, attend.interleaved), inv_freq, attend.interleaved) for part in "qk"
+    ]
     relative = relative_positions(method, rope, target(method))[:length, :length]
     wanted = dense_attention(*plain, seen["v"][0], relative, inv_freq, scale=float(seen["scale"]))
     assert error(seen["out"][0], wanted) < EXACT * float(wanted.abs().max())
@@ -144,7 +146,9 @@ def test_a_cache_changes_nothing(cls: type[RemapMethod]) -> None:
 
     @torch.no_grad()
     def read(cache: Any, start: int, stop: int, step: int) -> Tensor:
-        parts = [model(ids[:, at : min(at + step, stop)], past_key_values=cache).logits for at in range(start, stop, step)]
+        parts = [
+            model(ids[:, at : min(at + step, stop)], past_key_values=cache).logits for at in range(start, stop, step)
+        ]
         return torch.cat(parts, 1)
 
     for cache in (DynamicCache(), StaticCache(config=model.config, max_cache_len=length)):
@@ -177,7 +181,7 @@ def test_generate_is_the_same_however_it_caches_and_whoever_stands_beside(cls: t
 
 @every_method
 def test_packed_documents_are_read_as_if_alone(cls: type[RemapMethod]) -> None:
-    model, method = extended(cls)
+    model, _ = extended(cls)
     lengths = [90, 40, 50]
     ids = tokens(sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -206,7 +210,9 @@ def test_gradients_are_those_of_dense_attention(cls: type[RemapMethod], monkeypa
             continue
         inv_freq = layer._ctxext_attend.inv_freq(torch.device("cpu"))
 
-        def dense(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, inv_freq: Tensor = inv_freq, **__: Any) -> Tensor:
+        def dense(
+            q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, inv_freq: Tensor = inv_freq, **__: Any
+        ) -> Tensor:
             plain = [unrotated(x[0], inv_freq, False) for x in (q, k)]
             return dense_attention(*plain, v[0], relative, inv_freq, scale=scale)[None]
 

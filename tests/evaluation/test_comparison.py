@@ -21,15 +21,14 @@ import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.comparison.result import ComparisonResult, judge, standard_errors_needed
+from ctxext.evaluation.comparison.result import ComparisonResult, judge
 from ctxext.evaluation.comparison.run import Comparison, prepare
 from ctxext.evaluation.corpus import Document, corpus_of
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.evaluation.provenance import setting_of
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
-from ctxext.evaluation.statistics import paired_difference
+from ctxext.evaluation.statistics import PairedDifference, paired_difference
 from ctxext.evaluation.survey import my_share
 from ctxext.methods import ALiBi, YaRN
 from tests._models import tiny
@@ -159,8 +158,8 @@ def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
         *((1, 11, 2.2281), (1, 31, 2.0423), (1, 1001, 1.9623), (2, 31, 2.3596), (5, 31, 2.7500)),
     ],
 )
-def test_standard_errors_needed(candidates: int, units: int, expected: float) -> None:
-    assert standard_errors_needed(candidates, units) == pytest.approx(expected, abs=6e-5)
+def test_errors_needed(candidates: int, units: int, expected: float) -> None:
+    assert PairedDifference(0.0, 0.0, 0, units).errors_needed(candidates) == pytest.approx(expected, abs=6e-5)
 
 
 def test_the_verdict_follows_the_losses(
@@ -384,7 +383,7 @@ def test_what_earlier_versions_finished_is_found_again(
     loss, key = (next(cell for cell in comparison.jobs if cell.kind == kind) for kind in ("loss", "passkey"))
     reading, prompt = loss.reader.reading, comparison.plan.prompts[0]
     depends = {
-        "setting": setting_of(comparison.checkpoint, None),
+        "setting": loss.reader.readings.setting,
         "trained_length": TRAINED,
         "reading": ["unpatched", None, reading.fingerprint],
         "task": ["loss", TARGET, comparison.plan.documents[0].sha256, 0],

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from ctxext.evaluation.forward import pass_cost, ticking
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import truncated_loss
 from ctxext.evaluation.truncation import (
-    all_tails,
     best_window,
     is_reference,
     join_best,
+    tail_losses,
     tails_cost,
     window_name,
     window_of,
@@ -39,12 +40,9 @@ def test_windows_are_the_quarters_of_the_trained_length() -> None:
 def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids: Tensor) -> None:
     """By hand: the last tokens before each one, at least three quarters of the window, the prefix in front."""
     steps: list[tuple[str, float]] = []
-    texts = [row[None] for row in input_ids]
-    options = {"trained_length": 40, "prefix": 1, "turning_point": 100}
-    found = all_tails(model, texts, **options, progress=lambda *step: steps.append(step))
-    assert list(found) == [10, 20, 30, 40]
-    assert sum(cost for _, cost in steps) == pytest.approx(2 * tails_cost(89, 40, 1, 100))
-    for window, losses in found.items():
+    for window in (10, 20, 30, 40):
+        with ticking(model, window_name(window), pass_cost(window, 100), lambda *step: steps.append(step)):
+            losses = tail_losses(model, input_ids, window=window, start=40, prefix=1)
         stride = window // 4
         assert losses.shape == (2, 49)
         for i in (40, 47, 63, 88):
@@ -57,6 +55,13 @@ def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids:
             torch.testing.assert_close(losses[:, i - 40].double(), expected, rtol=1e-5, atol=2e-6)
         whole = truncated_loss(model, input_ids, window=window, stride=stride, prefix=1)
         torch.testing.assert_close(losses, whole[:, 40:], rtol=1e-5, atol=2e-6)
+    cost = tails_cost((10, 20, 30, 40), start=40, positions=89, prefix=1, turning_point=100)
+    assert sum(done for _, done in steps) == pytest.approx(cost)
+    steps.clear()
+    with ticking(model, "inside", pass_cost(20, 100), lambda *step: steps.append(step)):
+        tail_losses(model, input_ids, window=20, start=7, prefix=1)
+    inside = tails_cost((20,), start=7, positions=89, prefix=1, turning_point=100)
+    assert sum(cost for _, cost in steps) == pytest.approx(inside), "the window itself is a pass too"
 
 
 def test_the_best_is_that_of_the_tokens_compared() -> None:

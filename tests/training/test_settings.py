@@ -73,6 +73,7 @@ def test_unknown_on_the_command_line(read: Any, overrides: list[str], said: str)
     [
         ("lora: {rnak: 8}", r"Unknown setting in .*settings.yaml: 'lora.rnak'\. Did you mean 'lora.rank'\?"),
         ("sede: 3", r"'sede'\. Did you mean 'seed'\?"),
+        ("stages: [{steps: 1, factor: 1, lenght: 8}]", r"'stages.0.lenght'\. Did you mean 'stages.0.length'\?"),
     ],
 )
 def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:

@@ -10,11 +10,11 @@ import pkgutil
 
 import typer
 
-from ctxext.cli.options import Clean, Once
+from ctxext.cli.options import StrictCommand
 
 __all__ = ["eval_app"]
 
-eval_app = typer.Typer(cls=Clean, no_args_is_help=True, rich_markup_mode="rich")
+eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 
 @eval_app.callback()
@@ -28,4 +28,4 @@ def main() -> None:
 for _found in pkgutil.iter_modules(__path__):
     if _found.name != "common":
         _module = importlib.import_module(f"{__name__}.{_found.name}")
-        eval_app.command(_found.name.replace("_", "-"), cls=Once)(getattr(_module, _found.name))
+        eval_app.command(_found.name.replace("_", "-"), cls=StrictCommand)(getattr(_module, _found.name))

@@ -1,184 +1,202 @@
-"""What the commands of long measurements share: who reads, the work with a bar, an interruption, the files."""
+"""What the commands of long measurements share: the session, the work with a bar, an interruption, the files."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from ctxext.cli.options import (
-    Beyond,
-    Column,
-    Device,
-    Dtype,
     Factors,
-    Lengths,
-    Measured,
+    Measurement,
     Methods,
+    OutputOptions,
     Reference,
-    Seed,
     SlidingWindow,
-    Split,
+    SourceOptions,
     Trained,
     Unpatched,
+    option,
 )
-from ctxext.cli.outputs import OutputOptions
 from ctxext.errors import InvalidParameterError
+from ctxext.progress import StageBar
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
     from ctxext.evaluation.corpus import Document
     from ctxext.evaluation.provenance import Provenance
-    from ctxext.evaluation.readings import Reader
-    from ctxext.evaluation.survey import Job, ProcessGroup, Prompt, PromptJob, Survey
+    from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey
 
 __all__ = [
     "ReaderOptions",
-    "RetrievalOptions",
+    "RetrievalSession",
     "Session",
     "amount_of_work",
     "cost_of",
     "first_document",
-    "load_both",
-    "open_session",
-    "provenance_with",
-    "run_survey",
     "told_on_interrupt",
 ]
 
+Result = TypeVar("Result", bound=Measurement)
 
-@dataclass(frozen=True, eq=False)
+
 class Session:
-    """A loaded checkpoint and who reads with it.
+    """One measurement from its options to its files: the loaded checkpoints, the processes, the terminal.
 
     Args:
-        checkpoint: to measure.
-        readers: the references first.
+        source: what is measured.
+        results: where the result goes; without it the command writes files of its own.
+        reference: name of the checkpoint that the references are read with, where it is another.
+
+    Attributes:
         group: the processes that share the work.
-        console: quiet in all processes but the main one.
+        console: quiet in all processes but the main one; standard error where standard output is for a program.
+        checkpoint: what is measured, loaded.
+        reference: what the references are read with, loaded; None where that is the checkpoint.
+
+    Raises:
+        CtxextError: whatever cannot be right, before anything is measured.
+    """
+
+    def __init__(
+        self, source: SourceOptions, results: OutputOptions | None = None, *, reference: str | None = None
+    ) -> None:
+        from ctxext.evaluation.survey import launched_processes
+
+        self.results = results or OutputOptions()
+        self.results.check()
+        self.group = launched_processes()
+        self.console = Console(stderr=self.results.to_stdout, quiet=not self.group.is_main, highlight=False)
+        self._source = source
+        self.checkpoint = self.load(source.checkpoint)
+        self.reference = None if reference is None else self.load(reference)
+
+    def load(self, name: str | None) -> Checkpoint:
+        """Load a checkpoint as the options ask for, onto the device of this process; None for the default one."""
+        from ctxext.evaluation.checkpoint import load_checkpoint
+
+        asked = self._source
+        device = asked.device or self.group.device
+        with self.console.status("Loading the checkpoint ..."):
+            return load_checkpoint(name, dtype=asked.dtype, device=device, trust_remote_code=asked.trust)
+
+    def bar(self, total: float) -> StageBar:
+        """A bar for so much work, on standard error; quiet in all processes but the main one."""
+        return StageBar(Console(stderr=True, quiet=self.console.quiet), total)
+
+    def finish(
+        self, result: Result, *, show: Callable[[Result, Console], None], draw: Callable[[Result, Path], None]
+    ) -> None:
+        """Show and write what was measured, in the main process; see ``OutputOptions.write``."""
+        if self.group.is_main:
+            self.results.write(result, show=lambda: show(result, self.console), draw=lambda path: draw(result, path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions:
+    """Who is asked for what is hidden in a text, and at which lengths; see ``find_readers``."""
+
+    method: Methods = None
+    factor: Factors = None
+    length: list[int] | None = option(
+        "Tokens of prompt and answer. Repeatable. Default: the trained length and what each method reaches.",
+        "--length",
+        "-l",
+    )
+    reference: Reference = None
+    unpatched: Unpatched = True
+    beyond: bool = option(
+        "Allow lengths for which a model is not meant, to see how it fails.", "--beyond", default=False
+    )
+    trained_length: Trained = None
+    sliding_window: SlidingWindow = None
+
+
+class RetrievalSession(Session):
+    """A session that asks readers for what is hidden in a text, and keeps each finished trial beside the output.
+
+    Attributes:
+        readers: who is asked, the references first.
         trials: the file that keeps finished trials; None where no output was named.
     """
 
-    checkpoint: Checkpoint
-    readers: tuple[Reader, ...]
-    group: ProcessGroup
-    console: Console
-    trials: Path | None
+    def __init__(self, asked: ReaderOptions, source: SourceOptions, results: OutputOptions) -> None:
+        from ctxext.evaluation.readings import find_readers
+        from ctxext.evaluation.survey import launched_processes
+
+        if launched_processes().processes > 1 and not results.output:
+            raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
+        super().__init__(source, results, reference=asked.reference)
+        self.readers = find_readers(
+            self.checkpoint,
+            reference=self.reference,
+            methods=asked.method or (),
+            factors=asked.factor or (),
+            lengths=asked.length or (),
+            unpatched=asked.unpatched,
+            beyond=asked.beyond,
+            trained_length=asked.trained_length,
+            sliding_window=asked.sliding_window,
+        )
+        named = results.output
+        self.trials = named[0].with_name(f"{named[0].stem}.trials.jsonl") if named else None
 
     @property
     def lengths(self) -> list[int]:
         """All at which anybody is asked, in tokens, increasing."""
         return sorted({length for reader in self.readers for length in reader.lengths})
 
+    def ask(self, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:
+        """Ask everything that is not yet answered, with a bar and the time left.
 
-@dataclass(frozen=True, kw_only=True)
-class ReaderOptions:
-    """Who is asked, and at which lengths."""
+        Args:
+            made_by: the command.
+            prompts: what is asked.
+            where: in what things are hidden, to show.
 
-    checkpoint: Measured = None
-    method: Methods = None
-    factor: Factors = None
-    length: Lengths = None
+        Raises:
+            CtxextError: as the measurement does; finished trials are kept.
+            Exit: with code 130 on Ctrl-C.
+        """
+        from ctxext.evaluation.journal import Journal
+        from ctxext.evaluation.labels import tokens_label
+        from ctxext.evaluation.report.sentences import all_of
+        from ctxext.evaluation.survey import Survey, jobs_of
 
+        journal = Journal(self.trials, self.group.process)
+        survey = Survey(made_by, self.checkpoint, jobs_of(self.readers, prompts), journal=journal, group=self.group)
+        mine = survey.begin()
+        self.console.print(
+            f"[bold]{self.checkpoint.name}[/], trained to {tokens_label(self.readers[0].readings.trained_length)} "
+            f"tokens, in {self.checkpoint.dtype_note}, is asked at {all_of(list(map(tokens_label, self.lengths)))} "
+            f"tokens, {where}."
+        )
+        self.console.print(
+            f"Readings: {all_of([one.reading.label for one in self.readers])}; {amount_of_work(survey, mine)}. "
+            + (f"Each is kept in {self.trials}." if self.trials else "--output FILE would keep each finished trial.")
+        )
+        with told_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
+            survey.measure(mine, progress=bar)
+        return survey
 
-@dataclass(frozen=True, kw_only=True)
-class RetrievalOptions:
-    """What asking for hidden things takes beside who is asked and what is hidden."""
+    def provenance(self, document: Document | None, seed: int) -> Provenance:
+        """The provenance of prompts that are drawn, with the text that they hide things in."""
+        import hashlib
 
-    reference: Reference = None
-    unpatched: Unpatched = True
-    beyond: Beyond = False
-    split: Split = None
-    column: Column = None
-    trained_length: Trained = None
-    sliding_window: SlidingWindow = None
-    dtype: Dtype = "auto"
-    device: Device = None
-    seed: Seed = 0
+        from ctxext.evaluation.corpus import prefix_label, special_prefix
+        from ctxext.evaluation.provenance import provenance_of
 
-
-def load_both(
-    console: Console, checkpoint: str | None, reference: str | None, dtype: str, device: str | None, trust: bool
-) -> tuple[Checkpoint, Checkpoint | None]:
-    """What is measured, and what the references are read with where that is another."""
-    from ctxext.evaluation.checkpoint import load_checkpoint
-
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust}
-    with console.status("Loading the checkpoint ..."):
-        loaded = load_checkpoint(checkpoint, **how)
-        return loaded, None if reference is None else load_checkpoint(reference, **how)
-
-
-def open_session(asked: ReaderOptions, options: RetrievalOptions, results: OutputOptions, trust: bool) -> Session:
-    """Load what the options name.
-
-    Raises:
-        CtxextError: whatever cannot be right, before anything is measured.
-    """
-    from ctxext.evaluation.readings import find_readers
-    from ctxext.evaluation.survey import launched_processes
-
-    results.check()
-    group, output = launched_processes(), results.output
-    if group.processes > 1 and not output:
-        raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
-    console = Console(stderr=results.to_stdout, quiet=not group.is_main, highlight=False)
-    device = options.device or group.device
-    loaded, original = load_both(console, asked.checkpoint, options.reference, options.dtype, device, trust)
-    readers = find_readers(
-        loaded,
-        reference=original,
-        methods=asked.method or (),
-        factors=asked.factor or (),
-        lengths=asked.length or (),
-        unpatched=options.unpatched,
-        beyond=options.beyond,
-        trained_length=options.trained_length,
-        sliding_window=options.sliding_window.value if options.sliding_window else None,
-    )
-    trials = output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None
-    return Session(loaded, readers, group, console, trials)
-
-
-def run_survey(session: Session, made_by: str, prompts: Sequence[Prompt], *, where: str) -> Survey[PromptJob]:
-    """Ask everything that is not yet answered, with a bar and the time left.
-
-    Args:
-        session: from ``open_session``.
-        made_by: the command.
-        prompts: what is asked.
-        where: in what things are hidden, to show.
-
-    Raises:
-        CtxextError: as the measurement does; finished trials are kept.
-        Exit: with code 130 on Ctrl-C.
-    """
-    from ctxext.evaluation.journal import Journal
-    from ctxext.evaluation.labels import tokens_label
-    from ctxext.evaluation.report.sentences import all_of
-    from ctxext.evaluation.survey import Survey, jobs_of
-    from ctxext.progress import StageBar
-
-    console, checkpoint, trained = session.console, session.checkpoint, session.readers[0].readings.trained_length
-    journal = Journal(session.trials, session.group.process)
-    survey = Survey(made_by, checkpoint, jobs_of(session.readers, prompts), journal=journal, group=session.group)
-    mine = survey.begin()
-    console.print(
-        f"[bold]{checkpoint.name}[/], trained to {tokens_label(trained)} tokens, in {checkpoint.dtype_note}, is asked "
-        f"at {all_of([tokens_label(length) for length in session.lengths])} tokens, {where}."
-    )
-    console.print(
-        f"Readings: {all_of([one.reading.label for one in session.readers])}; {amount_of_work(survey, mine)}. "
-        + (f"Each is kept in {session.trials}." if session.trials else "--output FILE would keep each finished trial.")
-    )
-    with told_on_interrupt(console, survey), StageBar(Console(stderr=True, quiet=console.quiet), cost_of(mine)) as bar:
-        survey.measure(mine, progress=bar)
-    return survey
+        prefix = prefix_label(self.checkpoint.tokenizer, special_prefix(self.checkpoint.tokenizer))
+        found = replace(provenance_of(self.checkpoint, seed=seed), prefix=prefix)
+        if document is None:
+            return found
+        digest = hashlib.sha256(document.text.encode()).hexdigest()[:12]
+        return replace(found, documents=(document.name,), corpus_sha256=digest)
 
 
 def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
@@ -224,18 +242,3 @@ def first_document(text: str | None, split: str | None, column: str | None) -> D
     if document is None:
         raise InvalidParameterError(f"{text!r} holds no text to hide anything in.")
     return document
-
-
-def provenance_with(checkpoint: Checkpoint, document: Document | None, seed: int) -> Provenance:
-    """The provenance of prompts that are drawn, with the text that they hide things in."""
-    import hashlib
-
-    from ctxext.evaluation.corpus import prefix_label, special_prefix
-    from ctxext.evaluation.provenance import provenance_of
-
-    tokenizer = checkpoint.tokenizer
-    found = replace(provenance_of(checkpoint, seed=seed), prefix=prefix_label(tokenizer, special_prefix(tokenizer)))
-    if document is None:
-        return found
-    digest = hashlib.sha256(document.text.encode()).hexdigest()[:12]
-    return replace(found, documents=(document.name,), corpus_sha256=digest)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn
+from typer import Option
 
-from ctxext.cli.eval.common import amount_of_work, cost_of, load_both, told_on_interrupt
-from ctxext.cli.options import (
-    Device,
-    Dtype,
-    Measured,
-    Seed,
-    SlidingWindow,
-    Text,
-    TextOptions,
-    Trained,
-    Trust,
-    grouped,
-)
+from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
+from ctxext.cli.options import Seed, SlidingWindow, SourceOptions, TextOptions, Trained, grouped
+from ctxext.progress import DelayedBar, StageBar
 
 if TYPE_CHECKING:
     from ctxext.evaluation.comparison.plan import Cell
@@ -33,47 +26,38 @@ __all__ = ["compare"]
 @grouped
 def compare(
     *,
-    checkpoint: Measured = None,
-    text: Text = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the report and the finished cells.")
-    ] = Path("report"),
+    texts: TextOptions,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the report and the finished cells.")] = Path(
+        "report"
+    ),
     method: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--method",
             "-m",
-            help='Repeatable, with parameters where needed: -m "yarn ramp=turns". Default: all that apply.',
-            show_default=False,
+            help='A method, with parameters where needed: -m "yarn ramp=turns". Repeatable. Default: all that apply.',
         ),
     ] = None,
     factor: Annotated[
         list[float] | None,
-        typer.Option(
-            "--factor", "-f", help="Target length / trained length; repeatable. Default: 2.", show_default=False
-        ),
+        Option("--factor", "-f", help="Target length / trained length. Repeatable. Default: 2."),
     ] = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(
-            "--length", "-l", help="Tokens to read; repeatable. Default: each factor times the trained length."
-        ),
+        Option("--length", "-l", help="Tokens to read. Repeatable. Default: each factor times the trained length."),
     ] = None,
-    passkey: Annotated[bool, typer.Option(help="Also ask for passkeys at every length and depth.")] = True,
+    passkey: Annotated[bool, Option(help="Also ask for passkeys at every length and depth.")] = True,
     depth: Annotated[
         list[float] | None,
-        typer.Option(
-            "--depth", help="Of passkeys, 0 to 1; repeatable. Default: 0, 0.25, 0.5, 0.75, 1.", show_default=False
+        Option(
+            help="Where in the text passkeys stand, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
         ),
     ] = None,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Passkeys per length and depth.")] = 1,
-    texts: TextOptions,
+    trials: Annotated[int, Option(min=1, help="Passkeys per length and depth.")] = 1,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
     seed: Seed = 0,
-    trust: Trust = False,
+    source: SourceOptions,
 ) -> None:
     """Compare all methods on a checkpoint and a text: does a longer context beat dropping the old tokens?
 
@@ -81,22 +65,17 @@ def compare(
 
     [bold]Example[/]: ctxext eval compare Llama-3-8B --text book.txt -o report
     """
-    from rich.progress import BarColumn, MofNCompleteColumn
-
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.passkey import DEPTHS
     from ctxext.evaluation.report.comparison import require_report
-    from ctxext.evaluation.survey import launched_processes
-    from ctxext.progress import DelayedBar
 
     require_report()
-    group = launched_processes()
-    console = Console(quiet=not group.is_main, highlight=False)
-    loaded, _ = load_both(console, checkpoint, None, dtype, device or group.device, trust)
+    session = Session(source)
+    console, group = session.console, session.group
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
         comparison = prepare(
-            loaded,
-            lambda tokens: texts.read(loaded, text, tokens=tokens, whole=True),
+            session.checkpoint,
+            lambda tokens: texts.read(session.checkpoint, tokens=tokens, whole=True),
             output,
             methods=method or (),
             factors=factor or (2.0,),
@@ -105,7 +84,7 @@ def compare(
             trials=trials,
             seed=seed,
             trained_length=trained_length,
-            sliding_window=sliding_window.value if sliding_window else None,
+            sliding_window=sliding_window,
             group=group,
             progress=trying if group.is_main else lambda *_: None,
         )
@@ -137,11 +116,6 @@ def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) 
 
 def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -> None:
     """Measure with a bar; say after the first cell how long the rest will take."""
-    import time
-
-    from ctxext.evaluation.comparison.plan import PASSKEY
-    from ctxext.progress import StageBar
-
     total = cost_of(mine)
     began, done, told = time.monotonic(), 0.0, False
 
@@ -151,29 +125,24 @@ def _measure(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) -
             nonlocal done, told
             if mine and not cost and done >= mine[0].cost * 0.999 and not told:
                 told = True
-                _estimate(console, (time.monotonic() - began) / done * (total - done), mine, PASSKEY)
+                _estimate(console, (time.monotonic() - began) / done * (total - done), mine)
             done += cost
             bar(name, cost)
 
         comparison.measure(mine, progress=advance)
 
 
-def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...], kind: str) -> None:
-    share = cost_of([cell for cell in mine if cell.kind == kind]) / cost_of(mine)
+def _estimate(console: Console, seconds: float, mine: tuple[Cell, ...]) -> None:
+    from ctxext.evaluation.comparison.plan import PASSKEY
+
+    share = cost_of([cell for cell in mine if cell.kind == PASSKEY]) / cost_of(mine)
     cheaper = f" ({share:.0%} of it for passkeys, which --no-passkey leaves out)" if share and seconds > 120 else ""
-    left = (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    left = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    left = f"{seconds:.0f} s" if seconds < 120 else left
     console.print(f"About {left} for the other {len(mine) - 1} cells{cheaper}.")
 
 
 def _show(console: Console, result: ComparisonResult, output: Path) -> None:
-    from rich.padding import Padding
-
     from ctxext.evaluation.report.comparison import terminal_table, write_report
     from ctxext.evaluation.report.comparison_tables import main_table
     from ctxext.evaluation.report.sentences import sentences, verdict_line

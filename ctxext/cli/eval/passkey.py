@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from ctxext.cli.eval.common import (
-    ReaderOptions,
-    RetrievalOptions,
-    first_document,
-    open_session,
-    provenance_with,
-    run_survey,
-)
-from ctxext.cli.options import Trust, grouped
-from ctxext.cli.outputs import OutputOptions
+from ctxext.cli.eval.common import ReaderOptions, RetrievalSession, first_document
+from ctxext.cli.options import Column, OutputOptions, Seed, SourceOptions, Split, grouped
 
 __all__ = ["passkey"]
 
@@ -26,22 +18,20 @@ def passkey(
     asked: ReaderOptions,
     depth: Annotated[
         list[float] | None,
-        typer.Option(
-            "--depth",
-            help="Of the key, 0 (start) to 1 (end); repeatable. Default: 0, 0.25, 0.5, 0.75, 1.",
-            show_default=False,
+        Option(
+            help="Where in the text the key stands, 0 (start) to 1 (end). Repeatable. Default: 0, 0.25, 0.5, 0.75, 1."
         ),
     ] = None,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Keys per length and depth.")] = 1,
+    trials: Annotated[int, Option(min=1, help="Keys per length and depth.")] = 1,
     text: Annotated[
         str | None,
-        typer.Option(
-            "--text", "-t", help="Hide keys in this text, a needle test. Default: repeated noise.", show_default=False
-        ),
+        Option("--text", "-t", help="Hide keys in this text, a needle test. Default: repeated noise."),
     ] = None,
-    options: RetrievalOptions,
+    split: Split = None,
+    column: Column = None,
+    seed: Seed = 0,
+    source: SourceOptions,
     results: OutputOptions,
-    trust: Trust = False,
 ) -> None:
     """Ask for five digits hidden at every length and depth: unpatched, truncated, and extended.
 
@@ -54,8 +44,8 @@ def passkey(
     from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
     from ctxext.evaluation.report.retrieval import save_passkey_figure, show_passkeys
 
-    document = first_document(text, options.split, options.column)
-    session = open_session(asked, options, results, trust)
+    document = first_document(text, split, column)
+    session = RetrievalSession(asked, source, results)
     tokenizer = session.checkpoint.tokenizer
     haystack = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
     prompts = make_prompts(
@@ -63,16 +53,10 @@ def passkey(
         session.lengths,
         depth or DEPTHS,
         trials=trials,
-        seed=options.seed,
+        seed=seed,
         haystack=haystack,
         turning_point=turning_point(session.checkpoint.model),
     )
-    survey = run_survey(session, "ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
-    if not session.group.is_main:
-        return
-    report = passkey_report(survey, haystack, provenance_with(session.checkpoint, document, options.seed))
-    results.write(
-        report,
-        show=lambda: show_passkeys(report, session.console),
-        draw=lambda path: save_passkey_figure(report, path),
-    )
+    survey = session.ask("ctxext eval passkey", prompts, where=f"keys in {haystack.name}")
+    report = passkey_report(survey, haystack, session.provenance(document, seed))
+    session.finish(report, show=show_passkeys, draw=save_passkey_figure)

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from ctxext.cli.eval.common import (
-    ReaderOptions,
-    RetrievalOptions,
-    first_document,
-    open_session,
-    provenance_with,
-    run_survey,
-)
-from ctxext.cli.options import Seed, Trust, grouped
-from ctxext.cli.outputs import OutputOptions
+from ctxext.cli.eval.common import ReaderOptions, RetrievalSession, first_document
+from ctxext.cli.options import Column, OutputOptions, Seed, SourceOptions, Split, grouped
 
 __all__ = ["ruler"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RulerOptions(RetrievalOptions):
-    """With the seed of NVIDIA's prompts."""
-
-    seed: Seed = 42
 
 
 @grouped
@@ -35,34 +19,30 @@ def ruler(
     asked: ReaderOptions,
     task: Annotated[
         list[str] | None,
-        typer.Option(
-            "--task",
-            help="Such as vt; repeatable. Default: all that can be made from what is given.",
-            show_default=False,
-        ),
+        Option(help="A task, such as vt. Repeatable. Default: all that can be made from what is given."),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts per task and length; NVIDIA's: 500.")] = 10,
+    samples: Annotated[int, Option(min=1, help="Prompts per task and length; NVIDIA takes 500.")] = 10,
     text: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--text",
             "-t",
             help="Prose for the tasks that hide things in it, such as a novel.",
             show_default="without them",
         ),
     ] = None,
+    split: Split = None,
+    column: Column = None,
     squad: Annotated[
-        Path | None,
-        typer.Option("--squad", help="SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it"),
+        Path | None, Option(help="SQuAD 2.0's dev set, a JSON file, for qa_1.", show_default="without it")
     ] = None,
     hotpotqa: Annotated[
-        Path | None,
-        typer.Option("--hotpotqa", help="HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it"),
+        Path | None, Option(help="HotpotQA's dev set, a JSON file, for qa_2.", show_default="without it")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
-    options: RulerOptions,
+    chat: Annotated[bool, Option("--chat", help="Put prompts into the model's chat template.")] = False,
+    seed: Seed = 42,  # that of NVIDIA's prompts
+    source: SourceOptions,
     results: OutputOptions,
-    trust: Trust = False,
 ) -> None:
     """Measure RULER's tasks at every length, offline: unpatched, truncated, and extended.
 
@@ -73,26 +53,22 @@ def ruler(
     from ctxext.evaluation.report.retrieval import save_ruler_figure, show_ruler
     from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
 
-    document = first_document(text, options.split, options.column)
+    document = first_document(text, split, column)
     sources = Sources(document, squad, hotpotqa)
-    session = open_session(asked, options, results, trust)
+    session = RetrievalSession(asked, source, results)
     with session.console.status("Drawing prompts ..."):
         prompts = ruler_prompts(
             session.checkpoint,
             lengths=session.lengths,
             tasks=task,
             samples=samples,
-            seed=options.seed,
+            seed=seed,
             sources=sources,
             chat=chat,
         )
     left_out = {} if task else {name: why for name, one in TASKS.items() if (why := one.why_not(sources))}
     where = f"{len(TASKS) - len(left_out) if task is None else len(task)} tasks"
-    survey = run_survey(session, "ctxext eval ruler", prompts, where=where)
-    if not session.group.is_main:
-        return
-    provenance = provenance_with(session.checkpoint, document, options.seed)
+    survey = session.ask("ctxext eval ruler", prompts, where=where)
+    provenance = session.provenance(document, seed)
     report = ruler_report(survey, provenance, sources=sources, chat=chat, left_out=left_out)
-    results.write(
-        report, show=lambda: show_ruler(report, session.console), draw=lambda path: save_ruler_figure(report, path)
-    )
+    session.finish(report, show=show_ruler, draw=save_ruler_figure)

@@ -16,7 +16,7 @@ from ctxext.evaluation.passkey import JUDGED, PasskeyPrompt
 from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal
 from ctxext.evaluation.statistics import edges_for
 from ctxext.evaluation.survey import Answer, Job, check_finite
-from ctxext.evaluation.truncation import TRUNCATED, passes_beyond, tail_losses
+from ctxext.evaluation.truncation import TRUNCATED, tail_losses, tail_passes
 
 __all__ = ["LOSS", "PASSKEY", "Cell", "ComparisonPlan", "check_lengths", "make_plan"]
 
@@ -58,7 +58,7 @@ class Cell(Job):
         window, trained = self.reader.window, self.reader.readings.trained_length
         if window is None:
             return loss_by_position(model, text.input_ids)[0]
-        return tail_losses(model, text.input_ids, window=window, trained_length=trained, prefix=text.prefix)[0]
+        return tail_losses(model, text.input_ids, window=window, start=trained, prefix=text.prefix)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,7 @@ def _cells(plan: ComparisonPlan, reader: Reader, turning_point: int) -> list[Cel
             )
         )
 
-    passes = 1 if window is None else passes_beyond(window, start=trained, positions=lengths[-1], prefix=prefix)
+    passes = 1 if window is None else tail_passes(window, start=trained, positions=lengths[-1], prefix=prefix)
     for length in lengths if reading.dynamic else lengths[-1:]:
         for index, document in enumerate(plan.documents):
             text = document.take(length + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from ctxext.evaluation.comparison.plan import LOSS, PASSKEY, ComparisonPlan
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import (
-    CHANCE,
     CURVE,
     Bucket,
     PairedDifference,
@@ -24,7 +23,6 @@ from ctxext.evaluation.statistics import (
     bucketed,
     edges_for,
     paired_difference,
-    students_quantile,
 )
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, BestTruncation, best_window, join_best, window_of
 
@@ -39,10 +37,7 @@ __all__ = [
     "Series",
     "Verdict",
     "assemble",
-    "block_for",
-    "edges_for",
     "judge",
-    "standard_errors_needed",
     "summarise",
 ]
 
@@ -257,17 +252,17 @@ def assemble(
         ResultsError: a cell's losses cannot be read.
     """
     finished = FinishedLosses(plan, journal)
-    rows = tuple(_row(plan, finished, reading) for reading in plan.readings)
+    rows = tuple(_row(finished, reading) for reading in plan.readings)
     beyond = [n for n in plan.lengths[1:] if any(row.at(n) for row in rows if row.reading.is_candidate)]
-    block = block_for(len(plan.documents), _stretch(plan, plan.lengths[-1]))
+    block = finished.block(plan.lengths[-1] - finished.last_stretch(plan.lengths[-1]))
     return ComparisonResult(
         trained_length=plan.trained_length,
         lengths=plan.lengths,
         unit="documents" if block is None else f"blocks of {block} tokens",
         rows=rows,
         refusals=plan.refusals,
-        panels=_panels(plan, finished),
-        verdicts=tuple(_verdict(plan, finished, rows, length) for length in beyond),
+        panels=_panels(finished),
+        verdicts=tuple(_verdict(finished, rows, length) for length in beyond),
         provenance=provenance,
         made=made,
     )
@@ -304,19 +299,28 @@ class FinishedLosses:
         if reading.name != TRUNCATED:
             return reading.window, self.losses(reading, length)[:, start:]
         found = self.truncations(length, start)
-        window = best_window({tokens: [own] for tokens, own in found.items()})
+        window = best_window(found)
         return window, found[window]
 
     def best_end(self, length: int) -> Tensor:
         """The best truncation's losses of the last stretch before ``length``: every reading is held against them."""
         if length not in self._ends:
-            found = self.truncations(length, length - _stretch(self.plan, length))
-            self._ends[length] = found[best_window({tokens: [own] for tokens, own in found.items()})]
+            found = self.truncations(length, self.last_stretch(length))
+            self._ends[length] = found[best_window(found)]
         return self._ends[length]
 
-    def end(self, reading: Reading, length: int) -> Tensor:
-        """[documents, positions]: the last stretch before ``length``."""
-        return self.losses(reading, length)[:, length - _stretch(self.plan, length) :]
+    def last_stretch(self, length: int) -> int:
+        """Where the stretch that stands for a length begins; it ends with the length.
+
+        It is a quarter of the window, or what lies beyond the window if that is less.
+        """
+        trained = self.plan.trained_length
+        quarter = max(1, trained // 4)
+        return length - quarter if length == trained else max(length - quarter, trained)
+
+    def block(self, positions: int) -> int | None:
+        """What counts as independent among so many losses of each document, see ``block_for``."""
+        return block_for(len(self.plan.documents), positions)
 
     def _rows(self, reading: Reading, length: int) -> Tensor:
         documents = range(len(self.plan.documents))
@@ -349,39 +353,31 @@ class FinishedLosses:
         )
 
 
-def _stretch(plan: ComparisonPlan, length: int) -> int:
-    """Positions that stand for a length: a quarter of the window, or what lies beyond the window if that is less."""
-    quarter = max(1, plan.trained_length // 4)
-    return quarter if length == plan.trained_length else min(quarter, length - plan.trained_length)
-
-
-def _row(plan: ComparisonPlan, finished: FinishedLosses, reading: Reading) -> Row:
-    window, documents = plan.trained_length, len(plan.documents)
+def _row(finished: FinishedLosses, reading: Reading) -> Row:
+    window = finished.plan.trained_length
     own = finished.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
     inside, plain = (finished.losses(which, window) for which in (own, finished.unpatched))
     return Row(
         reading=reading,
         inside=bucketed(inside, [0, window])[0],
-        short_context=paired_difference(inside, plain, block=block_for(documents, window)),
-        scores=tuple(_score(plan, finished, reading, length) for length in plan.lengths_of(reading)),
+        short_context=paired_difference(inside, plain, block=finished.block(window)),
+        scores=tuple(_score(finished, reading, length) for length in finished.plan.lengths_of(reading)),
         passkeys=finished.passkeys(reading),
     )
 
 
-def _score(plan: ComparisonPlan, finished: FinishedLosses, reading: Reading, length: int) -> Score:
-    start = length - _stretch(plan, length)
+def _score(finished: FinishedLosses, reading: Reading, length: int) -> Score:
+    start = finished.last_stretch(length)
     window, end = finished.stretch(reading, length, start)
     window_of_whole, whole = finished.stretch(reading, length, 0)
     bucket = Bucket(start, length, end.numel(), end.double().mean().item())
     (up_to_there,) = bucketed(whole, [0, length])
-    if length <= plan.trained_length:
-        return Score(length=length, end=bucket, whole=up_to_there, versus_truncation=None, by_document=())
-    best = finished.best_end(length)
-    block = block_for(len(plan.documents), length - start)
-    return Score(
-        length=length,
-        end=bucket,
-        whole=up_to_there,
+    score = Score(length=length, end=bucket, whole=up_to_there, versus_truncation=None, by_document=())
+    if length <= finished.plan.trained_length:
+        return score
+    best, block = finished.best_end(length), finished.block(length - start)
+    return replace(
+        score,
         versus_truncation=paired_difference(end, best, block=block, baselines=len(finished.windows)),
         by_document=tuple((end.double() - best.double()).mean(dim=1).tolist()),
         window=window,
@@ -389,18 +385,19 @@ def _score(plan: ComparisonPlan, finished: FinishedLosses, reading: Reading, len
     )
 
 
-def _verdict(plan: ComparisonPlan, finished: FinishedLosses, rows: Sequence[Row], length: int) -> Verdict:
+def _verdict(finished: FinishedLosses, rows: Sequence[Row], length: int) -> Verdict:
     competing = [row.reading for row in rows if row.reading.is_candidate and row.at(length)]
-    stretch = _stretch(plan, length)
+    start = finished.last_stretch(length)
     return judge(
         length,
-        {reading.name: finished.end(reading, length) for reading in competing},
-        finished.truncations(length, length - stretch),
-        block=block_for(len(plan.documents), stretch),
+        {reading.name: finished.losses(reading, length)[:, start:] for reading in competing},
+        finished.truncations(length, start),
+        block=finished.block(length - start),
     )
 
 
-def _panels(plan: ComparisonPlan, finished: FinishedLosses) -> tuple[FactorSeries, ...]:
+def _panels(finished: FinishedLosses) -> tuple[FactorSeries, ...]:
+    plan = finished.plan
     methods = [reading for reading in plan.readings if not reading.is_reference]
     factors: list[float | None] = [*sorted({reading.factor for reading in methods if not reading.any_factor})]
     panels = []
@@ -471,14 +468,13 @@ def judge(
         truncations: of the same tokens, by window; at least one.
         block: see ``paired_difference``.
     """
-    window = best_window({tokens: [own] for tokens, own in truncations.items()})
+    window = best_window(truncations)
     versus = {
         name: paired_difference(own, truncations[window], block=block, baselines=len(truncations))
         for name, own in losses.items()
     }
     best = min(versus, key=lambda name: versus[name].mean)
-    units = versus[best].units
-    needed = standard_errors_needed(len(losses), units)
+    needed = versus[best].errors_needed(len(losses))
     others = {name: paired_difference(own, losses[best], block=block) for name, own in losses.items() if name != best}
     return Verdict(
         length=length,
@@ -490,13 +486,3 @@ def judge(
         candidates=len(losses),
         as_good=tuple(name for name, gap in others.items() if gap.mean <= needed * gap.standard_error),
     )
-
-
-def standard_errors_needed(candidates: int, units: int) -> float:
-    """Standard errors that a difference must exceed to be a finding at 5 percent, two-sided.
-
-    Args:
-        candidates: differences looked at; the chance is divided among them (Bonferroni).
-        units: independent groups behind each standard error, at least 2: with few, the error itself is uncertain.
-    """
-    return students_quantile(CHANCE / candidates, units - 1)

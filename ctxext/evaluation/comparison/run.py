@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,34 +26,19 @@ from ctxext.methods import Method
 __all__ = ["Comparison", "prepare"]
 
 
+@dataclass(eq=False, kw_only=True)
 class Comparison(Survey[Cell]):
     """A planned comparison; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
 
     Args:
-        checkpoint: what is measured.
         corpus: on which texts, whole.
         plan: all cells.
-        output: folder of finished cells; None keeps them in memory.
-        group: the processes that share the work.
         seed: of the passkeys.
     """
 
     corpus: Corpus
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        corpus: Corpus,
-        plan: ComparisonPlan,
-        output: Path | None,
-        group: ProcessGroup,
-        seed: int,
-    ) -> None:
-        path, identity = (None, None) if output is None else (output / "cells.jsonl", output / "comparison.json")
-        journal = Journal(path, group.process, work="cells", identity=identity)
-        super().__init__("ctxext eval compare", checkpoint, plan.cells, corpus=corpus, journal=journal, group=group)
-        self.plan = plan
-        self.seed = seed
+    plan: ComparisonPlan
+    seed: int
 
     def result(self) -> ComparisonResult:
         """Put the finished cells together."""
@@ -139,4 +124,15 @@ def prepare(
         lengths=wanted,
         turning_point=turning_point(checkpoint.model),
     )
-    return Comparison(checkpoint, texts, plan, output, group or ProcessGroup(), seed)
+    path, identity = (None, None) if output is None else (output / "cells.jsonl", output / "comparison.json")
+    group = group or ProcessGroup()
+    return Comparison(
+        "ctxext eval compare",
+        checkpoint,
+        plan.cells,
+        corpus=texts,
+        journal=Journal(path, group.process, work="cells", identity=identity),
+        group=group,
+        plan=plan,
+        seed=seed,
+    )

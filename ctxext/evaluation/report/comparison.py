@@ -8,16 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table as RichTable
 
 from ctxext.errors import ResultsError, require_package
-from ctxext.evaluation.comparison.result import ComparisonResult, standard_errors_needed
+from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.comparison_figures import drawings
 from ctxext.evaluation.report.comparison_tables import TextTable, csv_rows, main_table, other_tables, passkey_grids
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line, windows_in_words
-from ctxext.evaluation.report.style import VARIABLES, require_matplotlib
+from ctxext.evaluation.report.style import VARIABLES, plain_table, require_matplotlib
 from ctxext.evaluation.truncation import windows_of
 from ctxext.files import write_whole
 
@@ -71,12 +70,9 @@ def page(result: ComparisonResult) -> str:
 
 def terminal_table(table: TextTable) -> RichTable:
     """A table for a terminal."""
-    found = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
-    for index, name in enumerate(table.header):
-        found.add_column(name.replace("vs ", "vs\n"), justify="right" if index else "left", overflow="fold")
-    for cells, emphasis in zip(table.rows, table.emphasis, strict=True):
-        found.add_row(*cells, style={"best": "bold", "reference": "dim"}.get(emphasis))
-    return found
+    meaning = {"best": "bold", "reference": "dim", "": None}
+    styles = {row[0]: meaning[emphasis] for row, emphasis in zip(table.rows, table.emphasis, strict=True)}
+    return plain_table([name.replace("vs ", "vs\n") for name in table.header], table.rows, styles)
 
 
 def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: bool) -> str:
@@ -114,7 +110,7 @@ def _facts(result: ComparisonResult) -> dict[str, str]:
     found, made = result.provenance, result.made
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     truncations = len(windows_of(result.trained_length))
-    lost = standard_errors_needed(truncations, result.verdicts[-1].versus_truncation.units)
+    lost = result.verdicts[-1].versus_truncation.errors_needed(truncations)
     seeds = f"{found['seed']} (passkeys)" if any(row.passkeys for row in result.rows) else "nothing random"
     return {
         "Checkpoint": f"{found['checkpoint']}, sha256 {found['checkpoint_sha256']}",

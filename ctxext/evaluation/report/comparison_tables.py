@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,39 +38,35 @@ def main_table(result: ComparisonResult) -> TextTable:
     beyond = [verdict.length for verdict in result.verdicts]
     window = tokens_label(result.trained_length)
     ends = [score.end for score in result.row(UNPATCHED).scores if score.length in beyond]
-    header = ["", f"inside {window}", "vs unpatched"]
+    header = [f"inside {window}", "vs unpatched"]
     for end in ends:
         header += [f"{tokens_label(end.start)}-{tokens_label(end.stop)}", "vs best truncation"]
     with_keys = any(hidden_keys(row)[1] for row in result.rows)
     header += ["hidden keys"] if with_keys else []
-    rows = []
-    for row in _ordered(result):
-        gap = NONE if row.reading.is_reference else str(row.short_context)
-        cells = [row.reading.label, _perplexity(row.inside.perplexity), gap]
+
+    def cells(row: Row) -> list[str]:
+        found = [_perplexity(row.inside.perplexity), NONE if row.reading.is_reference else str(row.short_context)]
         for length in beyond:
             score = row.at(length)
-            cells.append(_with_window(row, score.end.perplexity, score.window) if score else NONE)
+            found.append(_with_window(row, score.end.perplexity, score.window) if score else NONE)
             is_itself = row.reading.name == TRUNCATED
-            cells.append(str(score.versus_truncation) if score and not is_itself else NONE)
-        cells += [_fraction(*hidden_keys(row))] if with_keys else []
-        rows.append(tuple(cells))
-    return TextTable(
-        caption=f"Perplexity inside the trained {window} tokens and at the end of each length; differences of loss in "
+            found.append(str(score.versus_truncation) if score and not is_itself else NONE)
+        keys, asked = hidden_keys(row)
+        return found + ([f"{keys}/{asked}" if asked else NONE] if with_keys else [])
+
+    caption = (
+        f"Perplexity inside the trained {window} tokens and at the end of each length; differences of loss in "
         f"nats per token ± standard error over {result.unit}; best truncation: whichever of the last "
         f"{windows_in_words(result.trained_length, 'or')} tokens predicts those best"
-        + ("; passkeys found where truncation cuts the key off" if with_keys else ""),
-        header=tuple(header),
-        rows=tuple(rows),
-        emphasis=_emphasis(result),
+        + ("; passkeys found where truncation cuts the key off" if with_keys else "")
     )
+    return _table(result, caption, header, cells)
 
 
 def other_tables(result: ComparisonResult) -> list[TextTable]:
     """Whole texts, single documents and methods."""
-    tables = [_whole_texts(result)]
-    if len(result.provenance["documents"]) > 1:
-        tables.append(_single_documents(result))
-    return [*tables, _methods(result)]
+    several = len(result.provenance["documents"]) > 1
+    return [_whole_texts(result), *([_single_documents(result)] if several else []), _methods(result)]
 
 
 @dataclass(frozen=True)
@@ -93,16 +89,16 @@ def passkey_grids(result: ComparisonResult) -> list[Grid]:
     grids = []
     for row in (row for row in _ordered(result) if row.passkeys):
         lengths = sorted({item.length for item in row.passkeys})
-        found = {(item.depth, item.length): item for item in row.passkeys}
-        rows = []
-        for depth in sorted({item.depth for item in row.passkeys}):
-            items = [found[depth, length] for length in lengths]
-            told = [f"{item.found} of {item.trials} found, loss {item.loss:.2f}" for item in items]
-            cells = [
-                (f"{item.found / item.trials:.3g}", f"{item.loss:.2f}", words)
-                for item, words in zip(items, told, strict=True)
-            ]
-            rows.append((f"{depth:g}", tuple(cells)))
+        cells = {
+            (item.depth, item.length): (
+                f"{item.found / item.trials:.3g}",
+                f"{item.loss:.2f}",
+                f"{item.found} of {item.trials} found, loss {item.loss:.2f}",
+            )
+            for item in row.passkeys
+        }
+        depths = sorted({item.depth for item in row.passkeys})
+        rows = [(f"{depth:g}", tuple(cells[depth, length] for length in lengths)) for depth in depths]
         grids.append(Grid(row.reading.label, tuple(map(tokens_label, lengths)), tuple(rows)))
     return grids
 
@@ -150,57 +146,58 @@ def _ordered(result: ComparisonResult) -> list[Row]:
     return sorted(result.rows, key=place)
 
 
-def _emphasis(result: ComparisonResult) -> tuple[str, ...]:
-    best = result.verdicts[-1].best
-    rows = _ordered(result)
-    return tuple(
-        "best" if row.reading.name == best else "reference" if row.reading.is_reference else "" for row in rows
+def _table(
+    result: ComparisonResult, caption: str, header: Sequence[str], cells: Callable[[Row], Sequence[str]]
+) -> TextTable:
+    """A table with a row per reading, whose label stands in front of its cells."""
+    rows, best = _ordered(result), result.verdicts[-1].best
+    return TextTable(
+        caption=caption,
+        header=("", *header),
+        rows=tuple((row.reading.label, *cells(row)) for row in rows),
+        emphasis=tuple(
+            "best" if row.reading.name == best else "reference" if row.reading.is_reference else "" for row in rows
+        ),
     )
 
 
 def _whole_texts(result: ComparisonResult) -> TextTable:
-    lengths = [tokens_label(length) for length in result.lengths]
-    rows = [
-        (
-            row.reading.label,
-            *(
-                _with_window(row, score.whole.perplexity, score.window_of_whole) if (score := row.at(length)) else NONE
-                for length in result.lengths
-            ),
-        )
-        for row in _ordered(result)
-    ]
+    def cells(row: Row) -> list[str]:
+        scores = [row.at(length) for length in result.lengths]
+        return [_with_window(row, one.whole.perplexity, one.window_of_whole) if one else NONE for one in scores]
+
     caption = (
         "Perplexity of all tokens up to each length, as published curves have it: more context and other text mixed"
     )
-    return TextTable(caption, ("", *lengths), tuple(rows), _emphasis(result))
+    return _table(result, caption, [tokens_label(length) for length in result.lengths], cells)
 
 
 def _single_documents(result: ComparisonResult) -> TextTable:
     last = result.verdicts[-1].length
     names = result.provenance["documents"]
-    rows = []
-    for row in _ordered(result):
+
+    def cells(row: Row) -> list[str]:
         score = row.at(last)
-        told = [f"{value:+.3f}" for value in score.by_document] if score and row.reading.name != TRUNCATED else []
-        rows.append((row.reading.label, *(told or [NONE] * len(names))))
+        gaps = score.by_document if score and row.reading.name != TRUNCATED else ()
+        return [f"{gap:+.3f}" for gap in gaps] or [NONE] * len(names)
+
     caption = (
         f"Loss minus the best truncation's at the end of {tokens_label(last)} tokens, in each document, nats per token"
     )
-    return TextTable(caption, ("", *names), tuple(rows), _emphasis(result))
+    return _table(result, caption, names, cells)
 
 
 def _methods(result: ComparisonResult) -> TextTable:
-    rows = []
-    for row in _ordered(result):
+    def cells(row: Row) -> list[str]:
         method = dict(row.reading.method or {})
         name = str(method.pop("method", NONE))
         parameters = ", ".join(f"{key}={_short(value)}" for key, value in method.items()) or NONE
         attention = [f"Attention: {row.reading.attention}."] if row.reading.attention else []
         notes = " ".join([*attention, *(f"{note.rstrip('.')}." for note in row.reading.notes)]) or NONE
-        rows.append((row.reading.label, name, parameters, row.reading.fingerprint or NONE, notes))
-    header = ("", "method", "parameters", "frequencies", "notes")
-    return TextTable("What was measured, with a fingerprint of its frequencies", header, tuple(rows), _emphasis(result))
+        return [name, parameters, row.reading.fingerprint or NONE, notes]
+
+    caption = "What was measured, with a fingerprint of its frequencies"
+    return _table(result, caption, ["method", "parameters", "frequencies", "notes"], cells)
 
 
 def _with_window(row: Row, perplexity: float, window: int | None) -> str:
@@ -212,10 +209,6 @@ def _with_window(row: Row, perplexity: float, window: int | None) -> str:
 
 def _perplexity(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
-
-
-def _fraction(found: int, asked: int) -> str:
-    return f"{found}/{asked}" if asked else NONE
 
 
 def _short(value: object) -> str:

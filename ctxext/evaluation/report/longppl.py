@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.longppl import LongPplResult, LongPplScore
-from ctxext.evaluation.report.retrieval import plain_table
-from ctxext.evaluation.report.style import FAINT, STYLE, looks_for, require_matplotlib
+from ctxext.evaluation.report.style import draw_grid, looks_for, plain_table, saved_figure, say
 from ctxext.evaluation.truncation import TRUNCATED, window_of
 
 __all__ = ["save_figure", "sentences", "show"]
@@ -25,9 +23,7 @@ def show(result: LongPplResult, console: Console) -> None:
     against = "Loss minus the best truncation's, nats per token ± standard error"
     _print(console, f"{against}, over key tokens", result, lambda score: str(score.versus_truncation or ""))
     _print(console, f"{against}, over all tokens", result, lambda score: str(score.versus_truncation_all or ""))
-    console.print()
-    for sentence in sentences(result):
-        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False), markup=False)
+    say(console, sentences(result))
 
 
 def sentences(result: LongPplResult) -> list[str]:
@@ -64,21 +60,12 @@ def save_figure(result: LongPplResult, path: Path) -> None:
     Raises:
         InvalidParameterError: matplotlib is not installed.
     """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.0, 4.3), layout="constrained")
-        FigureCanvasAgg(figure)
+    title = f"{result.provenance.checkpoint}: {few_of(result.provenance.documents)}"
+    with saved_figure(path, (10.0, 4.3), title) as figure:
         left, right = figure.subplots(1, 2)
-        title = f"{result.provenance.checkpoint}: {few_of(result.provenance.documents)}"
-        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
         _draw(left, result, "LongPPL (key tokens)", lambda score: score.longppl)
         _draw(right, result, "Perplexity (all tokens at the same place)", lambda score: score.perplexity)
         left.legend(frameon=False, fontsize=9)
-        figure.savefig(path, dpi=160)
 
 
 def _print(console: Console, title: str, result: LongPplResult, cell: Callable[[LongPplScore], str]) -> None:
@@ -96,8 +83,6 @@ def _print(console: Console, title: str, result: LongPplResult, cell: Callable[[
 
 
 def _draw(axes: Any, result: LongPplResult, title: str, value: Callable[[LongPplScore], float]) -> None:
-    from matplotlib.ticker import FuncFormatter
-
     readings = [reading for reading in result.readings if window_of(reading.name) is None]
     looks = looks_for({one.name: (one.name.split()[0], one.label) for one in readings})
     for reading in readings:
@@ -109,10 +94,9 @@ def _draw(axes: Any, result: LongPplResult, title: str, value: Callable[[LongPpl
         else:
             axes.plot(x, y, color=look.colour, marker="o", ms=5, lw=1.8, label=reading.label)
     axes.set_xticks(_lengths(result))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: tokens_label(int(tokens))))
+    axes.xaxis.set_major_formatter(lambda tokens, _: tokens_label(int(tokens)))
     axes.set_xlabel("tokens that the model may see")
-    axes.set_title(title, loc="left", fontsize=10.5)
-    axes.grid(axis="y", color=FAINT, lw=0.6)
+    draw_grid(axes, title)
 
 
 def _lengths(result: LongPplResult) -> list[int]:

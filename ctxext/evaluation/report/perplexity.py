@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -17,14 +15,11 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.labels import few_of, label_of, tokens_label
 from ctxext.evaluation.perplexity import PerplexityPlan
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
-from ctxext.evaluation.report.style import COLOURS, FAINT, STYLE, require_matplotlib
-from ctxext.evaluation.statistics import PairedDifference
-from ctxext.evaluation.truncation import TRUNCATED, is_reference, window_name, window_of
+from ctxext.evaluation.report.style import COLOURS, FAINT, draw_grid, plain_table, saved_figure, say
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
 __all__ = ["announce", "save_figure", "show"]
 
-REFERENCES = {"unpatched": "#C45500", "truncated": "#6E6E6E"}
-EXTENSION = "#0072B2"
 TITLES = {
     "position": "Perplexity up to a length",
     "sliding": "Sliding-window perplexity by window",
@@ -50,11 +45,11 @@ def show(result: PerplexityResult, console: Console) -> None:
     kinds = {"Perplexity by position": POSITIONS} if result.mode == "position" else {}
     for title, kind in (kinds | {TITLES[result.mode]: LENGTH}).items():
         console.print(f"\n{title}\n")
-        console.print(_table(result, kind, lambda score: _number(score.perplexity), "-", windows=True))
+        console.print(_table(result, kind, _perplexity, "-"))
     kind = POSITIONS if kinds else LENGTH
     if any(score.versus_truncation for reading in result.readings for score in reading.at(kind)):
         console.print("\nLoss minus the best truncation's, nats per token ± standard error\n")
-        console.print(_table(result, kind, lambda score: _difference(score.versus_truncation), ""))
+        console.print(_table(result, kind, _difference, ""))
     extension = result.extension
     if extension is not None and extension.in_window is not None:
         inside = extension.in_window
@@ -62,9 +57,7 @@ def show(result: PerplexityResult, console: Console) -> None:
             f"\nInside the trained window, {label_of(extension.name)} minus unpatched: {inside} nats per token, "
             f"perplexity x{math.exp(inside.mean):.3f}."
         )
-    console.print()
-    for note in result.notes:
-        console.print(Padding(f"- {note}", (0, 0, 0, 2), expand=False), markup=False)
+    say(console, result.notes)
     console.print(f"\n{result.sentence()}", style="bold", markup=False)
 
 
@@ -74,51 +67,41 @@ def save_figure(result: PerplexityResult, path: Path) -> None:
     Raises:
         InvalidParameterError: matplotlib is not installed.
     """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     kind = POSITIONS if result.mode == "position" else LENGTH
     compared = [one for one in result.readings if any(score.versus_truncation for score in one.at(kind))]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.0 if compared else 6.5, 4.5), layout="constrained")
-        FigureCanvasAgg(figure)
+    title = f"{result.provenance.checkpoint}: {few_of(result.provenance.documents)}"
+    with saved_figure(path, (10.0 if compared else 6.5, 4.5), title) as figure:
         axes = figure.subplots(1, 1 + bool(compared), squeeze=False)[0]
-        title = f"{result.provenance.checkpoint}: {few_of(result.provenance.documents)}"
-        figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
         _draw_perplexity(axes[0], result, kind)
         if compared:
             _draw_differences(axes[1], compared, kind)
-        figure.savefig(path, dpi=160)
 
 
 def _table(
-    result: PerplexityResult, kind: str, cell: Callable[[PerplexityScore], str], missing: str, *, windows: bool = False
+    result: PerplexityResult, kind: str, cell: Callable[[PerplexityReading, PerplexityScore], str], missing: str
 ) -> Table:
-    """One row per reading that has a cell, one column per span or length; ``windows`` names the best truncation's."""
-    filled = {
-        reading.name: {_span(score): cell(score) for score in reading.at(kind) if cell(score)}
-        for reading in result.readings
-    }
-    best = result.find(TRUNCATED)
-    if windows and best is not None:
-        for score in best.at(kind):
-            filled[TRUNCATED][_span(score)] += f"\n({label_of(window_name(score.window))})" if score.window else ""
+    """One row per reading that has a cell, one column per span or length."""
     columns = [_span(score) for score in result.readings[-1].at(kind)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", overflow="fold")
-    for name, cells in filled.items():
+    rows: list[list[str]] = []
+    for reading in result.readings:
+        cells = {_span(score): text for score in reading.at(kind) if (text := cell(reading, score))}
         if cells:
-            style = "dim" if name != "unpatched" and is_reference(name) else None
-            table.add_row(label_of(name), *(cells.get(column, missing) for column in columns), style=style)
+            rows.append([label_of(reading.name), *(cells.get(column, missing) for column in columns)])
+    references = [one.name for one in result.readings if one.name != UNPATCHED and is_reference(one.name)]
+    table = plain_table(["", *columns], rows, {label_of(name): "dim" for name in references})
+    table.columns[0].no_wrap = True
     return table
 
 
-def _difference(difference: PairedDifference | None) -> str:
-    return "" if difference is None else str(difference).replace(" ± ", "\n±")
+def _perplexity(reading: PerplexityReading, score: PerplexityScore) -> str:
+    """A number, for the best truncation with the window that it has there."""
+    if reading.name != TRUNCATED or score.window is None:
+        return _number(score.perplexity)
+    return f"{_number(score.perplexity)}\n({label_of(window_name(score.window))})"
+
+
+def _difference(reading: PerplexityReading, score: PerplexityScore) -> str:
+    return str(score.versus_truncation or "").replace(" ± ", "\n±")
 
 
 def _span(score: PerplexityScore) -> str:
@@ -142,25 +125,21 @@ def _draw_perplexity(axes: Any, result: PerplexityResult, kind: str) -> None:
     values = [score.perplexity for reading in drawn for score in reading.at(kind)]
     if max(values) > 3 * min(values):
         axes.set_yscale("log")
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens_label(int(value))))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.xaxis.set_major_formatter(lambda value, _: tokens_label(int(value)))
     step = 2 ** max(0, math.ceil(math.log2(result.lengths[-1] / 8)))
     axes.set_xticks(range(0, result.lengths[-1] + 1, step))
     axes.set_xlabel("position in the text, tokens" if kind == POSITIONS else "tokens in a window")
     title = "Perplexity by position" if kind == POSITIONS else TITLES[result.mode]
-    axes.set_title(f"{title} (line: trained window)", loc="left", fontsize=10.5)
+    draw_grid(axes, f"{title} (line: trained window)")
     axes.legend(frameon=False, fontsize=9)
-    axes.grid(axis="y", color=FAINT, lw=0.6)
 
 
 def _draw_differences(axes: Any, readings: list[PerplexityReading], kind: str) -> None:
-    axes.axhline(0, color=REFERENCES["truncated"], lw=1.4, ls="--")
-    shown = [one for one in readings if not is_reference(one.name)] or [
-        one for one in readings if one.name == "unpatched"
-    ]
+    axes.axhline(0, color=COLOURS[TRUNCATED], lw=1.4, ls="--")
+    shown = [one for one in readings if not is_reference(one.name)]
+    shown = shown or [one for one in readings if one.name == UNPATCHED]
     labels: list[str] = []
     for reading in shown:
         pairs = [(score, score.versus_truncation) for score in reading.at(kind) if score.versus_truncation]
@@ -169,10 +148,9 @@ def _draw_differences(axes: Any, readings: list[PerplexityReading], kind: str) -
         axes.errorbar(range(len(means)), means, yerr=errors, fmt="o", ms=5, lw=1.6, color=_colour(reading))
     axes.set_xticks(range(len(labels)), labels, fontsize=9)
     axes.margins(x=0.15, y=0.2)
-    axes.set_title("Loss minus the best truncation's, nats per token, 95 %", loc="left", fontsize=10.5)
+    draw_grid(axes, "Loss minus the best truncation's, nats per token, 95 %")
     axes.set_xlabel("below the line: the old text helps", fontsize=9)
-    axes.grid(axis="y", color=FAINT, lw=0.6)
 
 
 def _colour(reading: PerplexityReading) -> str:
-    return REFERENCES.get(reading.name) or COLOURS.get(reading.name, EXTENSION)
+    return COLOURS.get(reading.name, COLOURS["yarn"])

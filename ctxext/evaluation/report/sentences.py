@@ -31,18 +31,17 @@ def headline(result: ComparisonResult) -> str:
     name = f"the checkpoint {row.reading.label}" if row.reading.is_reference else row.reading.label
     kind = "extension" if row.reading.is_reference else "zero-shot extension"
     best = f"At {length} tokens, the {f'best {kind} is {name}' if verdict.candidates > 1 else f'{kind} is {name}'}"
-    gap = f"{abs(verdict.versus_truncation.mean):.3f} ± {verdict.versus_truncation.standard_error:.3f} nats per token"
-    texts = len(result.provenance["documents"])
-    where = verdict.versus_truncation.scope(texts)
+    difference = verdict.versus_truncation
+    gap = f"{abs(difference.mean):.3f} ± {difference.standard_error:.3f} nats per token"
+    where = difference.scope(len(result.provenance["documents"]))
     truncation = f"the best truncation, seeing only the last {window} tokens"
     if verdict.beats == YES:
         return f"{best}. It uses its window{where}: it predicts better than {truncation}, by {gap}."
     if verdict.beats == NO:
         return f"{best}. It predicts worse{where} than {truncation}, by {gap}."
-    shown = "this text" if texts == 1 else "these texts"
     return (
-        f"{best}. Whether it predicts better or worse than {truncation}, {shown} cannot show: "
-        f"{verdict.versus_truncation} nats per token."
+        f"{best}. Whether it predicts better or worse than {truncation}, {_these_texts(result)} cannot show: "
+        f"{difference} nats per token."
     )
 
 
@@ -56,10 +55,9 @@ def verdict_line(result: ComparisonResult, verdict: Verdict) -> str:
     """The verdict at one length, as short as it gets."""
     row = result.row(verdict.best)
     kind = "best" if row.reading.is_reference else "best zero-shot"
-    texts = len(result.provenance["documents"])
-    where = verdict.versus_truncation.scope(texts)
+    where = verdict.versus_truncation.scope(len(result.provenance["documents"]))
     told = {YES: f"yes{where}, by", NO: f"no{where}, by"}.get(
-        verdict.beats, f"no difference that {'this text' if texts == 1 else 'these texts'} can show,"
+        verdict.beats, f"no difference that {_these_texts(result)} can show,"
     )
     return (
         f"{tokens_label(verdict.length)}: {kind}: {row.reading.label}; beats the best truncation (the last "
@@ -74,8 +72,7 @@ def sentences(result: ComparisonResult) -> list[str]:
     lines = []
     if verdict.as_good:
         names = [result.row(name).reading.label for name in verdict.as_good]
-        shown = "this text" if len(result.provenance["documents"]) == 1 else "these texts"
-        lines.append(f"As good, as far as {shown} can show: {all_of(names)}.")
+        lines.append(f"As good, as far as {_these_texts(result)} can show: {all_of(names)}.")
     lines += _unneeded_sentence(result, verdict)
     lines.append(_short_context_sentence(result, best))
     if any(row.passkeys for row in result.rows):
@@ -119,6 +116,10 @@ def all_of(names: Sequence[str]) -> str:
 def capitalised(text: str) -> str:
     """The first letter large, all others as they are."""
     return text[:1].upper() + text[1:]
+
+
+def _these_texts(result: ComparisonResult) -> str:
+    return "this text" if len(result.provenance["documents"]) == 1 else "these texts"
 
 
 def _unneeded_sentence(result: ComparisonResult, verdict: Verdict) -> list[str]:

@@ -12,8 +12,18 @@ Source: Hsieh et al., arXiv:2404.06654; github.com/NVIDIA/RULER@c3f5e3b.
 from __future__ import annotations
 
 from ctxext.evaluation.ruler.result import RulerCell, RulerReport, RulerResult, RulerTrial, relative_effective_length
-from ctxext.evaluation.ruler.run import SAMPLES, SEED, Drawer, ask, make_drawers, reply_to, ruler_prompts, ruler_report
-from ctxext.evaluation.ruler.samples import Sample, draw
+from ctxext.evaluation.ruler.run import (
+    SAMPLES,
+    SEED,
+    Drawer,
+    Sample,
+    ask,
+    draw,
+    make_drawers,
+    reply_to,
+    ruler_prompts,
+    ruler_report,
+)
 from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task
 

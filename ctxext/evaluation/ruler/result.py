@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.evaluation.truncation import UNPATCHED
 
 __all__ = ["KEPT", "RulerCell", "RulerReport", "RulerResult", "RulerTrial", "relative_effective_length"]
 
-FORMAT, KIND = 1, "ruler"
 KEPT = 0.85
 
 
@@ -38,11 +37,6 @@ class RulerTrial:
     reply: str
     answers: tuple[str, ...]
     score: float
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> RulerTrial:
-        """From its JSON values."""
-        return cls(**{**saved, "answers": tuple(saved["answers"])})
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class RulerResult:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """In tokens, in increasing order."""
+        """Tokens of prompt and reply, increasing."""
         return tuple(sorted({trial.length for trial in self.trials}))
 
     @property
@@ -101,8 +95,9 @@ class RulerResult:
     @property
     def averages(self) -> dict[int, float]:
         """Mean score over all tasks, each weighing the same, at every length at which all of them were measured."""
-        by_length = {length: [cell.score for cell in self.cells if cell.length == length] for length in self.lengths}
-        return {length: sum(s) / len(s) for length, s in by_length.items() if len(s) == len(self.tasks)}
+        cells, tasks = self.cells, len(self.tasks)
+        scores = {length: [cell.score for cell in cells if cell.length == length] for length in self.lengths}
+        return {length: sum(found) / tasks for length, found in scores.items() if len(found) == tasks}
 
     @property
     def relative_effective_length(self) -> int | None:
@@ -111,7 +106,7 @@ class RulerResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulerReport:
+class RulerReport(Report):
     """A whole measurement: the same prompts, read in several ways.
 
     Args:
@@ -122,6 +117,8 @@ class RulerReport:
         left_out: why each task that is missing was not measured, by its name.
         provenance: what was measured, on what, with what.
     """
+
+    TITLE, KIND, FORMAT = "a RULER report", "ruler", 1
 
     readings: tuple[RulerResult, ...]
     chat: bool
@@ -139,29 +136,6 @@ class RulerReport:
             for reading in self.readings
             for trial in reading.trials
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, "kind": KIND, **asdict(self), "provenance": self.provenance.to_dict()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> RulerReport:
-        """From what ``to_dict`` made.
-
-        Raises:
-            InvalidParameterError: something else.
-        """
-        if (saved.get("format"), saved.get("kind")) != (FORMAT, KIND):
-            raise InvalidParameterError(
-                f"This is not a RULER report of format {FORMAT}: found kind {saved.get('kind')!r}, format "
-                f"{saved.get('format')!r}."
-            )
-        readings = tuple(
-            RulerResult(**{**one, "trials": tuple(RulerTrial.from_dict(trial) for trial in one["trials"])})
-            for one in saved["readings"]
-        )
-        values = {name: saved[name] for name in ("chat", "essay", "trained_length", "left_out")}
-        return cls(readings=readings, provenance=Provenance.from_dict(saved["provenance"]), **values)
 
 
 def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:

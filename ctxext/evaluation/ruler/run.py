@@ -1,11 +1,12 @@
-"""Ask RULER's questions, one prompt at a time, answered by the model's own greedy generation."""
+"""RULER's prompts, as near to a length as a task's units allow and never above, answered by greedy generation."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,94 @@ from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import special_prefix
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import tokenizer_digest
-from ctxext.evaluation.provenance import Provenance
+from ctxext.evaluation.provenance import Provenance, from_json
 from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
-from ctxext.evaluation.ruler.samples import Sample, draw
 from ctxext.evaluation.ruler.tasks import TASKS, choose
-from ctxext.evaluation.ruler.tasks.base import Setting, Sources, Task
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, largest_fit
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 
-__all__ = ["SAMPLES", "SEED", "Drawer", "ask", "make_drawers", "reply_to", "ruler_prompts", "ruler_report"]
+__all__ = [
+    "SAMPLES",
+    "SEED",
+    "Drawer",
+    "Sample",
+    "ask",
+    "draw",
+    "make_drawers",
+    "reply_to",
+    "ruler_prompts",
+    "ruler_report",
+]
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.
 SEED, SAMPLES = 42, 10
 NO_SOURCES = Sources()
 # What one step of generation costs, in tokens of a long pass: it reads all weights for a single token.
 STEP = 30
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with what a right reply contains.
+
+    Args:
+        task: its name.
+        length: tokens asked for, of prompt and reply together.
+        index: which of the task's prompts, from 0.
+        prompt: the complete text, without the tokenizer's special tokens.
+        answers: strings.
+        prompt_tokens: as the model reads it; ``length`` less this and the reply's tokens is what no unit fitted.
+        size: units in the prompt, see ``Task.unit``.
+    """
+
+    task: str
+    length: int
+    index: int
+    prompt: str
+    answers: tuple[str, ...]
+    prompt_tokens: int
+    size: int
+
+
+def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Sample:
+    """Prompt number ``index`` of a task, the longest that leaves room for the reply.
+
+    The same task, length, seed and index give the same prompt, whatever else is drawn.
+
+    Args:
+        task: of the length that is wanted.
+        index: which prompt, from 0.
+        seed: of all prompts.
+        near: the size of another prompt of this task; the search for the size begins there.
+
+    Raises:
+        InvalidParameterError: if not even the smallest prompt fits (the message names the least length), or the
+            largest that the sources allow does not fill the length.
+    """
+    length = task.setting.length
+    room = length - task.tokens_to_generate
+
+    def question(size: int) -> Question:
+        return task.question(size, index, random.Random(f"ruler {task.name} {length} {seed} {index}"))
+
+    @functools.cache
+    def tokens(size: int) -> int:
+        return task.setting.count(question(size).prompt)
+
+    least = tokens(task.least)
+    if least > room:
+        raise InvalidParameterError(
+            f"{task.name} needs at least {least + task.tokens_to_generate:,} tokens with this tokenizer, of which "
+            f"{task.tokens_to_generate} are for the reply; found a length of {length:,}."
+        )
+    size = largest_fit(tokens, task.least, room, most=task.most, near=near)
+    if size == task.most:
+        raise InvalidParameterError(
+            f"{task.name} has {task.most:,} {task.unit}, too few for {length:,} tokens: they make "
+            f"{tokens(size) + task.tokens_to_generate:,}. Ask for a shorter length."
+        )
+    made = question(size)
+    return Sample(task.name, length, index, made.prompt, made.answers, tokens(size), size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,14 +231,11 @@ def _setting(tokenizer: Any, length: int, sources: Sources, chat: bool) -> Setti
         dressed: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return dressed
 
-    def count(text: str) -> int:
-        return len(_ids(tokenizer, text, chat))
-
-    return Setting(length, count, sources, dress if chat else str)
+    return Setting(length, lambda text: len(_ids(tokenizer, text, chat)), sources, dress if chat else str)
 
 
 def _ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """As the model reads it. A chat template writes its own special tokens."""
+    """Token ids of a prompt as the model reads it; a chat template writes the special tokens itself."""
     prefix = [] if chat else special_prefix(tokenizer)
     return [*prefix, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
 
@@ -187,7 +259,7 @@ class RulerPrompt(Prompt):
     turning_point: int
 
     def cost(self, tokens: int) -> float:
-        """Of a pass over the prompt and a reply of full length."""
+        """The cost of a pass over the prompt and of a reply of full length."""
         return pass_cost(tokens, self.turning_point) + STEP * self.drawer.task.tokens_to_generate
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
@@ -195,7 +267,8 @@ class RulerPrompt(Prompt):
         first = pass_cost(window or self.length, self.turning_point)
         told = 0.0
 
-        def tick(stage: str, done: float) -> None:  # the first pass reads the prompt, the others write a token each
+        def tick(stage: str, done: float) -> None:
+            """Count the first pass, which reads the prompt, as it is, and each later one, for a token, as ``STEP``."""
             nonlocal told
             share = done if told < 0.999 * first else done / first * STEP
             told += share
@@ -224,21 +297,23 @@ def ruler_prompts(
         tokenizer, lengths=lengths, tasks=tasks, samples=samples, seed=seed, sources=sources, chat=chat
     )
     depends = [seed, chat, tokenizer_digest(tokenizer), _digest(tokenizer.chat_template.encode()) if chat else None]
-    point = turning_point(checkpoint.model)
-    return [
-        RulerPrompt(
-            name=f"{drawer.task.name}, {drawer.task.setting.length:,} tokens",
-            length=drawer.task.setting.length,
-            identity=[drawer.task.name, index, *depends, _source(drawer, sources)],
-            drawer=drawer,
-            index=index,
-            tokenizer=tokenizer,
-            chat=chat,
-            turning_point=point,
-        )
-        for drawer in drawers
-        for index in range(samples)
-    ]
+    point, prompts = turning_point(checkpoint.model), []
+    for drawer in drawers:
+        task, source = drawer.task, _source(drawer.task, sources)
+        prompts += [
+            RulerPrompt(
+                name=f"{task.name}, {task.setting.length:,} tokens",
+                length=task.setting.length,
+                identity=[task.name, index, *depends, source],
+                drawer=drawer,
+                index=index,
+                tokenizer=tokenizer,
+                chat=chat,
+                turning_point=point,
+            )
+            for index in range(samples)
+        ]
+    return prompts
 
 
 def ruler_report(
@@ -246,10 +321,10 @@ def ruler_report(
 ) -> RulerReport:
     """What a finished survey of RULER found."""
     readings = [
-        RulerResult(tuple(map(RulerTrial.from_dict, trials)), reader.reading.name, reader.reading.label)
+        RulerResult(tuple(from_json(RulerTrial, trial) for trial in trials), reader.reading.name, reader.reading.label)
         for reader, trials in survey.trials()
     ]
-    used = any(_is_of_prose(TASKS[task], sources) for task in readings[0].tasks)
+    used = any(TASKS[task].source == "essay" for task in readings[0].tasks)
     return RulerReport(
         readings=tuple(readings),
         chat=chat,
@@ -260,21 +335,14 @@ def ruler_report(
     )
 
 
-def _is_of_prose(task: type[Task] | Task, sources: Sources) -> bool:
-    return task.why_not(replace(sources, essay=None)) is not None
-
-
-def _source(drawer: Drawer, sources: Sources) -> str | None:
+def _source(task: Task, sources: Sources) -> str | None:
     """Digest of the text or data set that a task is made from; None where it needs none."""
-    if sources.essay is not None and _is_of_prose(drawer.task, sources):
+    if task.source is None:
+        return None
+    if task.source == "essay" and sources.essay is not None:
         return _digest(sources.essay.text.encode())
-    file: Path | None = getattr(sources, getattr(drawer.task, "option", ""), None)
-    return None if file is None else _file_digest(file)
-
-
-@functools.cache
-def _file_digest(path: Path) -> str:
-    return _digest(path.read_bytes())
+    file: Path = getattr(sources, task.source)
+    return _digest(file.read_bytes())
 
 
 def _digest(content: bytes) -> str:

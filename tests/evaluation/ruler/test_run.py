@@ -27,8 +27,7 @@ from ctxext.evaluation.ruler import (
     make_drawers,
     relative_effective_length,
 )
-from ctxext.evaluation.ruler.tasks.base import largest_fit
-from ctxext.evaluation.ruler.tasks.words import words
+from ctxext.evaluation.ruler.tasks.base import largest_fit, words
 from ctxext.evaluation.statistics import wilson_interval
 
 PROSE = Sources(Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40))))

@@ -7,18 +7,23 @@ they are what defines the benchmark. Source of the benchmark: Hsieh et al., arXi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from ctxext.errors import require_package
 from ctxext.evaluation.corpus import Document
 
-__all__ = ["Question", "Setting", "Sources", "Task", "all_of", "any_of", "largest_fit"]
+__all__ = ["Question", "Setting", "Sources", "Task", "all_of", "any_of", "distinct", "largest_fit", "words"]
+
+# Sizes that largest_fit interpolates before it halves what is left.
+GUESSES = 8
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,15 @@ class Question:
 class Task(ABC):
     """One task of the benchmark at one length.
 
-    A task writes prompts of any *size* (sentences, words, documents: whatever it is made of); how many fit a length is
-    found by whoever counts tokens.
+    A task writes prompts of any *size*; how large one fits a length is found by whoever counts tokens. A subclass says
+    its ``name``, the ``tokens_to_generate`` for a reply, the ``unit`` that its sizes count (words, lines, documents),
+    and which field of ``Sources`` is its ``source``, None where it is made from chance alone.
     """
 
     name: ClassVar[str]
     tokens_to_generate: ClassVar[int]
     unit: ClassVar[str]
+    source: ClassVar[str | None] = None
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -116,6 +123,44 @@ def _clean(reply: str) -> str:
     return re.sub(r"[\x00-\x1f]", "\n", reply.strip()).strip().lower()
 
 
+@dataclass(frozen=True)
+class Words:
+    """Sorted lists of English words, each word once."""
+
+    nouns: tuple[str, ...]
+    adjectives: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+    @functools.cached_property
+    def all(self) -> tuple[str, ...]:
+        """All three lists as one, each word once."""
+        return tuple(sorted({*self.nouns, *self.adjectives, *self.verbs}))
+
+
+@functools.cache
+def words() -> Words:
+    """Read the lists.
+
+    Raises:
+        InvalidParameterError: wonderwords is not installed.
+    """
+    require_package("wonderwords", "eval", "RULER takes its words from")
+    from wonderwords import Defaults, RandomWord
+
+    lists = (Defaults.NOUNS, Defaults.ADJECTIVES, Defaults.VERBS)
+    return Words(*(tuple(RandomWord(enhanced_prefixes=False, words=each).filter()) for each in lists))
+
+
+def distinct(count: int, draw: Callable[[], str], without: Collection[str] = ()) -> list[str]:
+    """The first ``count`` different texts that ``draw`` makes, leaving out those of ``without``."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        drawn = draw()
+        if drawn not in without:
+            found[drawn] = None
+    return list(found)
+
+
 def largest_fit(
     tokens: Callable[[int], int], least: int, room: int, *, most: int | None = None, near: int | None = None
 ) -> int:
@@ -153,6 +198,3 @@ def largest_fit(
         else:
             low, at_low = size, found
     raise AssertionError  # the count has no end
-
-
-GUESSES = 8

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task
-from ctxext.evaluation.ruler.tasks.words import words
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, words
 
 COMMON = 10
 SHORT = 4096

@@ -8,7 +8,7 @@ import random
 import string
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, distinct
 
 ALPHA = 2
 ZETA = math.pi**2 / 6  # zeta(2)
@@ -47,10 +47,8 @@ class FrequentWords(Task):
         return next(size for size in itertools.count(1) if self._clear(size))
 
     def question(self, size: int, index: int, generator: random.Random) -> Question:
-        coded: dict[str, None] = {}
-        while len(coded) < self._ranks:
-            coded["".join(generator.choices(string.ascii_lowercase, k=LETTERS))] = None
-        ranked = [DOTS, *itertools.islice(coded, 1, None)]
+        coded = distinct(self._ranks, lambda: "".join(generator.choices(string.ascii_lowercase, k=LETTERS)))
+        ranked = [DOTS, *coded[1:]]
         text = [word for rank, word in enumerate(ranked, start=1) for _ in range(_count(size, rank))]
         generator.shuffle(text)
         prompt = self.setting.dress(TEMPLATE.format(context=" ".join(text))) + PREFIX

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from ctxext.evaluation.haystack import split_sentences
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task
-from ctxext.evaluation.ruler.tasks.words import words
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, distinct, words
 
-__all__ = ["DEPTHS", "NOISE", "InEssay", "InNeedles", "InNoise", "Needles"]
+__all__ = ["NOISE", "inserted"]
 
 Kind = Literal["numbers", "words", "uuids"]
 
@@ -49,7 +48,7 @@ class Needles(Task):
     queries: ClassVar[int] = 1
 
     def question(self, size: int, index: int, generator: random.Random) -> Question:
-        keys = _distinct(self.kind_of_key, max(self.keys, self.queries), generator)
+        keys = distinct(max(self.keys, self.queries), lambda: _draw(self.kind_of_key, generator))
         pairs = {key: [_draw(self.kind_of_value, generator) for _ in range(self.values)] for key in keys}
         needles = [self._needle(key, value) for key in keys for value in pairs[key]]
         generator.shuffle(needles)
@@ -79,7 +78,7 @@ class InNoise(Needles):
     unit = "lines"
 
     def _context(self, size: int, needles: Sequence[str], asked: Sequence[str], generator: random.Random) -> str:
-        return "\n".join(_inserted([NOISE] * size, needles, generator))
+        return "\n".join(inserted([NOISE] * size, needles, generator))
 
 
 class InNeedles(Needles):
@@ -88,15 +87,16 @@ class InNeedles(Needles):
     unit = "lines"
 
     def _context(self, size: int, needles: Sequence[str], asked: Sequence[str], generator: random.Random) -> str:
-        others = _distinct(self.kind_of_key, size, generator, without=asked)
+        others = distinct(size, lambda: _draw(self.kind_of_key, generator), without=asked)
         lines = [self._needle(key, _draw(self.kind_of_value, generator)) for key in others]
-        return "\n".join(_inserted(lines, needles, generator))
+        return "\n".join(inserted(lines, needles, generator))
 
 
 class InEssay(Needles):
     """The haystack is prose, the same for all prompts; needles stand between its sentences."""
 
     unit = "words"
+    source = "essay"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -127,21 +127,12 @@ class InEssay(Needles):
         return " ".join([*parts, " ".join(sentences[places[-1] :])])
 
 
-def _inserted(lines: list[str], needles: Sequence[str], generator: random.Random) -> list[str]:
-    """``lines`` with every needle in front of another line."""
+def inserted(lines: list[str], needles: Sequence[str], generator: random.Random) -> list[str]:
+    """``lines`` with every needle in front of another line, the first needle nearest to the end."""
     places = sorted(generator.sample(range(len(lines)), len(needles)), reverse=True)
     for place, needle in zip(places, needles, strict=True):
         lines.insert(place, needle)
     return lines
-
-
-def _distinct(kind: Kind, count: int, generator: random.Random, without: Sequence[str] = ()) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        drawn = _draw(kind, generator)
-        if drawn not in without:
-            found[drawn] = None
-    return list(found)
 
 
 def _draw(kind: Kind, generator: random.Random) -> str:

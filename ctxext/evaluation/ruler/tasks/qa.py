@@ -44,11 +44,11 @@ class QuestionAnswering(Task):
     tokens_to_generate = 32
     unit = "documents"
     data_set: ClassVar[str]
-    option: ClassVar[str]
+    source: ClassVar[str]
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        path: Path = getattr(setting.sources, self.option)
+        path: Path = getattr(setting.sources, self.source)
         try:
             self._asked, self._documents = self._read(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -58,9 +58,9 @@ class QuestionAnswering(Task):
 
     @classmethod
     def why_not(cls, sources: Sources) -> str | None:
-        if getattr(sources, cls.option) is None:
+        if getattr(sources, cls.source) is None:
             return (
-                f"it needs {cls.data_set}'s dev set, which ctxext does not bring; give the JSON file (--{cls.option})"
+                f"it needs {cls.data_set}'s dev set, which ctxext does not bring; give the JSON file (--{cls.source})"
             )
         return None
 
@@ -109,7 +109,7 @@ class Squad(QuestionAnswering):
 
     name = "qa_1"
     data_set = "SQuAD 2.0"
-    option = "squad"
+    source = "squad"
 
     def _read(self, data: Any) -> tuple[list[Asked], list[str]]:
         articles = [article["paragraphs"] for article in data["data"]]
@@ -134,7 +134,7 @@ class HotpotQA(QuestionAnswering):
 
     name = "qa_2"
     data_set = "HotpotQA"
-    option = "hotpotqa"
+    source = "hotpotqa"
 
     def _read(self, data: Any) -> tuple[list[Asked], list[str]]:
         own = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import string
 
-from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, largest_fit
-from ctxext.evaluation.ruler.tasks.needles import NOISE
+from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, distinct, largest_fit
+from ctxext.evaluation.ruler.tasks.needles import NOISE, inserted
 
 HOPS = 4
 LETTERS, LETTERS_IN_EXAMPLE = 5, 3
@@ -50,16 +50,10 @@ class VariableTracking(Task):
 
 def _assignments(size: int, letters: int, generator: random.Random) -> tuple[str, str, list[str]]:
     """The task without its example, the start of the answer, and the chain's variables in order."""
-    names: dict[str, None] = {}
-    while len(names) < HOPS + 1:
-        names["".join(generator.choices(string.ascii_uppercase, k=letters))] = None
-    chain = list(names)
+    chain = distinct(HOPS + 1, lambda: "".join(generator.choices(string.ascii_uppercase, k=letters)))
     value = generator.randrange(10_000, 99_999)
     # The space at the end of a hop is the benchmark's.
     hops = [f"VAR {chain[hop + 1]} = VAR {chain[hop]} " for hop in range(HOPS)]
-    lines = [NOISE] * size
-    places = sorted(generator.sample(range(size), HOPS + 1))
-    for done, (place, line) in enumerate(zip(places, [f"VAR {chain[0]} = {value}", *hops], strict=True)):
-        lines.insert(place + done, line)
+    lines = inserted([NOISE] * size, [*reversed(hops), f"VAR {chain[0]} = {value}"], generator)
     prefix = PREFIX.format(num_v=HOPS + 1, query=value)
     return TEMPLATE.format(context="\n".join(lines), query=value), prefix, chain
