@@ -130,7 +130,7 @@ class Region(ABC):
     """Which pairs of a query and a key that is not after it a piece of attention is for."""
 
     @abstractmethod
-    def holds(self, query: Int[Tensor, "*pairs"], key: Int[Tensor, "*pairs"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         """Whether the pairs of these positions, which broadcast against each other, belong to it."""
 
 
@@ -141,7 +141,7 @@ class Band(Region):
     start: int = 0
     stop: int | None = None
 
-    def holds(self, query: Int[Tensor, "*pairs"], key: Int[Tensor, "*pairs"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         back = query - key
         found = back >= self.start
         return found if self.stop is None else found & (back < self.stop)
@@ -160,7 +160,7 @@ class Chunks(Region):
     back: int
     older: bool = False
 
-    def holds(self, query: Int[Tensor, "*pairs"], key: Int[Tensor, "*pairs"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         apart = torch.div(query, self.size, rounding_mode="floor") - torch.div(key, self.size, rounding_mode="floor")
         return (key <= query) & ((apart >= self.back) if self.older else (apart == self.back))
 
@@ -176,7 +176,7 @@ class Sinks(Region):
     count: int
     start: int
 
-    def holds(self, query: Int[Tensor, "*pairs"], key: Int[Tensor, "*pairs"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         return (key < self.count) & (query - key >= self.start)
 
     def __str__(self) -> str:

@@ -103,8 +103,9 @@ class Bloom(AlibiArchitecture):
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> BloomForward:
         stock = isinstance(method, ALiBi) and method.bias == "stock"
-        if stock and attend.backends.name != "auto":
+        named = attend.backends.name
+        if stock and named != "auto":
             raise InvalidParameterError(
-                f"bias='stock' is BLOOM's own arithmetic and no backend's; leave out attention={attend.backends.name!r}."
+                f"bias='stock' is BLOOM's own arithmetic and no backend's; leave attention={named!r} out."
             )
         return BloomForward(attention, attend, attend.alibi.trained_length if stock else None)
