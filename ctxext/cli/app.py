@@ -278,6 +278,59 @@ def frequencies(
     typer.echo(f"Wrote {output}")
 
 
+@plot_app.command(cls=StrictCommand)
+def positions(
+    checkpoint: Annotated[
+        str | None,
+        Argument(help="A directory or a name on the hub.", show_default="none: --trained-length says all that counts"),
+    ] = None,
+    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
+        "positions.png"
+    ),
+    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 2.0,
+    method: Annotated[
+        list[str] | None,
+        Option(
+            "--method",
+            "-m",
+            help='A method to draw, with parameters where needed: -m "self_extend window=0.75". Repeatable.',
+            show_default="self_extend, rerope, dual_chunk and streaming",
+            autocompletion=method_names,
+        ),
+    ] = None,
+    trained_length: Annotated[
+        int | None,
+        Option(
+            help="Tokens that the model was trained for. Up to 18 of them, at twice the length, show their numbers.",
+            show_default="the checkpoint's, or 16",
+        ),
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Draw how far each key stands from each query, by methods that remap positions.
+
+    [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
+    """
+    check_output(output)
+    from ctxext.checkpoints.inspect import rope_of_checkpoint
+    from ctxext.cli.positions import plot_positions
+    from ctxext.evaluation.readings import name_and_parameters
+    from ctxext.patching import method as build
+    from ctxext.spec import RopeSpec
+
+    rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=16 if trained_length is None else trained_length)
+    if checkpoint is not None:
+        rope = rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
+    asked = [name_and_parameters(text) for text in method or ("self_extend", "rerope", "dual_chunk", "streaming")]
+    chosen = [build(name, factor=factor, **parameters) for name, parameters in asked]
+    try:
+        with whole_file(output) as half:
+            plot_positions(chosen, rope, half)
+    except OSError as error:
+        raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
+    typer.echo(f"Wrote {output}")
+
+
 def _rope_of(
     checkpoint: str | None, rotary_dim: int | None, base: float | None, trained_length: int | None, trust: bool
 ) -> RopeSpec:

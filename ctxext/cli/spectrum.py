@@ -15,6 +15,7 @@ from torch import Tensor
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
+from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 
 __all__ = ["bands", "plot_spectrum", "shown_by_default", "speed"]
@@ -32,6 +33,7 @@ def shown_by_default(factor: float) -> list[Method]:
         kind(factor=factor)
         for kind in METHODS.values()
         if issubclass(kind, RopeMethod)
+        and not issubclass(kind, RemapMethod)
         and all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind))
     ]
 
@@ -44,6 +46,11 @@ def speed(method: Method, rope: RopeSpec) -> tuple[Float[Tensor, " half"], float
     """
     if not isinstance(method, RopeMethod):
         raise IncompatibleError(f"Method {method.name!r} has no frequencies to plot: it does not rotate.")
+    if isinstance(method, RemapMethod):
+        raise IncompatibleError(
+            f"Method {method.name!r} leaves all frequencies as they are and gives tokens other positions: see "
+            f"`ctxext plot positions -m {method.name}`."
+        )
     frequencies = method.frequencies(rope, math.floor(rope.trained_length * method.factor))
     return frequencies.inv_freq / plain_inv_freq(rope), frequencies.attention_scale
 

@@ -31,6 +31,7 @@ from ctxext.evaluation.truncation import (
 )
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
 from ctxext.methods.base import parameter_of
+from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
 from ctxext.saved import already_extended, choices, saved_form
 from ctxext.spec import AlibiSpec, Description, RopeSpec
@@ -49,6 +50,7 @@ __all__ = [
     "ignores_factor",
     "known_trained_length",
     "label_for",
+    "name_and_parameters",
     "name_for",
     "patched",
 ]
@@ -304,7 +306,7 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
         if isinstance(item, Method):
             found.append(item)
             continue
-        name, parameters = _parsed(item)
+        name, parameters = name_and_parameters(item)
         built = [patching.method(name, factor=factor, **parameters) for factor in sorted(set(factors))]
         found += built[-1:] if ignores_factor(built[-1]) else built
     if len(set(found)) != len(found):
@@ -331,18 +333,23 @@ def ignores_factor(method: Method) -> bool:
     rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=trained)
     alibi = AlibiSpec(num_heads=8, trained_length=trained)
 
-    def positions(of: Method, length: int) -> tuple[list[float], float] | None:
+    def positions(of: Method, length: int) -> object:
+        if isinstance(of, RemapMethod):
+            return of.pieces(rope, of.target_length(trained))
         if isinstance(of, RopeMethod):
             found = of.frequencies(rope, length)
             return found.inv_freq.tolist(), found.attention_scale
         return (of.slopes(alibi, length).tolist(), 1.0) if isinstance(of, BiasMethod) else None
 
     other = replace(method, factor=method.factor * 1.5)
-    pairs = [(positions(method, length), positions(other, length)) for length in (trained, 2 * trained)]
+    try:
+        pairs = [(positions(method, length), positions(other, length)) for length in (trained, 2 * trained)]
+    except InvalidParameterError:  # one of them does not fit so short a window, or reaches its target no more
+        return False
     return all(one is not None and one == another for one, another in pairs)
 
 
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+def name_and_parameters(text: str) -> tuple[str, dict[str, Any]]:
     """``name key=value ...`` as a shell would split it."""
     name, *rest = shlex.split(text) or [""]
     if name not in METHODS:

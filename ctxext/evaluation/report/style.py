@@ -84,6 +84,12 @@ OF_METHODS = {
     "dynamic_pi": ("#16838E", "#5CC7D1"),
     "longrope": ("#7A5C45", "#C4A38A"),
     "alibi": ("#2F6B2F", "#86C486"),
+    "self_extend": ("#A3195B", "#F06BA8"),
+    "rerope": ("#4B5FD6", "#9AA6F5"),
+    "dual_chunk": ("#8A5A00", "#DBA84A"),
+    "string": ("#007A87", "#4FC3CF"),
+    "dpe": ("#7A3E9D", "#C58FE3"),
+    "streaming": ("#5B6770", "#A3B1BB"),
 }
 COLOURS = {name: light for name, (light, _) in OF_METHODS.items()}
 OTHERS = ("#4D4D9F", "#A0522D", "#556B2F", "#8B4789")

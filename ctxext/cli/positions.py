@@ -1,0 +1,150 @@
+"""The matrix of relative positions that a method gives a text, as a picture: queries down, keys across."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.errors import IncompatibleError
+from ctxext.evaluation.readings import name_for
+from ctxext.methods import Method
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import Band, Piece, RopeSpec
+
+__all__ = ["plot_positions", "relative_positions"]
+
+GREY, UNTRAINED, DROPPED = "#555555", "#C0392B", "#E8E8E8"
+CELLS = 480  # of a picture, along each side: more are not told apart
+NUMBERED = 36  # tokens up to which cells are large enough to hold their number, as the papers print them
+COLUMNS = 3
+
+
+def relative_positions(
+    pieces: Sequence[Piece], length: int, cells: int = CELLS
+) -> tuple[Float[Tensor, "query key"], list[int]]:
+    """Relative positions of a text of ``length`` tokens, of at most ``cells`` evenly spaced ones.
+
+    Args:
+        pieces: a method's. Where frequencies have positions of their own, that of the slowest one is given.
+        length: tokens.
+        cells: along each side, at least 2.
+
+    Returns:
+        ``[query, key]``, not a number where a query does not see a key, and which tokens these are.
+    """
+    count = min(cells, length)
+    places = torch.linspace(0, length - 1, count, dtype=torch.float64).round().long()
+    found = torch.full((count, count), torch.nan, dtype=torch.float64)
+    for piece in pieces:
+        query, key = (side(places).reshape(count, -1)[:, -1] for side in (piece.query, piece.key))
+        here = piece.region.holds(places[:, None], places[None])
+        found = torch.where(here, query[:, None] - key[None], found)
+    return found, places.tolist()
+
+
+def plot_positions(methods: Sequence[Method], rope: RopeSpec, path: Path) -> None:
+    """Draw the model as it is and each method beside it, one panel each.
+
+    Args:
+        methods: what to draw, in order.
+        rope: the model's rotation.
+        path: where to write; the ending chooses the format (png, svg, pdf).
+
+    Raises:
+        IncompatibleError: for a method that gives all tokens their own positions.
+        InvalidParameterError: for one that does not fit the trained length or cannot reach its target.
+    """
+    from matplotlib.figure import Figure
+
+    panels = [("as it is", (Piece(region=Band()),), max(_length(method, rope) for method in methods))]
+    panels += [(name_for(method), _pieces(method, rope), _length(method, rope)) for method in methods]
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(3.7 * columns + 0.9, 3.75 * rows + 0.7), dpi=160, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for panel, (name, pieces, length) in zip(axes, panels, strict=False):
+        image = _draw(panel, name, pieces, length, rope.trained_length)
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    bar = figure.colorbar(image, ax=axes.tolist(), shrink=0.6, aspect=28, pad=0.015, extend="max")
+    bar.set_label(f"relative position, tokens; red: beyond the {rope.trained_length:,} that were trained", fontsize=8)
+    bar.ax.tick_params(labelsize=7, colors=GREY)
+    bar.outline.set_visible(False)
+    figure.suptitle("How far each key stands from each query", fontsize=11, x=0.01, ha="left", fontweight="bold")
+    figure.savefig(path)
+
+
+def _length(method: Method, rope: RopeSpec) -> int:
+    return method.target_length(rope.trained_length)
+
+
+def _pieces(method: Method, rope: RopeSpec) -> tuple[Piece, ...]:
+    if not isinstance(method, RemapMethod):
+        raise IncompatibleError(
+            f"Method {method.name!r} leaves every token at its own position and changes what a position means: see "
+            f"`ctxext plot frequencies`. Methods to draw here: self_extend, rerope, dual_chunk, string, dpe, streaming."
+        )
+    return method.pieces(rope, _length(method, rope))
+
+
+def _draw(panel: Any, name: str, pieces: Sequence[Piece], length: int, trained_length: int) -> Any:
+    """One panel; returns what the colour bar is for."""
+    from matplotlib.colors import Normalize
+
+    found, places = relative_positions(pieces, length)
+    edges = (-0.5, length - 0.5)
+    hidden = found.isnan() & torch.ones_like(found, dtype=torch.bool).tril()
+    panel.imshow(
+        hidden.masked_fill(~hidden, False).numpy().astype(float),
+        cmap=_one_colour(DROPPED),
+        extent=(*edges, *reversed(edges)),
+        vmin=0,
+        vmax=1,
+    )
+    image = panel.imshow(
+        found.numpy(),
+        cmap=_colours(),
+        norm=Normalize(0, trained_length - 1),
+        extent=(*edges, *reversed(edges)),
+        interpolation="nearest",
+    )
+    if length <= NUMBERED:
+        for row, query in enumerate(places):
+            for column, key in enumerate(places[: row + 1]):
+                value = float(found[row, column])
+                if not math.isnan(value):
+                    ink = "white" if value > 0.55 * trained_length else "#222222"
+                    panel.text(key, query, f"{value:.3g}", ha="center", va="center", fontsize=4.2, color=ink)
+    if bool(hidden.any()):
+        panel.text(
+            0.98, 0.97, "grey: not seen", transform=panel.transAxes, ha="right", va="top", fontsize=7, color=GREY
+        )
+    panel.set_title(name, fontsize=9, fontweight="bold", loc="left", pad=4)
+    panel.set_xlabel("key", fontsize=8, color=GREY)
+    panel.set_ylabel("query", fontsize=8, color=GREY)
+    panel.tick_params(labelsize=6.5, length=2, colors=GREY)
+    for spine in panel.spines.values():
+        spine.set_visible(False)
+    return image
+
+
+def _colours() -> Any:
+    """Light for near, dark for far, red for what was never trained, nothing for what is not seen."""
+    from matplotlib import colormaps
+
+    found = colormaps["YlGnBu"].copy()
+    found.set_over(UNTRAINED)
+    found.set_bad((0, 0, 0, 0))
+    return found
+
+
+def _one_colour(colour: str) -> Any:
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap([(1, 1, 1, 0), colour])
