@@ -62,7 +62,8 @@ def plot_positions(methods: Sequence[Method], rope: RopeSpec, path: Path) -> Non
     """
     from matplotlib.figure import Figure
 
-    panels = [("as it is", (Piece(region=Band()),), max(_length(method, rope) for method in methods))]
+    whole: tuple[Piece, ...] = (Piece(region=Band()),)
+    panels = [("as it is", whole, max(_length(method, rope) for method in methods))]
     panels += [(name_for(method), _pieces(method, rope), _length(method, rope)) for method in methods]
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
