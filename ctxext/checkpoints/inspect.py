@@ -217,25 +217,20 @@ def _verdicts(
     model: PreTrainedModel, trained_length: int | None, spec: RopeSpec | None, caps: bool, progress: Progress | None
 ) -> tuple[MethodCheck, ...]:
     verdicts = []
-    for done, method in enumerate(METHODS.values()):
+    for done, method in enumerate(METHODS.values(), start=1):
+        verdicts.append(_verdict(model, method.example(spec or LLAMA), trained_length, caps))
         if progress is not None:
             progress(done, len(METHODS))
-        verdicts.append(_verdict(model, method.example(spec or LLAMA), trained_length, caps))
-    if progress is not None:
-        progress(len(METHODS), len(METHODS))
     return tuple(verdicts)
 
 
 def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None, caps: bool) -> MethodCheck:
-    choice = "lift" if caps else None
     try:
-        patch(model, method, trained_length=trained_length, sliding_window=choice)
-    except PatchStateError:
-        return MethodCheck(
-            method=method.name, factor=method.factor, refused="say --trained-length first: already extended"
-        )
+        patch(model, method, trained_length=trained_length, sliding_window="lift" if caps else None)
     except CtxextError as error:
-        return MethodCheck(method=method.name, factor=method.factor, refused=str(error))
+        extended = isinstance(error, PatchStateError)
+        why = "say --trained-length first: already extended" if extended else str(error)
+        return MethodCheck(method=method.name, factor=method.factor, refused=why)
     description = describe(model)
     unpatch(model)
     return MethodCheck(

@@ -113,8 +113,10 @@ def load(
     _refuse_arguments(path, loading)
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
-    own = _method_parameters(method, loading)
-    if base is not None and _has_parameter(method, "base"):
+    known = METHODS.get(method) if isinstance(method, str) else None
+    parameters = set() if known is None else {field.name for field in fields(known)}
+    own = {name: loading.pop(name) for name in list(loading) if name in parameters}
+    if base is not None and "base" in parameters:
         own["base"], base = base, None
     asked: dict[str, Any] = {
         "factor": factor,
@@ -144,14 +146,9 @@ def load(
         checked_trained_length(saved, trained_length)
         config = plain_config(config, saved)
         scaling = scaling or choices(saved)["scaling"]
+    asked |= {"attention": attention, "scaling": scaling, "auto_class": auto_class}
     trusted = bool(loading.get("trust_remote_code", False))
-    chosen: dict[str, Any] = {
-        "trust_remote_code": trusted,
-        "auto_class": auto_class,
-        "attention": attention,
-        "scaling": scaling,
-    }
-    extended = extended_config(config, method, **chosen, **asked, **own)
+    extended = extended_config(config, method, trust_remote_code=trusted, **asked, **own)
     return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
 
 
@@ -387,19 +384,6 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         longer = copy.deepcopy(tokenizer)
         longer.model_max_length = max(longer.model_max_length, inner.config.ctxext["target_length"])
         longer.save_pretrained(directory)
-
-
-def _has_parameter(chosen: Any, name: str) -> bool:
-    known = METHODS.get(chosen) if isinstance(chosen, str) else None
-    return known is not None and name in {field.name for field in fields(known)}
-
-
-def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> dict[str, Any]:
-    """Take the method's own parameters out of the keyword arguments."""
-    if not isinstance(chosen, str) or chosen not in METHODS:
-        return {}
-    names = {field.name for field in fields(METHODS[chosen])}
-    return {name: loading.pop(name) for name in list(loading) if name in names}
 
 
 @own_defaults()
