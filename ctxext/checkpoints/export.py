@@ -10,8 +10,8 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.adapters import is_adapter
-from ctxext.checkpoints.load import extended_config
-from ctxext.checkpoints.source import checked_path, read_config
+from ctxext.checkpoints.load import extended_config, model_class
+from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import Method
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
@@ -71,7 +71,8 @@ def export(
             f"{place} is an adapter. Merge it into its base model first: "
             f"ctxext.load({place!r}).merge_and_unload().save_pretrained(NEW), then export NEW."
         )
-    config = read_config(place, trust_remote_code=trust_remote_code)
+    config = read_any_config(place, trust_remote_code=trust_remote_code)
+    model_class(config)  # it says so where transformers has none
     if method is None:
         return export_config(config, to=to, trust_remote_code=trust_remote_code)
     extended = extended_config(config, method, trust_remote_code=trust_remote_code, **arguments)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ctxext.adapters import EXTENSION_FILE, is_adapter
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
-from ctxext.checkpoints.config_check import building
 from ctxext.checkpoints.export import TARGETS, export_config
-from ctxext.checkpoints.load import model_class
-from ctxext.checkpoints.source import checked_path, read_config, read_json
+from ctxext.checkpoints.load import meta_model
+from ctxext.checkpoints.source import checked_path, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method
 from ctxext.methods.base import require
@@ -26,7 +23,6 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import Description, Request, RopeSpec
-from ctxext.surgery.rebuild import restoring
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.windows import window_fields, window_note
 
@@ -117,8 +113,8 @@ def inspect_checkpoint(
     """
     _require_tokens(trained_length)
     checked_path(place, location)
-    config = read_config(place, trust_remote_code=trust_remote_code, **location)
-    model = _without_weights(config, trust_remote_code)
+    config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
+    model = meta_model(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
     known = trained_length or trained_length_of(model)
@@ -152,9 +148,10 @@ def rope_of_checkpoint(
     """
     _require_tokens(trained_length)
     checked_path(place, {})
-    config = read_config(place, trust_remote_code=trust_remote_code)
+    config = read_any_config(place, trust_remote_code=trust_remote_code)
     saved = saved_extension(config, os.fspath(place))
-    model = _without_weights(config if saved is None else plain_config(config, saved), trust_remote_code)
+    plain = config if saved is None else plain_config(config, saved)
+    model = meta_model(plain, trust_remote_code=trust_remote_code)
     known = trained_length or trained_length_of(model)
     if known is None:
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
@@ -185,16 +182,6 @@ def _require_tokens(trained_length: int | None) -> None:
     """Refuse a length of nothing, which would otherwise read as none that is given."""
     is_length = trained_length is None or trained_length >= 1
     require(is_length, "trained_length", trained_length, "a positive whole number of tokens")
-
-
-def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
-    kind = model_class(config)
-    with building(f"a {config.model_type}"), torch.device("meta"), restoring():
-        if kind is AutoModelForCausalLM:
-            model: PreTrainedModel = kind.from_config(config, trust_remote_code=trust_remote_code)
-        else:
-            model = kind(copy.deepcopy(config))
-    return model
 
 
 def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:
@@ -230,25 +217,20 @@ def _verdicts(
     model: PreTrainedModel, trained_length: int | None, spec: RopeSpec | None, caps: bool, progress: Progress | None
 ) -> tuple[MethodCheck, ...]:
     verdicts = []
-    for done, method in enumerate(METHODS.values()):
+    for done, method in enumerate(METHODS.values(), start=1):
+        verdicts.append(_verdict(model, method.example(spec or LLAMA), trained_length, caps))
         if progress is not None:
             progress(done, len(METHODS))
-        verdicts.append(_verdict(model, method.example(spec or LLAMA), trained_length, caps))
-    if progress is not None:
-        progress(len(METHODS), len(METHODS))
     return tuple(verdicts)
 
 
 def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None, caps: bool) -> MethodCheck:
-    choice = "lift" if caps else None
     try:
-        patch(model, method, trained_length=trained_length, sliding_window=choice)
-    except PatchStateError:
-        return MethodCheck(
-            method=method.name, factor=method.factor, refused="say --trained-length first: already extended"
-        )
+        patch(model, method, trained_length=trained_length, sliding_window="lift" if caps else None)
     except CtxextError as error:
-        return MethodCheck(method=method.name, factor=method.factor, refused=str(error))
+        extended = isinstance(error, PatchStateError)
+        why = "say --trained-length first: already extended" if extended else str(error)
+        return MethodCheck(method=method.name, factor=method.factor, refused=why)
     description = describe(model)
     unpatch(model)
     return MethodCheck(

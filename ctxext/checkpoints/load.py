@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ctxext.adapters import is_adapter, keep_extension, read_extension, require_trained_on, save_adapters
 from ctxext.architectures import architecture_of
 from ctxext.checkpoints.config_check import building
-from ctxext.checkpoints.limits import raised_tokenizer
 from ctxext.checkpoints.source import checked_contents, checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
@@ -44,10 +44,21 @@ from ctxext.surgery.rebuild import own_defaults, restoring
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 from ctxext.surgery.wrappers import base_model, unwrapped
 
-__all__ = ["attached", "extended_config", "load", "model_class", "save"]
+__all__ = [
+    "attached",
+    "extended_config",
+    "load",
+    "meta_model",
+    "model_class",
+    "refuse_lacking",
+    "require_language_model",
+    "save",
+]
 
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
+# In the name of a class, transformers' or one that it does not have (LLaMAForCausalLM, with code in the checkpoint).
+PREDICTS_TOKENS = re.compile("CausalLM|LMHead|ConditionalGeneration")
 # Arguments of PeftModel.from_pretrained.
 ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
 
@@ -102,8 +113,10 @@ def load(
     _refuse_arguments(path, loading)
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
-    own = _method_parameters(method, loading)
-    if base is not None and _has_parameter(method, "base"):
+    known = METHODS.get(method) if isinstance(method, str) else None
+    parameters = set() if known is None else {field.name for field in fields(known)}
+    own = {name: loading.pop(name) for name in list(loading) if name in parameters}
+    if base is not None and "base" in parameters:
         own["base"], base = base, None
     asked: dict[str, Any] = {
         "factor": factor,
@@ -133,14 +146,9 @@ def load(
         checked_trained_length(saved, trained_length)
         config = plain_config(config, saved)
         scaling = scaling or choices(saved)["scaling"]
+    asked |= {"attention": attention, "scaling": scaling, "auto_class": auto_class}
     trusted = bool(loading.get("trust_remote_code", False))
-    chosen: dict[str, Any] = {
-        "trust_remote_code": trusted,
-        "auto_class": auto_class,
-        "attention": attention,
-        "scaling": scaling,
-    }
-    extended = extended_config(config, method, **chosen, **asked, **own)
+    extended = extended_config(config, method, trust_remote_code=trusted, **asked, **own)
     return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
 
 
@@ -196,9 +204,10 @@ def _read_model(
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
             checked_contents(Path(place) / loading.get("subfolder", ""))
+    telling = {"output_loading_info": True} if auto_class is None else {}
     try:
         with restoring():
-            model: PreTrainedModel = chosen.from_pretrained(place, config=config, **loading)
+            found = chosen.from_pretrained(place, config=config, **telling, **loading)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error
     except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
@@ -207,7 +216,22 @@ def _read_model(
             raise
         names = {field.name for method in METHODS.values() for field in fields(method)}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
+    if not telling:  # a class that was asked for may have a head that is new
+        model: PreTrainedModel = found
+        return model
+    model, said = found
+    refuse_lacking(place, model, sorted(said["missing_keys"]))
     return model
+
+
+def refuse_lacking(place: str | os.PathLike[str], model: PreTrainedModel, lacking: list[str]) -> None:
+    """Raise ``CheckpointError`` where weights lack tensors of ``model``, in whose place random ones would stand."""
+    if lacking:
+        raise CheckpointError(
+            f"The weights in {place} lack {lacking[0]}, which a {type(model).__name__} needs ({len(lacking)} such "
+            f"tensors). Download them again; where they are another class's, write that into config.json: "
+            f"architectures."
+        )
 
 
 def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
@@ -219,7 +243,7 @@ def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
 
     Raises:
         UnknownNameError: transformers has no class of this name.
-        IncompatibleError: transformers knows no model that this checkpoint could be.
+        IncompatibleError: transformers knows no model that this checkpoint could be, or its class is the user's own.
     """
     if auto_class is not None:
         return _named_class(auto_class)
@@ -232,7 +256,7 @@ def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
         is_model = isinstance(saved, type) and issubclass(saved, PreTrainedModel)
         if is_model and isinstance(config, getattr(saved, "config_class", ())):
             return saved
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # and no class of transformers is named
         named = f" and no class {', '.join(map(str, names))}" if names else ""
         raise IncompatibleError(
             f"This is a {config.model_type}, which transformers {transformers.__version__} has no causal language "
@@ -244,7 +268,24 @@ def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
             f"config.json), and the causal language model of its type is only a part of it. Write the class into "
             f"config.json, or choose that part: auto_class='AutoModelForCausalLM'."
         )
+    if names and not any(PREDICTS_TOKENS.search(str(name)) for name in names):
+        raise IncompatibleError(
+            f"This {config.model_type} is of the class {', '.join(map(str, names))} (architectures in config.json), "
+            f"which transformers {transformers.__version__} does not have for it, and is not taken for a causal "
+            f"language model without being asked. Give your class, ctxext.load(path, auto_class=...), or call "
+            f"ctxext.patch on the model that it loads; if the weights are a language model's, write that class there."
+        )
     return AutoModelForCausalLM
+
+
+def require_language_model(config: Any, place: str) -> None:
+    """Raise ``IncompatibleError`` for a checkpoint whose class has another head than a language model's."""
+    chosen = model_class(config)
+    if chosen is not AutoModelForCausalLM and not chosen.can_generate():
+        raise IncompatibleError(
+            f"{place} holds a {chosen.__name__}, which predicts no tokens (architectures in config.json); read as a "
+            f"causal language model it would have a head of random weights. Give a language model's checkpoint."
+        )
 
 
 def _named_class(auto_class: Any) -> Any:
@@ -274,19 +315,38 @@ def config_of(config: Any, chosen: Any) -> Any:
     return part
 
 
-def extended_config(
-    config: Any, method: str | Method, *, trust_remote_code: bool = False, auto_class: Any = None, **arguments: Any
-) -> Any:
-    """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
+def meta_model(
+    config: Any, *, auto_class: Any = None, trust_remote_code: bool = False, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model that a checkpoint's config builds, on the meta device: all of its structure, no memory for weights.
+
+    Args:
+        config: as the checkpoint has it; the model gets a copy.
+        auto_class: as for ``model_class``, whose errors are raised too.
+        trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
+        dtype: of the weights; None for what the config says.
+
+    Raises:
+        CheckpointError: transformers cannot build it.
+    """
     with building(f"a {config.model_type}"), torch.device("meta"), restoring():
         chosen = model_class(config, auto_class)
         copied = copy.deepcopy(config_of(config, chosen))
         if not hasattr(chosen, "from_config"):
-            model = chosen(copied)
-        elif chosen is AutoModelForCausalLM:
-            model = chosen.from_config(copied, trust_remote_code=trust_remote_code)
-        else:
-            model = chosen.from_config(copied)
+            model: PreTrainedModel = chosen(copied)
+            return model
+        options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        if chosen is AutoModelForCausalLM:
+            options["trust_remote_code"] = trust_remote_code
+        model = chosen.from_config(copied, **options)
+        return model
+
+
+def extended_config(
+    config: Any, method: str | Method, *, trust_remote_code: bool = False, auto_class: Any = None, **arguments: Any
+) -> Any:
+    """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
+    model = meta_model(config, auto_class=auto_class, trust_remote_code=trust_remote_code)
     return patch(model, method, **arguments).config
 
 
@@ -321,20 +381,9 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     else:
         save_adapters(adapted, place, **saving)
     if tokenizer is not None:
-        raised_tokenizer(tokenizer, inner.config.ctxext["target_length"]).save_pretrained(directory)
-
-
-def _has_parameter(chosen: Any, name: str) -> bool:
-    known = METHODS.get(chosen) if isinstance(chosen, str) else None
-    return known is not None and name in {field.name for field in fields(known)}
-
-
-def _method_parameters(chosen: str | Method | None, loading: dict[str, Any]) -> dict[str, Any]:
-    """Take the method's own parameters out of the keyword arguments."""
-    if not isinstance(chosen, str) or chosen not in METHODS:
-        return {}
-    names = {field.name for field in fields(METHODS[chosen])}
-    return {name: loading.pop(name) for name in list(loading) if name in names}
+        longer = copy.deepcopy(tokenizer)
+        longer.model_max_length = max(longer.model_max_length, inner.config.ctxext["target_length"])
+        longer.save_pretrained(directory)
 
 
 @own_defaults()

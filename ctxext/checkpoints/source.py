@@ -16,15 +16,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     GgufConfig,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from ctxext.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config
-from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError, require_package
+from ctxext.errors import CheckpointError, CtxextError, VerificationError, require_package
 from ctxext.saved import checked_extension
 from ctxext.surgery.rope_types import GUARD
 
@@ -34,7 +32,6 @@ __all__ = [
     "checked_path",
     "gguf_inside",
     "read_any_config",
-    "read_config",
     "read_json",
     "refuse_source",
     "scaling_in_gguf",
@@ -52,32 +49,19 @@ SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
 @dataclass
 class Contents:
-    """What of a checkpoint directory goes into an extended copy: weights, small files, and what stays behind."""
+    """What of a checkpoint directory goes into an extended copy: weights, small files, and what stays behind.
+
+    Args:
+        weights: safetensors files.
+        others: small files.
+        left_out: names of what stays behind.
+        tensors: the names of the tensors in each weight file.
+    """
 
     weights: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-
-
-def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
-    """Read the config of a language model, from a directory or by its name on the hub.
-
-    It is a causal one, or one of the class that its config names: with pictures beside the text, or an encoder.
-
-    Raises:
-        CheckpointError: as for ``read_any_config``.
-        IncompatibleError: transformers has no class to build such a model.
-    """
-    config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
-    own_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    builds = isinstance(named, type) and issubclass(named, PreTrainedModel)
-    if type(config) not in AutoModelForCausalLM._model_mapping and not own_code and not builds:
-        raise IncompatibleError(
-            f"{place} holds a {config.model_type}, which transformers has no causal language model for, and its config "
-            f"names no class that it has (architectures={config.architectures}). Write the model's class there."
-        )
-    return config
+    tensors: dict[str, set[str]] = field(default_factory=dict)
 
 
 def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
@@ -299,7 +283,7 @@ def _check_weights(source: Path, contents: Contents) -> None:
             f"Convert a checkpoint that you trust: AutoModelForCausalLM.from_pretrained(SRC, use_safetensors=False)"
             f".save_pretrained(NEW)."
         )
-    tensors = {path.name: _tensor_names(path) for path in contents.weights}
+    contents.tensors = tensors = {path.name: _tensor_names(path) for path in contents.weights}
     indices = [index for index in source.glob("*.safetensors.index.json") if not _is_other(index)]
     named = {file for index in indices for file in _check_index(source, index, tensors)}
     unnamed = sorted(name for name in tensors.keys() - named if SHARD.fullmatch(name))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -12,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext.checkpoints.limits import LENGTH_FIELDS, copy_raised
-from ctxext.checkpoints.load import extended_config
-from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
+from torch import nn
+from transformers import PreTrainedModel
+
+from ctxext.checkpoints.load import meta_model, refuse_lacking
+from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, read_json, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, VerificationError
 from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext.methods import Method
-from ctxext.patching import describe_saved
+from ctxext.patching import describe_saved, patch
 from ctxext.spec import Description
 from ctxext.surgery.old_form import same_rope, with_old_form
 
@@ -29,6 +33,12 @@ FICLONE = 0x40049409
 # What it answers where that is impossible, rather than wrong.
 CANNOT_CLONE = frozenset({errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EINVAL, errno.EPERM})
 CHUNK = 16 * 2**20
+# Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'.
+LENGTH_FIELDS = {
+    "tokenizer_config.json": "model_max_length",
+    "generation_config.json": "max_length",
+    "sentence_bert_config.json": "max_seq_length",
+}
 
 Progress = Callable[[int, int], None]
 
@@ -91,7 +101,10 @@ def patch_checkpoint(
     _refuse_destination(source, destination)
     contents = checked_contents(source)
     config = read_any_config(source, trust_remote_code=trust_remote_code)
-    extended = _extended_whole(config, source, method, trust_remote_code, arguments)
+    model = meta_model(config, trust_remote_code=trust_remote_code)
+    _refuse_part(source, config, model)
+    refuse_lacking(source, model, _lacking(contents, model))
+    extended = patch(model, method, **arguments).config
     description = describe_saved(extended.ctxext, extended.model_type)
     partial = hidden_beside(destination, f"{secrets.token_hex(4)}.partial")
     try:
@@ -121,22 +134,34 @@ def patch_checkpoint(
     )
 
 
-def _extended_whole(
-    config: Any, source: Path, method: str | Method, trust_remote_code: bool, arguments: dict[str, Any]
-) -> Any:
-    """The extended config of the whole checkpoint: of a vision-language model as well, not of its text part alone.
-
-    Raises:
-        IncompatibleError: the model class keeps another config than the checkpoint's.
-    """
-    extended = extended_config(config, method, trust_remote_code=trust_remote_code, **arguments)
-    if type(extended) is not type(config):
+def _refuse_part(source: Path, config: Any, model: PreTrainedModel) -> None:
+    """Refuse a model class that keeps another config than the checkpoint's, as of its text part alone."""
+    kept = model.config
+    if type(kept) is not type(config):
         raise IncompatibleError(
-            f"{source} holds a {config.model_type}, whose model keeps a config of the type {extended.model_type}: "
+            f"{source} holds a {config.model_type}, whose model keeps a config of the type {kept.model_type}: "
             f"ctxext would write the config of a part beside the weights of the whole. Load it and extend it in "
             f"memory: ctxext.load({str(source)!r}, method=...)."
         )
-    return extended
+
+
+def _lacking(contents: Contents, model: PreTrainedModel) -> list[str]:
+    """The weights of ``model`` that no file holds; none where a tensor is left over that may be one of them.
+
+    Quantised weights, fused experts and old layouts have names that transformers translates while it loads. Only where
+    every name in the files is the model's own, or one that nothing reads, is what is missing known to be missing.
+    """
+    needed = model.state_dict(keep_vars=True)
+    stored = contents.tensors.get("model.safetensors") or set().union(*contents.tensors.values())
+    if any(name not in needed and not name.endswith("rotary_emb.inv_freq") for name in stored):
+        return []
+    tied = {id(needed[name]) for name in stored if name in needed}  # shared weights are stored under one name
+    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    return [
+        name
+        for name, weight in needed.items()
+        if isinstance(weight, nn.Parameter) and id(weight) not in tied and not any(p.search(name) for p in optional)
+    ]
 
 
 def _refuse_destination(source: Path, destination: Path) -> None:
@@ -162,10 +187,42 @@ def _write_small_files(
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         if path.parent == source and path.name in LENGTH_FIELDS:
-            changed += copy_raised(path, place, description.trained_length, description.target_length)
+            changed += _copy_raised(path, place, description.trained_length, description.target_length)
         else:
             shutil.copyfile(path, place)
     return changed
+
+
+def _copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:
+    """Copy one of the files named in ``LENGTH_FIELDS``; a limit that was the old window becomes the new one.
+
+    A tokenizer's limit is raised wherever it is below the new window. The others may also hold a choice that has
+    nothing to do with the window, and then stay as they are.
+
+    Args:
+        path: the file.
+        place: where its copy goes.
+        trained: the old window, in tokens.
+        target: the new window, in tokens.
+
+    Returns:
+        What was changed, a line each.
+    """
+    settings, field = read_json(path), LENGTH_FIELDS[path.name]
+    limit = settings.get(field)
+    is_count = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if (
+        target is None
+        or limit is None
+        or not is_count
+        or limit >= target
+        or (field != "model_max_length" and limit != trained)
+    ):
+        shutil.copyfile(path, place)
+        return []
+    settings[field] = target
+    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [f"{path.name}: {field} {limit:g} -> {target}"]
 
 
 def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> None:

@@ -91,7 +91,7 @@ def plan(
     require_package("peft", "train", "Training is planned with", CheckpointError)
 
     from ctxext.adapters import is_adapter
-    from ctxext.checkpoints.source import checked_path, read_config, read_json
+    from ctxext.checkpoints.source import checked_path, read_any_config, read_json
     from ctxext.evaluation.forward import parse_bytes
     from ctxext.planning.plan import plan_serving, plan_training, reach_of, stored_as
     from ctxext.training.memory import Memory
@@ -107,7 +107,7 @@ def plan(
     if is_adapter(checkpoint):
         base = read_json(Path(checkpoint) / "adapter_config.json").get("base_model_name_or_path")
         raise CheckpointError(f"{checkpoint} is an adapter. Plan its base model, {base}; --lora-rank says its size.")
-    config = read_config(checked_path(checkpoint, {}), trust_remote_code=trust)
+    config = read_any_config(checked_path(checkpoint, {}), trust_remote_code=trust)
     chosen, name = _dtype(config, dtype)
     common: dict[str, Any] = {"dtype": chosen, "quantisation": quantisation, "trust_remote_code": trust}
     trained: dict[str, Any] = {"memory": way, "lora_rank": lora_rank, "norms": norms, "embeddings": embeddings}

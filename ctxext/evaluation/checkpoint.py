@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
-from ctxext.checkpoints.load import load
+from ctxext.checkpoints.load import load, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.evaluation.documents import package_folders
@@ -179,6 +179,7 @@ def _load(source: str, dtype: str, device: torch.device, trust: dict[str, Any]) 
         return _load_adapter(source, dtype, device, trust)
     checked_path(source, {})
     config = read_any_config(source, **trust)
+    require_language_model(config, source)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
     options: dict[str, Any] = {"dtype": DTYPES[chosen], **trust}
     if saved_extension(config, source) is not None:

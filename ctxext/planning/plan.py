@@ -15,13 +15,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctxext.checkpoints.config_check import building
-from ctxext.checkpoints.load import attached
+from ctxext.checkpoints.load import attached, meta_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.methods import RopeMethod
 from ctxext.planning.dry_run import DryRun, layers_of
 from ctxext.saved import plain_config, rope_dicts, saved_extension, saved_method, scaling_of
-from ctxext.surgery.rebuild import restoring
 from ctxext.training.memory import Memory
 
 __all__ = [
@@ -267,11 +265,8 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
             f"Memory is planned for causal language models, one text at a time; a {config.model_type} reads more than "
             f"that, or is none. Plan its language model alone."
         )
-    config = _plainly_rotated(config)
-    with building(f"a {config.model_type}"), torch.device("meta"), restoring():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+    chosen: dict[str, Any] = {"auto_class": AutoModelForCausalLM, "trust_remote_code": trust_remote_code}
+    model = meta_model(_plainly_rotated(config), dtype=dtype, **chosen)
     return model if saved_extension(model.config, "the config") is None else attached(model, "the config")
 
 

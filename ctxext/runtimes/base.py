@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["STOCK_TYPES", "Export", "ExtensionInConfig"]
+__all__ = ["STOCK_TYPES", "Export", "ExtensionInConfig", "read_table"]
 
 STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+
+
+@functools.cache
+def read_table(path: Path) -> dict[str, Any]:
+    """What was found out about every model type on one runtime; a script made the file."""
+    table: dict[str, Any] = json.loads(path.read_text())
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,12 @@ Source: llama.cpp as vendored by llama_cpp_python 0.3.36 (conversion/, common/ar
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig
+from ctxext.runtimes.base import Export, ExtensionInConfig, read_table
 
 __all__ = ["TABLE", "attention_factor", "flags_of", "to_llama_cpp", "verdict"]
 
@@ -65,19 +63,13 @@ _CONVERT_FIRST = (
 _OTHERWISE = "Choose a static method that it knows: yarn, pi (linear), or ntk and abf (another base)."
 
 
-@functools.cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text())
-    return table
-
-
 def _version() -> str:
-    return str(_table()["versions"]["converter"])
+    return str(read_table(TABLE)["versions"]["converter"])
 
 
 def _line(extended: ExtensionInConfig) -> dict[str, Any]:
     """What was found out about this model type; empty where it was not looked at."""
-    types = _table()["types"]
+    types = read_table(TABLE)["types"]
     found: dict[str, Any] = types.get(extended.config.model_type) or types.get(extended.text.model_type) or {}
     return found
 

@@ -10,7 +10,6 @@ Source: vLLM 0.33.0 (vllm/config/model.py:2545-2684, vllm/model_executor/layers/
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig
+from ctxext.runtimes.base import Export, ExtensionInConfig, read_table
 
 __all__ = ["CLASSES", "TABLE", "to_vllm"]
 
@@ -100,19 +99,14 @@ def _longest(extended: ExtensionInConfig) -> int:
     return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
 
 
-@functools.cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text())
-    return table
-
-
 def _model_class(extended: ExtensionInConfig) -> str | None:
     """Why it is not known what vLLM's class for this model does with the extension; None where it is right.
 
     Raises:
         IncompatibleError: if the class computes other positions.
     """
-    version, types = _table()["versions"]["vllm"], _table()["types"]
+    table = read_table(TABLE)
+    version, types = table["versions"]["vllm"], table["types"]
     model_type = next((kind for kind in (extended.config.model_type, extended.text.model_type) if kind in types), None)
     if model_type is None:
         return f"Not proven: what vLLM {version} does for this model type was not looked at."

@@ -258,10 +258,10 @@ def test_what_cannot_be_extended_is_refused_with_a_sentence(
 @pytest.mark.parametrize("name", [*KINDS[1:4], "bigscience/bloom-560m", "openai/gpt-oss-20b"])
 def test_plan_counts_every_one(name: str, place: Callable[[str], Path]) -> None:
     """The weights are counted to the byte, and a longer context takes more."""
-    from ctxext.checkpoints.source import read_config
+    from ctxext.checkpoints.source import read_any_config
     from ctxext.planning.plan import plan_serving
 
-    plan = plan_serving(read_config(place(name)), dtype=torch.bfloat16)
+    plan = plan_serving(read_any_config(place(name)), dtype=torch.bfloat16)
     short, long = plan.at(256), plan.at(1024)
     model = famous_model(name, device="meta")
     assert short.weights == 2 * sum(weight.numel() for weight in model.parameters())

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     GenerationConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -22,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.evaluation.checkpoint import load_checkpoint
 from scripts.walk.special import SPECIAL
 from scripts.walk.tiny import _shrunk
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
@@ -133,6 +135,35 @@ def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
         patch_checkpoint(tmp_path / "plain", tmp_path / "long", "yarn", factor=4.0)
     with pytest.raises(IncompatibleError, match="auto_class='AutoModelForCausalLM'"):
         ctxext.load(tmp_path / "plain", "yarn", factor=4)
+
+
+def test_a_class_of_ones_own_is_not_taken_for_a_language_model(tmp_path: Path) -> None:
+    """A reward model with tied embeddings has all the weights of one, and would be read as one without a word."""
+    tiny(tie_word_embeddings=True).save_pretrained(tmp_path / "own")
+    make_tokenizer(bos=True).save_pretrained(tmp_path / "own")
+    path = tmp_path / "own/config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"architectures": ["MyRewardModel"]}))
+    for verb in (
+        lambda: patch_checkpoint(tmp_path / "own", tmp_path / "long", "yarn", factor=4.0),
+        lambda: ctxext.load(tmp_path / "own", "yarn", factor=4),
+        lambda: load_checkpoint(str(tmp_path / "own")),
+    ):
+        with pytest.raises(IncompatibleError, match=r"MyRewardModel.* auto_class="):
+            verb()
+    assert not (tmp_path / "long").exists()
+    own = ctxext.load(tmp_path / "own", "yarn", factor=4, auto_class="LlamaForCausalLM")
+    assert type(own) is LlamaForCausalLM, "it is what was asked for"
+    path.write_text(json.dumps(config | {"architectures": ["LLaMAForCausalLM"]}))  # as the first conversions spelt it
+    assert type(ctxext.load(tmp_path / "own", "yarn", factor=4)) is LlamaForCausalLM
+    load_checkpoint(str(tmp_path / "own"))
+
+
+def test_what_predicts_no_tokens_is_not_evaluated(tmp_path: Path) -> None:
+    LlamaForSequenceClassification(tiny().config).save_pretrained(tmp_path)
+    make_tokenizer(bos=True).save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleError, match="LlamaForSequenceClassification, which predicts no tokens"):
+        load_checkpoint(str(tmp_path))
 
 
 def test_python_code_beside_a_type_that_transformers_knows_is_not_needed(plain: Path, tmp_path: Path) -> None:

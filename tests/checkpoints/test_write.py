@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ctxext
 from ctxext.checkpoints import write
@@ -33,7 +34,7 @@ TOKENS = torch.arange(TRAINED + 40)[None] % 128
 
 STOCK = """
 import json, sys, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
 found = {}
@@ -340,6 +341,9 @@ def broken(source: Path, what: str) -> None:
             index["weight_map"] = {}
             (source / "model.safetensors.index.json").write_text(json.dumps(index))
             shutil.copy(weights, source / "model-00002-of-00002.safetensors")
+        case "lacking tensors":
+            there = load_file(weights)
+            save_file({name: tensor for name, tensor in there.items() if ".1.mlp.up" not in name}, weights)
         case "last byte":
             weights.write_bytes(weights.read_bytes()[:-1])
         case "header only":
@@ -381,6 +385,7 @@ def broken(source: Path, what: str) -> None:
         ("shard without index", r"no index names it .found: no \*.safetensors.index.json"),
         ("index that leaves a file out", r"names 1 of the 2 files .*model-00001-of-00002.safetensors is one of"),
         ("shard that no index names", r"-00002.safetensors is one of .*found: model.safetensors.index.json"),
+        ("lacking tensors", r"lack model.layers.1.mlp.up_proj.weight, which a LlamaForCausalLM needs"),
         ("last byte", "unfinished download"),
         ("header only", "unfinished download"),
         ("garbage", "not a whole safetensors file"),
@@ -395,6 +400,31 @@ def test_bad_source_is_refused_with_the_reason(llama: Path, tmp_path: Path, what
         patch_checkpoint(source, tmp_path / "long", "pi", factor=2.0)
     assert os.listdir(tmp_path) == ["source"]
     assert contents(source) == before
+
+
+def test_weights_that_lack_nothing_under_another_name_pass(llama: Path, tmp_path: Path) -> None:
+    """Tied weights are stored once; old files hold what no model reads now; quantised ones have names of their own."""
+    there = load_file(llama / "model.safetensors")
+    tied = tmp_path / "tied"
+    LlamaForCausalLM(LlamaConfig.from_pretrained(llama, tie_word_embeddings=True)).save_pretrained(tied)
+    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    for name, kept in {
+        "frequencies": there | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        "quantised": {n.replace("up_proj.weight", "up_proj.qweight"): tensor for n, tensor in there.items()},
+    }.items():
+        shutil.copytree(llama, tmp_path / name)
+        save_file(kept, tmp_path / name / "model.safetensors")
+    for name in ("tied", "frequencies", "quantised"):
+        patch_checkpoint(tmp_path / name, tmp_path / f"{name}-long", "pi", factor=2.0)
+    ctxext.load(tmp_path / "tied-long")
+    there.pop("lm_head.weight")
+    save_file(there | {"model.rotary_emb.inv_freq": torch.ones(8)}, tmp_path / "frequencies/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lack lm_head.weight"):
+        patch_checkpoint(tmp_path / "frequencies", tmp_path / "never", "pi", factor=2.0)
+    with pytest.raises(CheckpointError, match=r"lack lm_head.weight"):
+        ctxext.load(tmp_path / "frequencies", "pi", factor=2)
+    chosen = ctxext.load(tmp_path / "frequencies", "pi", factor=2, auto_class="AutoModelForSequenceClassification")
+    assert type(chosen).__name__ == "LlamaForSequenceClassification", "a new head was asked for"
 
 
 def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path) -> None:
