@@ -22,7 +22,7 @@ class SelfExtend(RemapMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
-        temperature: see ``RemapMethod``.
+        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
         window: distances below it are kept. Tokens, or below 1 a share of the trained length. A wide one serves the
             prediction of ordinary text.
         group: tokens that share a position, at least 1; None for the smallest that stays within ``reach``.

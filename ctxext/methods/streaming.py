@@ -23,7 +23,7 @@ class Streaming(RemapMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to go.
-        temperature: see ``RemapMethod``.
+        temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
         sinks: tokens at the beginning of the text that stay in sight, from 1 to trained_length - 1.
         window: the nearest tokens, up to trained_length - ``sinks``, which None means. Tokens, or below 1 a share of
             the trained length.
