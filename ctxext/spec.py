@@ -136,20 +136,30 @@ class Region(ABC):
 
 @dataclass(frozen=True)
 class Band(Region):
-    """Keys that lie at least ``start`` and less than ``stop`` tokens back (None: to the beginning of the text)."""
+    """Keys that lie at least ``start`` and less than ``stop`` tokens back (None: to the beginning of the text).
+
+    Queries before position ``plain_before`` are plain: the band that begins at 0 holds all their keys, others none.
+    """
 
     start: int = 0
     stop: int | None = None
+    plain_before: int = 0
 
     def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         back = query - key
         found = back >= self.start
-        return found if self.stop is None else found & (back < self.stop)
+        found = found if self.stop is None else found & (back < self.stop)
+        is_plain = query < self.plain_before
+        return torch.where(is_plain, (back >= 0) & (self.start == 0), found)
 
     def __str__(self) -> str:
+        late = f" of queries from {self.plain_before:,} on" if self.plain_before else ""
         if self.stop is None:
-            return f"keys {self.start:,} or more tokens back" if self.start else "all keys"
-        return f"keys less than {self.stop:,} tokens back" + (f", at least {self.start:,}" if self.start else "")
+            return f"keys {self.start:,} or more tokens back{late}" if self.start else "all keys"
+        found = f"keys less than {self.stop:,} tokens back" + (f", at least {self.start:,}" if self.start else "")
+        if self.start:
+            return found + late
+        return found + (f", and all keys of queries before {self.plain_before:,}" if self.plain_before else "")
 
 
 @dataclass(frozen=True)

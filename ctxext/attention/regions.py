@@ -56,11 +56,13 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
         size: queries of a tile, at most; at least 1.
     """
     plain = min((_first_far(region) for region in regions), default=0)
+    borders = {region.plain_before for region in regions if isinstance(region, Band)}
     chunks = {region.size for region in regions if isinstance(region, Chunks)}
     bands = [region.stop - region.start for region in regions if isinstance(region, Band) and region.stop is not None]
     at = first
     while at < stop:
         end = min(stop, at + min([size, *bands])) if at >= plain else min(stop, plain)
+        end = min([end, *(border for border in borders if border > at)])
         for chunk in chunks:
             end = min(end, (at // chunk + 1) * chunk)
         yield at, end
@@ -70,7 +72,8 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
 def _first_far(region: Region) -> int:
     """The first query that is not treated as in plain causal attention, as far as this region knows."""
     if isinstance(region, Band):
-        return region.stop if region.start == 0 and region.stop is not None else 1 << 62
+        is_near = region.start == 0 and region.stop is not None
+        return max(region.stop or 0, region.plain_before) if is_near else 1 << 62
     return region.size if isinstance(region, Chunks) else 1 << 62
 
 
@@ -89,6 +92,9 @@ def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
             yield from _some(Rectangle((first, stop), (low, (chunk + 1) * region.size), FULL))
     elif isinstance(region, Sinks):
         yield from _coming(first, stop, 0, region.count, region.start)
+    elif isinstance(region, Band) and first < region.plain_before:
+        if region.start == 0:
+            yield from _coming(first, stop, 0, stop, 0)
     elif isinstance(region, Band):
         low = 0 if region.stop is None else max(0, stop - region.stop)
         if region.stop is not None and low > 0:

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from ctxext.errors import UnknownNameError
 from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, tokens_of
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import RemapMethod, near_and_far, tokens_of
+from ctxext.spec import Piece, PositionMap, RopeSpec
 
 __all__ = ["DPE"]
 
@@ -26,8 +26,8 @@ class DPE(RemapMethod):
     """Keep the positions of the nearest tokens; beyond a window, group tokens by another size for each frequency.
 
     Pick it where somebody has searched the sizes for your checkpoint: each frequency is stretched only as far as a
-    search for needles showed that it must be. Texts of up to ``window`` tokens are read exactly as without it. Inside a
-    group, a frequency does not tell the order of far tokens.
+    search for needles showed that it must be. Texts of up to the trained length are read exactly as without it. Inside
+    a group, a frequency does not tell the order of far tokens.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read:
@@ -37,6 +37,8 @@ class DPE(RemapMethod):
             dimensions, or fewer that divide them into equal parts; or the name of published ones: "llama-3-8b",
             "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".
         window: distances below it are kept. Tokens, or below 1 a share of the trained length.
+        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+            are read exactly as without it; else only texts of ``window`` tokens are. The authors do not have it.
 
     Source: Lu et al., arXiv:2504.18857. Authors' code: LuLuLuyi/DPE@46b85de, dpe_for_llama.py, and the sizes
         of config/dpe_config.yaml (its README prints other ones for Llama 3). There prefill divides the window by a
@@ -49,6 +51,7 @@ class DPE(RemapMethod):
 
     groups: str | tuple[int, ...]
     window: float = 1024
+    exact: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,8 +71,9 @@ class DPE(RemapMethod):
         require(pairs % len(sizes) == 0, "groups", f"{len(sizes)} of them", expected)
         each = tuple(size for size in sizes for _ in range(pairs // len(sizes)))
         offsets = tuple(float(window - window // size) for size in each)
-        far = Piece(region=Band(window), query=PositionMap(group=each, offset=offsets), key=PositionMap(group=each))
-        return (Piece(region=Band(0, window)), far)
+        near, far = near_and_far(window, rope, exact=self.exact)
+        query = PositionMap(group=each, offset=offsets)
+        return (Piece(region=near), Piece(region=far, query=query, key=PositionMap(group=each)))
 
     @classmethod
     def example(cls: Any, rope: RopeSpec) -> Any:

@@ -16,7 +16,7 @@ from ctxext.methods.base import RopeMethod, require
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Band, Frequencies, Piece, RopeSpec
 
-__all__ = ["RemapMethod", "require_reach", "tokens_of"]
+__all__ = ["RemapMethod", "near_and_far", "require_reach", "tokens_of"]
 
 TEMPERATURES = ("none", "logn", "yarn")
 
@@ -68,13 +68,25 @@ class RemapMethod(RopeMethod):
     def exact_length(self, rope: RopeSpec) -> int:
         """Tokens up to which a text is read exactly as without the extension, temperature apart."""
         nearest = self.pieces(rope, self.target_length(rope.trained_length))[0].region
-        return nearest.stop if isinstance(nearest, Band) and nearest.stop is not None else 0
+        return max(nearest.stop or 0, nearest.plain_before) if isinstance(nearest, Band) else 0
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(plain_inv_freq(rope))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         return None
+
+
+def near_and_far(window: int, rope: RopeSpec, *, exact: bool) -> tuple[Band, Band]:
+    """The regions of keys less than ``window`` tokens back, and of all others.
+
+    Args:
+        window: tokens.
+        rope: the model's rotation.
+        exact: whether queries inside the trained window have no far keys: none of theirs is farther than it knows.
+    """
+    plain_before = rope.trained_length if exact else 0
+    return Band(0, window, plain_before), Band(window, None, plain_before)
 
 
 def tokens_of(parameter: str, value: float, rope: RopeSpec, *, most: int) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ctxext.methods.base import is_number, require
-from ctxext.methods.remap import RemapMethod, require_reach, tokens_of
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import RemapMethod, near_and_far, require_reach, tokens_of
+from ctxext.spec import Piece, PositionMap, RopeSpec
 
 __all__ = ["ReRoPE"]
 
@@ -30,6 +30,8 @@ class ReRoPE(RemapMethod):
             trained_length - 1.
         leak: relative positions that each token beyond the window adds: 0 is ReRoPE, a number above 0 and below 1 Leaky
             ReRoPE (1 / k there).
+        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+            are read exactly as without it; else only texts of ``window`` tokens are. The authors do not have it.
 
     Source: Su, kexue.fm/9708. Author's code: bojone/rerope@acfe788, rerope_patch.py and leaky_rerope_patch.py.
     """
@@ -40,6 +42,7 @@ class ReRoPE(RemapMethod):
 
     window: float | None = None
     leak: float = 0.0
+    exact: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,5 +56,5 @@ class ReRoPE(RemapMethod):
             largest = max(most - window, 0) / max(length - 1 - window, 1)
             require_reach(self.name, length, longest, f"Take a smaller window, or a leak of at most {largest:.6g}.")
         query = PositionMap(scale=self.leak, offset=window * (1 - self.leak))
-        far = Piece(region=Band(window), query=query, key=PositionMap(scale=self.leak))
-        return (Piece(region=Band(0, window)), far)
+        near, far = near_and_far(window, rope, exact=self.exact)
+        return (Piece(region=near), Piece(region=far, query=query, key=PositionMap(scale=self.leak)))

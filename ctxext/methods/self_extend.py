@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, require_reach, tokens_of
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import RemapMethod, near_and_far, require_reach, tokens_of
+from ctxext.spec import Piece, PositionMap, RopeSpec
 
 __all__ = ["SelfExtend"]
 
@@ -18,7 +18,7 @@ class SelfExtend(RemapMethod):
 
     Pick it to read further without training: near distances, which carry most of what a text predicts, stay as they
     are, and far tokens keep their order from group to group. What is lost is the order inside a group. Texts of up to
-    ``window`` tokens are read exactly as without it.
+    the trained length are read exactly as without it.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
@@ -30,6 +30,8 @@ class SelfExtend(RemapMethod):
             below 1 a share of the trained length. The last positions of the trained window are the least trained: a
             smaller reach, which takes a larger group, serves finding single things far back. With ``group`` left out
             only.
+        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+            are read exactly as without it; else only texts of ``window`` tokens are. The authors do not have it.
 
     Source: Jin et al., arXiv:2401.01325, section 3. Authors' code: datamllab/LongLM@cdbbb06,
         self_extend_patch/Llama_4_40.py. There the rule (L - W) G + W >= N reaches relative position L, one more than
@@ -44,6 +46,7 @@ class SelfExtend(RemapMethod):
     window: float = 0.5
     group: int | None = None
     reach: float | None = None
+    exact: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,8 +65,9 @@ class SelfExtend(RemapMethod):
         require_reach(self.name, length, longest, remedy if self.group else "Take a smaller window or a larger reach.")
         assert group is not None
         offset = float(window - window // group)
-        far = Piece(region=Band(window), query=PositionMap(group=group, offset=offset), key=PositionMap(group=group))
-        return (Piece(region=Band(0, window)), far)
+        near, far = near_and_far(window, rope, exact=self.exact)
+        query = PositionMap(group=group, offset=offset)
+        return (Piece(region=near), Piece(region=far, query=query, key=PositionMap(group=group)))
 
 
 def largest_relative_position(length: int, window: int, group: int) -> int:

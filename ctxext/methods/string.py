@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, require_reach, tokens_of
-from ctxext.spec import Band, Piece, PositionMap, RopeSpec
+from ctxext.methods.remap import RemapMethod, near_and_far, require_reach, tokens_of
+from ctxext.spec import Piece, PositionMap, RopeSpec
 
 __all__ = ["STRING"]
 
@@ -29,6 +29,9 @@ class STRING(RemapMethod):
             0.4.
         local: relative position at which distant keys begin, below ``shift``. Tokens, or below 1 a share of the trained
             length. The authors take 32 to 512 tokens.
+        exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
+            are read exactly as without it; else only texts of ``shift`` tokens are. Then a shift
+            serves an extension only, and not the trained window itself.
 
     Source: An et al., arXiv:2410.18745, section 4. Authors' code: HKUNLP/STRING@216cc2f, string_for_llama.py. There
         prefill counts the key at distance ``shift`` in both parts and decoding in one; here each key counts once.
@@ -40,6 +43,7 @@ class STRING(RemapMethod):
 
     shift: float | None = None
     local: float = 128
+    exact: bool = False
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         trained = rope.trained_length
@@ -50,7 +54,8 @@ class STRING(RemapMethod):
         require(local < shift, "local", self.local, f"below shift={shift} tokens")
         remedy = f"Take a larger shift (at most {trained}) or a smaller local."
         require_reach(self.name, length, trained + shift - local, remedy)
-        return (Piece(region=Band(0, shift)), Piece(region=Band(shift), query=PositionMap(offset=float(local - shift))))
+        near, far = near_and_far(shift, rope, exact=self.exact)
+        return (Piece(region=near), Piece(region=far, query=PositionMap(offset=float(local - shift))))
 
     @classmethod
     def example(cls: Any, rope: RopeSpec) -> Any:

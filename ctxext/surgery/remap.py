@@ -153,7 +153,8 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
         return k, 0
     before = int(cached.get_seq_length()) - layout.query_length  # slots that were filled before this call
     done = min(getattr(cached, SETTLED, 0), before)
-    wanted = _far_for_good(pieces, before, before + layout.query_length)
+    lowest = layout.memo("lowest query", lambda: _lowest_query(layout))
+    wanted = _far_for_good(pieces, before, before + layout.query_length, lowest)
     if torch.is_grad_enabled() or (k.is_inference() and not torch.is_inference_mode_enabled()):
         if done:  # what lies there must stay: turn a copy back
             near = turn(k[:, :, :done], (0, k.shape[0]), (0, done), back=True)
@@ -166,14 +167,31 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     return k, wanted
 
 
-def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int) -> int:
-    """How many slots hold keys that queries from slot ``first`` on read as the last piece turns them, or not at all."""
+def _lowest_query(layout: Layout) -> int:
+    """The lowest position at which a query of any row stands; what is no token counts as position 0."""
+    positions = layout.query_positions
+    if layout.query_documents is not None:
+        positions = torch.where(layout.query_documents >= 0, positions, 0)
+    return int(positions.min())
+
+
+def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_position: int) -> int:
+    """How many slots hold keys that queries from slot ``first`` on read as the last piece turns them, or not at all.
+
+    Args:
+        pieces: of the method.
+        first: slot of the first query.
+        stop: slot after the last one.
+        first_position: the lowest position of a query in any row; lower than ``first`` where a row is padded.
+    """
     others = [piece.region for piece in pieces if piece.key is not pieces[-1].key]
     if not others:
         return stop
-    widths = [region.stop for region in others if isinstance(region, Band) and region.stop is not None]
+    bands = [region for region in others if isinstance(region, Band) and region.stop is not None]
+    if len(bands) < len(others) or first_position < max(band.plain_before for band in bands):
+        return 0
     # Distances are the same in slots and in positions, whatever padding a row has.
-    return max(0, first - max(widths) + 1) if len(widths) == len(others) else 0
+    return max(0, first - max(band.stop or 0 for band in bands) + 1)
 
 
 def as_it_rotates(model: PreTrainedModel, site: RotarySite) -> RotarySite:

@@ -22,8 +22,9 @@ LENGTH = 203
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 12
 METHODS: dict[str, RemapMethod] = {
     "self_extend": SelfExtend(factor=4, window=23, group=7),
-    "rerope": ReRoPE(factor=4, window=31),
-    "leaky": ReRoPE(factor=4, window=24, leak=1 / 8),
+    "authors' self_extend": SelfExtend(factor=4, window=23, group=7, exact=False),
+    "rerope": ReRoPE(factor=4, window=31, exact=False),
+    "leaky": ReRoPE(factor=4, window=24, leak=1 / 8, exact=False),
     "dual_chunk": DualChunk(factor=4, chunk=48, local=8),
     "dpe": DPE(factor=4, window=24, groups=(3, 5, 8, 16)),
     "streaming": Streaming(factor=4, sinks=4, window=48),

@@ -49,6 +49,8 @@ def test_each_pair_of_a_region_is_in_one_rectangle(seed: int) -> None:
         first, size = draw.randint(0, stop - 1), draw.randint(1, 30)
         window, chunk, middle = draw.randint(1, 80), draw.randint(1, 30), draw.randint(1, 20)
         _check([Band(0, window), Band(window)], first, stop, size)
+        border = draw.randint(1, 60)
+        _check([Band(0, window, border), Band(window, None, border)], first, stop, size)
         _check([Band(0, window), Sinks(draw.randint(1, 8), window)], first, stop, size)
         _check([Chunks(chunk, 0), Chunks(chunk, 1), Chunks(chunk, 2, older=True)], first, stop, size)
         _check([Band(0, middle), Band(middle, middle + window), Band(middle + window)], first, stop, size)
@@ -77,6 +79,9 @@ def test_streaming_sees_a_constant_number_of_keys() -> None:
 
 def test_what_stands_before_the_first_far_key_is_one_plain_square() -> None:
     """So that a text inside the window is computed by the very call that stock attention makes."""
+    late: list[Region] = [Band(0, 6000, 8192), Band(6000, None, 8192)]
+    assert next(tiles(late, 0, 16384, 1024)) == (0, 8192)
+    assert [list(rectangles(region, 0, 8192)) for region in late] == [[Rectangle((0, 8192), (0, 8192), CAUSAL)], []]
     regions: list[Region] = [Band(0, 6000), Band(6000)]
     assert next(tiles(regions, 0, 16384, 1024)) == (0, 6000)
     assert list(rectangles(regions[0], 0, 6000)) == [Rectangle((0, 6000), (0, 6000), CAUSAL)]

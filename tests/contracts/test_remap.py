@@ -249,9 +249,9 @@ def test_two_settings_have_two_fingerprints() -> None:
 
 def test_describe_shows_the_pieces_in_words() -> None:
     said = str(ctxext.describe(ctxext.patch(tiny(), "self_extend", factor=2, window=32)))
-    assert "Texts of up to 32 tokens are read as without the extension." in said
-    assert "keys less than 32 tokens back, at their own positions" in said
-    assert "keys 32 or more tokens back: queries at i // 4 + 24, keys at j // 4" in said
+    assert "Texts of up to 64 tokens are read as without the extension." in said
+    assert "keys less than 32 tokens back, and all keys of queries before 64, at their own positions" in said
+    assert "keys 32 or more tokens back of queries from 64 on: queries at i // 4 + 24, keys at j // 4" in said
 
 
 def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:

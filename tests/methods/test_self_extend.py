@@ -14,7 +14,7 @@ from tests._remap import ROPE, by_formula, relative_positions
 @pytest.mark.parametrize(("window", "group"), [(24, 4), (23, 5), (8, 7), (63, 3), (16, 1)])
 def test_positions_are_the_papers(window: int, group: int) -> None:
     length = min(150, longest_text(window, group, 63))
-    method = SelfExtend(factor=length / 64, window=window, group=group)
+    method = SelfExtend(factor=length / 64, window=window, group=group, exact=False)
 
     def paper(i: int, j: int) -> float:  # section 3: FLOOR(i / G) + W - FLOOR(W / G) against FLOOR(j / G)
         return i - j if i - j < window else i // group + window - window // group - j // group
@@ -33,7 +33,7 @@ def test_the_smallest_group_keeps_the_reach_and_a_smaller_one_does_not(window: i
         assert group == 1 or largest_relative_position(length, window, group - 1) > reach
         assert longest_text(window, group, reach) >= length
         found = relative_positions(SelfExtend(factor=length / 64, window=window, reach=reach), ROPE, length)
-        assert found.nan_to_num(0).max() <= reach
+        assert found[64:].nan_to_num(0).max() <= reach, "inside the trained window, distances are what they are"
 
 
 def test_the_authors_rule_gives_out_a_position_that_was_never_trained() -> None:
@@ -60,8 +60,17 @@ def test_shares_of_the_trained_length_are_tokens() -> None:
     assert shares == SelfExtend(factor=2, window=16, reach=48).pieces(ROPE, 128)
 
 
-def test_texts_of_a_window_are_exact() -> None:
-    assert SelfExtend(factor=2, window=24).exact_length(ROPE) == 24
+def test_queries_inside_the_trained_window_keep_all_distances() -> None:
+    method = SelfExtend(factor=2, window=24)
+    assert method.exact_length(ROPE) == 64
+    found = relative_positions(method, ROPE, 128)[..., 0].nan_to_num(-1)
+    authors = relative_positions(SelfExtend(factor=2, window=24, exact=False), ROPE, 128)[..., 0].nan_to_num(-1)
+    assert torch.equal(found[:64, :64], by_formula(lambda i, j: i - j, 64).nan_to_num(-1))
+    assert torch.equal(found[64:], authors[64:])
+
+
+def test_texts_of_a_window_are_exact_otherwise() -> None:
+    assert SelfExtend(factor=2, window=24, exact=False).exact_length(ROPE) == 24
 
 
 @pytest.mark.parametrize(
