@@ -126,7 +126,11 @@ def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
 
 def method_names(incomplete: str) -> list[str]:
     """For shells: every method is a file of its name, so that none needs to be imported."""
-    stems = {file.stem for file in (Path(__file__).parents[1] / "methods").glob("[!_]*.py")} - {"base", "formulas"}
+    stems = {file.stem for file in (Path(__file__).parents[1] / "methods").glob("[!_]*.py")} - {
+        "base",
+        "formulas",
+        "remap",
+    }
     return sorted(stem for stem in stems if stem.startswith(incomplete))
 
 

@@ -195,10 +195,13 @@ def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_po
 
 
 def as_it_rotates(model: PreTrainedModel, site: RotarySite) -> RotarySite:
-    """The site with the very frequencies that its module rotates by: what stays must stay to the last bit."""
-    inv_freq = getattr(model.get_submodule(site.path), f"{site.prefix}inv_freq")
-    if inv_freq.is_meta:
+    """The site with the very frequencies that its module rotates by: what stays must stay to the last bit.
+
+    A spec without frequencies stands for the powers of its base, which stock code computes in float32.
+    """
+    if site.spec.inv_freq is not None:
         return site
+    inv_freq = getattr(Rebuild(model).rotary(site.path), f"{site.prefix}inv_freq")
     return replace(site, spec=replace(site.spec, inv_freq=tuple(inv_freq.double().tolist())))
 
 
