@@ -7,6 +7,7 @@ filled the cache with, and the next one compares.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import weakref
@@ -47,9 +48,9 @@ NOT_ONE_GRAPH = (
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-def outside_graphs(function: FunctionT) -> FunctionT:
-    """Let torch.compile call a function as it is, or say why it cannot where all of a model must be one graph."""
-    return torch.compiler.disable(function, reason=NOT_ONE_GRAPH)  # type: ignore[no-untyped-call, no-any-return]
+def outside_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
+    """Let torch.compile call a function as it is, or give the reason why all of a model cannot be one graph."""
+    return functools.partial(torch.compiler.disable, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def current_filling() -> Filling | None:
 class DynamicGuard(CacheGuard):
     """Hooks around a decoder whose positions follow the length of each sequence: they write down that length, too."""
 
-    @outside_graphs
+    @outside_graphs(NOT_ONE_GRAPH)
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a cache that something else filled, and show what filled it to those who compute positions."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -244,7 +245,7 @@ class DynamicGuard(CacheGuard):
         super().before(module, args, kwargs)
         _current.filling = Filling(self.cache_of(args, kwargs))
 
-    @outside_graphs
+    @outside_graphs(NOT_ONE_GRAPH)
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Write down what filled the cache."""
         filling, _current.filling = _current.filling, None

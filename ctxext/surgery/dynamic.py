@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
-from ctxext.surgery.caches import outside_graphs
+from ctxext.surgery.caches import NOT_ONE_GRAPH, outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import PositionedForward, declared_length
@@ -134,7 +134,7 @@ class DynamicForward:
     rotary: nn.Module
     sites: dict[str | None, DynamicSite]
 
-    @outside_graphs
+    @outside_graphs(NOT_ONE_GRAPH)
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Cos and sin as the class lays them out, for ``position_ids`` of shape [batch, seq] or [3, batch, seq]."""
         forward: Callable[..., Any] = type(self.rotary).forward

@@ -23,6 +23,7 @@ from ctxext.surgery.attend import (
     why_install_fails,
     why_no_custom_attention,
 )
+from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import LayoutMask, cache_layer_of
 from ctxext.surgery.probe import Layers
@@ -30,6 +31,11 @@ from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 
 __all__ = ["RemapAttend", "as_it_rotates", "in_words", "install_pieces", "require_remappable"]
+
+NOT_ONE_GRAPH = (
+    "ctxext: attention in pieces is cut at positions that it reads from the values of position_ids, which one "
+    "compiled, exported or traced graph cannot hold. Compile with fullgraph=False: the rest of each layer is compiled."
+)
 
 # On a layer of a cache: how many of its slots hold keys that are turned as the farthest piece has them.
 SETTLED = "_ctxext_settled"
@@ -51,6 +57,7 @@ class RemapAttend:
     interleaved: bool
     backends: Backends
 
+    @outside_graphs(NOT_ONE_GRAPH)
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
@@ -65,7 +72,7 @@ class RemapAttend:
         sharpness = layout.memo("sharpness", lambda: self.method.sharpness(self.spec, layout.query_positions))
         if sharpness is not None:
             q = (q * sharpness[:, None, :, None].to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
-        pieces = self._pieces(layout, q.dtype)
+        pieces = layout.memo(("pieces", q.dtype), lambda: self._pieces(layout, q.dtype))
         k, settled = _settle(cached, k, layout, pieces)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
         return attend_pieces(self.backends.for_(call.need), call, pieces, settled=settled)

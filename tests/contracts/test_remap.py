@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
@@ -315,6 +318,29 @@ def test_bad_parameters_leave_the_model_as_it_was() -> None:
     with pytest.raises(InvalidParameterError, match="reaches 123 tokens, found a target of 128"):
         ctxext.patch(model, "string", factor=2, local=5)
     assert model.config.to_dict() == before
+
+
+class OtherLayer(DynamicLayer):
+    """A layer of a cache that may keep something else than what it returns."""
+
+
+@every_method
+def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> None:
+    model, method = extended(cls)
+    ids = tokens(min(target(method), 96))
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = OtherLayer
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([80, *[1] * (ids.shape[1] - 80)], 1)]
+    assert all(type(layer) is OtherLayer for layer in cache.layers)
+    assert error(torch.cat(parts, 1), logits(model, ids)) < EXACT
+
+
+def test_compiled_it_is_the_same_and_one_graph_is_refused_with_the_reason() -> None:
+    """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
+    program = [sys.executable, "-m", "tests.contracts.compiled_remap_program"]
+    done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_training_with_dropout_is_refused() -> None:
