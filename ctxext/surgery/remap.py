@@ -67,13 +67,14 @@ class RemapAttend:
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
-        cached = cache_layer_of(k)
+        precise = torch.promote_types(k.dtype, torch.float32)
+        pieces = layout.memo(("pieces", precise), lambda: self._pieces(layout, precise))
+        # First of all: autocast gives attention a copy of what lies in the cache.
+        k, settled = _settle(cache_layer_of(k), k, layout, pieces)
         q, k, v = as_autocast_wants(q, k, v)
         sharpness = layout.memo("sharpness", lambda: self.method.sharpness(self.spec, layout.query_positions))
         if sharpness is not None:
-            q = (q * sharpness[:, None, :, None].to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
-        pieces = layout.memo(("pieces", q.dtype), lambda: self._pieces(layout, q.dtype))
-        k, settled = _settle(cached, k, layout, pieces)
+            q = (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
         return attend_pieces(self.backends.for_(call.need), call, pieces, settled=settled)
 
@@ -84,9 +85,8 @@ class RemapAttend:
         first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
         return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *self.backends.notes())
 
-    def _pieces(self, layout: Layout, dtype: torch.dtype) -> tuple[TurnedPiece, ...]:
-        """The method's pieces with their rotations, shared by all layers of a forward pass."""
-        precise = torch.promote_types(dtype, torch.float32)
+    def _pieces(self, layout: Layout, precise: torch.dtype) -> tuple[TurnedPiece, ...]:
+        """The method's pieces with their rotations in this precision, shared by all layers of a forward pass."""
 
         def turn(side: str, where: PositionMap) -> Turn | None:
             if where.changes_nothing:
