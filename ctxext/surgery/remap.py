@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from ctxext.spec import Band, Piece, PositionMap, RopeSpec
 from ctxext.surgery.attend import (
     Backends,
     as_autocast_wants,
+    attention_layers,
     decoder_of,
     install_attention,
     why_install_fails,
@@ -26,7 +28,7 @@ from ctxext.surgery.attend import (
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import LayoutMask, cache_layer_of
-from ctxext.surgery.probe import Layers
+from ctxext.surgery.probe import FAILURES, Layers
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 
@@ -279,13 +281,13 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
         IncompatibleError: if they are no rotation by the model's frequencies of each other.
     """
     decoder = decoder_of(model, site)
-    weights = next(decoder.parameters())
-    if weights.is_meta:  # nothing is computed on it, so nothing hangs on the answer
-        return False
-    with Edits() as trial:
-        install_attention(model, site, _show_queries, trial)
-        queries = _queries_of(decoder, weights.device)
-        trial.undo()
+    if any(weight.is_meta or not weight.numel() for weight in decoder.parameters()):  # offloaded, sharded, a dry run
+        queries = _rotated_by_code(model, site, refusal)
+    else:
+        with Edits() as trial:
+            install_attention(model, site, _show_queries, trial)
+            queries = _queries_of(decoder, next(decoder.parameters()).device)
+            trial.undo()
     queries = queries.double().cpu()
     still, moved = queries[:, :, :1], queries[:, :, 1:]
     start = torch.zeros(1, 1, dtype=torch.long)
@@ -302,6 +304,29 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
             f"attention is computed."
         )
     return best
+
+
+def _rotated_by_code(model: PreTrainedModel, site: RotarySite, refusal: str) -> Tensor:
+    """What the function by which nearly all of transformers rotates makes of one vector at positions 0 and ``FAR``.
+
+    For models whose weights are not at hand.
+
+    Raises:
+        IncompatibleError: if the model's code has no such function.
+    """
+    layer = attention_layers(decoder_of(model, site))[0]
+    rotate = vars(sys.modules[type(layer).__module__]).get("apply_rotary_pos_emb")
+    vector = torch.randn(site.spec.rotary_dim, generator=torch.Generator().manual_seed(0)).expand(1, 1, 2, -1)
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            cos, sin = Rebuild(model).rotary(site.path)(torch.zeros(1, 2, 1), torch.tensor([[0, FAR]]))
+            found: Tensor = rotate(vector, vector, cos, sin)[0]  # type: ignore[misc]
+    except FAILURES as error:
+        raise IncompatibleError(
+            f"{refusal}: how it rotates can only be seen with its weights at hand, and some of them are offloaded, "
+            f"sharded or not loaded. Patch the model before that. ({type(error).__name__}: {error})"
+        ) from error
+    return found
 
 
 ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is off by about 1

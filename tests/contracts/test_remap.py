@@ -127,6 +127,17 @@ def unrotated(x: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_how_a_model_rotates_is_seen_without_its_weights_too(model_type: str) -> None:
+    """Offloaded weights lie on the meta device: what was a guess there would be wrong without a word."""
+    live, empty = tiny(model_type), tiny(model_type).to("meta")
+    seen = []
+    for model in (live, empty):
+        ctxext.patch(model, "self_extend", factor=2)
+        seen.append(next(vars(m)["_ctxext_attend"] for m in model.modules() if "_ctxext_attend" in vars(m)).interleaved)
+    assert seen[0] == seen[1] == (model_type in ("glm", "cohere"))
+
+
 @every_method
 def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod]) -> None:
     plain = tiny()
