@@ -19,7 +19,7 @@ from ctxext.checkpoints.inspect import inspect_checkpoint, rope_of_checkpoint
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
-from tests._famous import FAMOUS, famous_checkpoint, famous_model
+from tests._famous import FAMOUS, able, famous_checkpoint, famous_model
 
 
 class Rope(NamedTuple):
@@ -129,19 +129,19 @@ def test_every_one_of_them_is_expected_somewhere() -> None:
     assert set().union(*groups) == FAMOUS.keys()
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", able(NATIVE))
 def test_a_model_of_each_builds(name: str) -> None:
     assert sum(weight.numel() for weight in famous_model(name, device="meta").parameters()) < 7e6
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", able(PLAIN))
 def test_a_plain_config_is_read_as_it_is_meant(name: str, place: Callable[[str], Path]) -> None:
     meant = PLAIN[name]
     found = rope_of_checkpoint(place(name))
     assert (found.trained_length, found.rotary_dim, found.base) == meant[:3]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", able(KINDS))
 def test_inspect_says_which_methods_extend_it(name: str, place: Callable[[str], Path]) -> None:
     found, meant = inspect_checkpoint(place(name)), PLAIN[name]
     assert found.extended is None
@@ -153,7 +153,7 @@ def test_inspect_says_which_methods_extend_it(name: str, place: Callable[[str], 
     assert {verdicts[method].target_length for method in ROTARY} == {4 * meant.window}
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", able(SCALED))
 def test_inspect_reads_the_window_of_a_scaling(name: str, place: Callable[[str], Path]) -> None:
     found = inspect_checkpoint(place(name))
     assert found.extended is not None
@@ -170,7 +170,7 @@ def test_inspect_knows_alibi(name: str, place: Callable[[str], Path]) -> None:
     assert extending == {"alibi", "pi", "dynamic_pi"}
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", able(PLAIN))
 def test_patch_reaches_what_it_says(name: str) -> None:
     """On a model without data: what the config says afterwards, and what unpatch leaves; all methods in turn."""
     meant, model = PLAIN[name], famous_model(name, device="meta")
@@ -223,7 +223,7 @@ def _stock_computes_the_same(model: Any, extended: Path) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", able(SCALED))
 def test_what_is_scaled_is_extended_from_its_window(name: str) -> None:
     """The window is named and must be confirmed; the length before the scaling is never taken for it.
 

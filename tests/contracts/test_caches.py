@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import LongRoPE
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._models import RECENT, TRAINED_LENGTH, logits, tiny, tokens
 
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 FOLLOWING: list[tuple[str, dict[str, Any]]] = [
@@ -199,7 +199,8 @@ def test_a_cache_filled_before_unpatch(model_type: str, method: dict[str, Any]) 
             read(model, tokens(1), kept)
     for layer in cache.layers:
         layer.reset()
-    torch.testing.assert_close(read(model, tokens(KEPT), cache), plain, atol=3e-4, rtol=0)
+    if RECENT:  # before 5.18, the tokens of a growing cache that is reset are only zeroed, and it stays refused
+        torch.testing.assert_close(read(model, tokens(KEPT), cache), plain, atol=3e-4, rtol=0)
     torch.testing.assert_close(read(model, tokens(KEPT), DynamicCache()), plain, atol=3e-4, rtol=0)
 
 

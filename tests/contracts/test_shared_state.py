@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.methods import LongRoPE
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._models import RECENT, TRAINED_LENGTH, logits, tiny, tokens
 
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 FOLLOWING: list[tuple[str, dict[str, Any]]] = [
@@ -139,7 +139,8 @@ def test_patched_or_read_in_inference_mode_then_trained(model_type: str, method:
         assert all(torch.equal(weight.grad, found) for weight, found in zip(model.parameters(), gradients, strict=True))
         with torch.inference_mode():
             model(tokens(2 * TRAINED_LENGTH + 5), use_cache=False)
-    assert not any(buffer.is_inference() for buffer in model.buffers())
+    if RECENT:  # 5.17's own longrope makes a buffer of its long frequencies where it first reads a long text
+        assert not any(buffer.is_inference() for buffer in model.buffers())
     with torch.inference_mode():
         ctxext.unpatch(model)
     assert torch.equal(logits(model, ids), plain)

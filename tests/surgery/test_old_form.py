@@ -23,7 +23,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.old_form import OLD_GUARD, with_old_form
 from ctxext.surgery.rotary import find_sites
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._models import RECENT, TRAINED_LENGTH, logits, tiny, tokens
 
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}
 
@@ -188,6 +188,8 @@ def test_families_with_fields_of_their_own(
     found = {key: config[key] for key in names & config.keys()}
     if "rope_scaling" in found:
         found["rope_scaling"] = found["rope_scaling"]["type"]
+    if not RECENT and model_type == "nemotron":  # 5.17 keeps the share that rotates under its old name, too
+        found.pop("partial_rotary_factor")
     assert found == expected
     loaded = ctxext.load(tmp_path)
     assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.errors import InvalidParameterError, PatchStateError
-from tests._famous import famous_model
+from tests._famous import able, famous_model
 
 # Which length each reads with the scaling of its config, by its model card; and what its config says that it was
 # trained for before that.
@@ -47,7 +47,7 @@ def angles_per_token(model: PreTrainedModel, length: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", able(WINDOWS))
 def test_twice_the_window_that_it_reads(name: str) -> None:
     """Fast pairs keep the frequency that the weights know and slow ones get half of it; no temperature is lost."""
     window, _ = WINDOWS[name]
