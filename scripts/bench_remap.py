@@ -12,10 +12,11 @@ output included. Weights are random: neither time nor memory depends on them.
 
 from __future__ import annotations
 
-import copy
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -66,43 +67,55 @@ def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int
     return second / first, first
 
 
-@torch.no_grad()
-def measure(method: str, dtype: str, tokens: int, rounds: int, device: str) -> list[str]:
-    """One row of the table."""
+def remapped(method: str, dtype: str, tokens: int, device: str) -> LlamaForCausalLM:
+    """The model with a method of ``METHODS`` on it."""
     name, *parameters = method.split()
-    stock = build(DTYPES[dtype], device)
     given = {key: float(value) for key, value in (part.split("=") for part in parameters)}
-    remapped = ctxext.patch(copy.deepcopy(stock), name, factor=tokens / TRAINED, **given)
-    ids = torch.randint(256, (1, tokens), device=device)
+    return ctxext.patch(build(DTYPES[dtype], device), name, factor=tokens / TRAINED, **given)
 
-    def read(model: LlamaForCausalLM) -> Callable[[], object]:
-        return lambda: model.model(ids, use_cache=False)
 
-    text, seconds = in_turns(read(stock), read(remapped), rounds, device)
-
-    attend = remapped.model.layers[0].self_attn._ctxext_attend
+def calls(method: str, dtype: str, tokens: int, device: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """One attention call by plain causal SDPA, and one in pieces."""
+    attend = remapped(method, dtype, tokens, device).model.layers[0].self_attn._ctxext_attend
     q, k, v = (torch.randn(1, heads, tokens, 64, dtype=DTYPES[dtype], device=device) for heads in (9, 3, 3))
-    mask = LayoutMask(Layout.causal(1, tokens, device=device))
 
     def plain() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.125)
 
     def in_pieces() -> torch.Tensor:
+        mask = LayoutMask(Layout.causal(1, tokens, device=device))
         found: torch.Tensor = attend(q, k, v, mask, scale=0.125, window=None, dropout=0.0)
         return found
 
-    alone, _ = in_turns(plain, in_pieces, rounds, device)
-    memory = [added_memory(device, call) for call in (plain, in_pieces)]
+    return plain, in_pieces
+
+
+@torch.no_grad()
+def memory(which: int, method: str, dtype: str, tokens: int, device: str) -> float | None:
+    """MiB that one of ``calls`` adds at its peak; for a process of its own, which has freed nothing yet."""
+    return added_memory(device, calls(method, dtype, tokens, device)[which])
+
+
+@torch.no_grad()
+def measure(method: str, dtype: str, tokens: int, rounds: int, device: str) -> list[str]:
+    """One row of the table."""
+    models = build(DTYPES[dtype], device), remapped(method, dtype, tokens, device)
+    ids = torch.randint(256, (1, tokens), device=device)
+
+    def read(model: LlamaForCausalLM) -> Callable[[], object]:
+        return lambda: model.model(ids, use_cache=False)
 
     def step(model: LlamaForCausalLM) -> Callable[[], object]:
         cache = DynamicCache()
         model.model(ids[:, :-64], past_key_values=cache)
         return lambda: model.model(ids[:, -1:], past_key_values=cache)
 
-    decoding, step_seconds = in_turns(step(stock), step(remapped), 5 * rounds, device)
-    share = (
-        "unknown" if memory[0] is None or memory[1] is None else f"{memory[1] / memory[0]:.2f} ({memory[0]:.0f} MiB)"
-    )
+    text, seconds = in_turns(*map(read, models), rounds, device)
+    alone, _ = in_turns(*calls(method, dtype, tokens, device), rounds, device)
+    decoding, step_seconds = in_turns(*map(step, models), 5 * rounds, device)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as fresh:
+        plain, in_pieces = (fresh.submit(memory, which, method, dtype, tokens, device).result() for which in (0, 1))
+    share = "unknown" if not plain or in_pieces is None else f"{in_pieces / plain:.2f} ({plain:.0f} MiB)"
     return [
         method,
         dtype,
@@ -117,7 +130,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Of the text.")] = 2 * TRAINED,
     rounds: Annotated[int, typer.Option(help="Turns of each pair; steps of decoding take five times as many.")] = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "bfloat16,float32",
+    dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "bf16,fp32",
     threads: Annotated[int, typer.Option(help="Of torch on a CPU; 0 leaves its choice.")] = 0,
     markdown: Annotated[Path | None, typer.Option(help="Write the table here, too.")] = None,
 ) -> None:
