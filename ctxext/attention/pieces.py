@@ -227,8 +227,12 @@ class _Keys:
 
     def _turn(self, turn: Turn, stop: int) -> Tensor:
         start = min(self.settled, stop) if turn is self.pieces[-1].key else 0
-        turned = turn(self.k[:, :, start:stop], (0, self.k.shape[0]), (start, stop))
-        return torch.cat([self.k[:, :, :start], turned], 2) if start else turned
+        turned = torch.empty_like(self.k[:, :, :stop])
+        turned[:, :, :start] = self.k[:, :, :start]
+        for at in range(start, stop, TILE):  # rotation is computed in more bits than keys have: not of all at once
+            here = (at, min(at + TILE, stop))
+            turned[:, :, slice(*here)] = turn(self.k[:, :, slice(*here)], (0, self.k.shape[0]), here)
+        return turned
 
 
 @dataclass(frozen=True, eq=False)
