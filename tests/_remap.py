@@ -10,7 +10,7 @@ from torch import Tensor
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["ROPE", "by_formula", "dense_attention", "relative_positions"]
+__all__ = ["ROPE", "by_formula", "dense_attention", "dense_scores", "relative_positions"]
 
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 
@@ -43,9 +43,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, inv_freq:
     A pair of dimensions in halves is a complex number; the score of a pair of tokens is the real part of
     ``q * conj(k) * exp(i * relative * frequency)``, summed over the frequencies, plus what does not rotate.
     """
+    scores = dense_scores(q, k, relative[-q.shape[1] :], inv_freq, scale=scale)
+    return torch.softmax(scores, -1) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
+
+
+def dense_scores(q: Tensor, k: Tensor, apart: Tensor, inv_freq: Tensor, *, scale: float) -> Tensor:
+    """The scores of ``dense_attention``, ``[heads, query, key]``, minus infinity where nothing is seen."""
     half = len(inv_freq)
-    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
-    apart = relative[-q.shape[1] :]
+    k = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
     turned = torch.polar(torch.ones_like(apart), apart.nan_to_num() * inv_freq)
     rotating = (
         torch.complex(q[..., :half], q[..., half : 2 * half]),
@@ -53,5 +58,4 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, inv_freq:
     )
     scores = torch.einsum("hif,hjf,ijf->hij", rotating[0], rotating[1].conj(), turned).real
     scores = scores + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])
-    scores = (scores * scale).masked_fill(apart[..., 0].isnan(), -torch.inf)
-    return torch.softmax(scores, -1) @ v
+    return (scores * scale).masked_fill(apart[..., 0].isnan(), -torch.inf)

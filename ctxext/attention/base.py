@@ -176,9 +176,11 @@ class AttentionBackend(ABC):
         """Return None if this backend serves ``need``, else the reason, in words that a user can act on."""
 
     def refuses(self, need: Need) -> str | None:
-        """``why_not``, also for a backend that has never heard of a need that later versions know."""
+        """``why_not``, after what no backend can do and what one that knows nothing of ``lse`` cannot."""
         if need.lse and type(self).with_lse is AttentionBackend.with_lse:
             return "it does not return the log-sum-exp, by which attention in pieces is merged."
+        if need.lse and need.order == "external":
+            return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
         return self.why_not(need)
 
     def with_lse(

@@ -64,8 +64,6 @@ class _FlashFamily(AttentionBackend):
             return f"its kernels are for compute capability {self.major}.x, found {need.capability}."
         if need.dtype not in (torch.float16, torch.bfloat16):
             return f"its kernels are for float16 and bfloat16, found {need.dtype}."
-        if need.lse and need.order == "external":
-            return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
         if need.order == "free":
             return (
                 "positions are not increasing in blocks, and it knows causality by index only. 'sdpa' and 'flex' can."

@@ -178,7 +178,8 @@ def _masked(layout: Layout, regions: Sequence[Region], size: int) -> list[Tile]:
             mask = visible & region.holds(queries, keys)
             if bool(mask.any()):
                 parts.append(Part(index, (start, stop), (0, layout.key_length), FULL, mask))
-        found.append(Tile((0, layout.batch), (start, stop), tuple(parts)))
+        if parts:  # what sees nothing, such as a stretch of padding, is 0 already
+            found.append(Tile((0, layout.batch), (start, stop), tuple(parts)))
     return found
 
 
@@ -206,26 +207,28 @@ def attend_pieces(
 
 
 class _Keys:
-    """Keys as each piece turns them; turned once, when they are first asked for."""
+    """Keys as each piece turns them; turned once for all pieces that turn them alike, when they are first asked for."""
 
     def __init__(self, k: Tensor, pieces: Sequence[TurnedPiece], plan: Sequence[Tile], settled: int) -> None:
         self.k, self.pieces, self.settled = k, pieces, settled
-        self.used: dict[int, int] = {}
+        self.used: dict[Turn | None, int] = {}
         for tile in plan:
             for part in tile.parts:
-                self.used[part.piece] = max(self.used.get(part.piece, 0), part.key[1])
-        self._turned: dict[int, Tensor] = {}
+                turn = pieces[part.piece].key
+                self.used[turn] = max(self.used.get(turn, 0), part.key[1])
+        self._turned: dict[Turn, Tensor] = {}
 
     def __call__(self, piece: int, rows: tuple[int, int], start: int, stop: int) -> Tensor:
         """Keys ``start .. stop`` of some rows."""
         turn = self.pieces[piece].key
         if turn is None or (stop <= self.settled and turn is self.pieces[-1].key):
             return self.k[slice(*rows), :, start:stop]
-        if piece not in self._turned:
-            self._turned[piece] = self._turn(turn, self.used[piece])
-        return self._turned[piece][slice(*rows), :, start:stop]
+        if turn not in self._turned:
+            self._turned[turn] = self._turn(turn)
+        return self._turned[turn][slice(*rows), :, start:stop]
 
-    def _turn(self, turn: Turn, stop: int) -> Tensor:
+    def _turn(self, turn: Turn) -> Tensor:
+        stop = self.used[turn]
         start = min(self.settled, stop) if turn is self.pieces[-1].key else 0
         turned = torch.empty_like(self.k[:, :, :stop])
         turned[:, :, :start] = self.k[:, :, :start]

@@ -59,8 +59,6 @@ class Sdpa(AttentionBackend):
             return "ALiBi columns are computed in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
-        if need.lse and need.order == "external":
-            return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
         if need.order == "external" and need.window is not None:
             return "a window needs a mask, and the engine around a sharded layout forbids masks."
         if need.order == "external" and need.cached:

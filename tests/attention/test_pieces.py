@@ -16,7 +16,7 @@ from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Piece, PositionMap
-from tests._remap import ROPE, dense_attention, relative_positions
+from tests._remap import ROPE, dense_attention, dense_scores, relative_positions
 
 LENGTH = 203
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 12
@@ -37,6 +37,14 @@ def _gaps() -> Layout:
     return Layout.of(positions[None].expand(2, -1), positions[None].expand(2, -1))
 
 
+def _padded_gaps() -> Layout:
+    """More padding than a tile of the tests has queries."""
+    positions, documents = torch.arange(0, 90, 2), torch.zeros(90, dtype=torch.long)
+    positions = torch.cat([torch.zeros(45, dtype=torch.long), positions])[None]
+    documents[:45] = -1
+    return Layout.of(positions, positions, documents[None], documents[None])
+
+
 KEEP = torch.arange(LENGTH)[None] >= torch.tensor([[0], [37]])
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "causal": lambda: Layout.causal(2, LENGTH),
@@ -47,6 +55,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "padded, decoding": lambda: Layout.padded(KEEP, query=1),
     "static cache": lambda: Layout.cached(2, 7, LENGTH, filled=150),
     "gaps": _gaps,
+    "gaps behind padding": _padded_gaps,
 }
 
 
@@ -197,8 +206,7 @@ def test_a_detached_merge_would_have_wrong_gradients() -> None:
     parts = [(relative.masked_fill(~region[..., None], torch.nan), region.any(-1)) for region in regions]
     merged, weights = torch.zeros_like(truth), []
     for apart, seen in parts:
-        keys = k[0].repeat_interleave(HEADS // KV_HEADS, 0)
-        scores = _scores(q[0], keys, apart).masked_fill(apart[..., 0].isnan(), -torch.inf)
+        scores = dense_scores(q[0], k[0], apart, INV_FREQ, scale=SCALE)
         weights.append(torch.where(seen, torch.logsumexp(scores, -1), -torch.inf))
     total = torch.logsumexp(torch.stack(weights), 0)
     for (apart, seen), lse in zip(parts, weights, strict=True):
@@ -209,14 +217,6 @@ def test_a_detached_merge_would_have_wrong_gradients() -> None:
     wrong = torch.autograd.grad(merged, (q, k), up)
     for a, b in zip(wrong, right, strict=True):
         assert float((a - b).norm() / b.norm()) > 0.05
-
-
-def _scores(q: Tensor, k: Tensor, apart: Tensor) -> Tensor:
-    half = len(INV_FREQ)
-    turned = torch.polar(torch.ones_like(apart), apart.nan_to_num() * INV_FREQ)
-    a, b = torch.complex(q[..., :half], q[..., half : 2 * half]), torch.complex(k[..., :half], k[..., half : 2 * half])
-    found = torch.einsum("hif,hjf,ijf->hij", a, b.conj(), turned).real
-    return (found + torch.einsum("hid,hjd->hij", q[..., 2 * half :], k[..., 2 * half :])) * SCALE
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
