@@ -12,6 +12,7 @@ output included. Weights are random: neither time nor memory depends on them.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import statistics
 import time
@@ -25,7 +26,8 @@ import torch.nn.functional as F
 import typer
 from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
 from rich.console import Console
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from shapes import SHAPES
+from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
 from ctxext.attention import Layout
@@ -38,16 +40,8 @@ COLUMNS = ("method", "dtype", "text", "attention", "step", "memory")
 
 def build(dtype: torch.dtype, device: str) -> LlamaForCausalLM:
     """Two layers of SmolLM2-135M's shape."""
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=2,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=TRAINED,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-    )
+    config = copy.deepcopy(SHAPES["smollm2"])
+    config.num_hidden_layers, config.vocab_size = 2, 256
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(device, dtype).eval()
 

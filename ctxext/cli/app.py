@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -270,12 +271,8 @@ def frequencies(
 
     rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
     chosen = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
-    try:
-        with whole_file(output) as half:
-            plot_spectrum(chosen, rope, half, name=Path(checkpoint).name if checkpoint else "")
-    except OSError as error:
-        raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
-    typer.echo(f"Wrote {output}")
+    name = Path(checkpoint).name if checkpoint else ""
+    _write_picture(output, lambda half: plot_spectrum(chosen, rope, half, name=name))
 
 
 @plot_app.command(cls=StrictCommand)
@@ -323,9 +320,14 @@ def positions(
         rope = rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
     asked = [name_and_parameters(text) for text in method or ("self_extend", "rerope", "dual_chunk", "streaming")]
     chosen = [build(name, factor=factor, **parameters) for name, parameters in asked]
+    _write_picture(output, lambda half: plot_positions(chosen, rope, half))
+
+
+def _write_picture(output: Path, draw: Callable[[Path], None]) -> None:
+    """Let ``draw`` write a file that takes the place of ``output`` when it is whole."""
     try:
         with whole_file(output) as half:
-            plot_positions(chosen, rope, half)
+            draw(half)
     except OSError as error:
         raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
     typer.echo(f"Wrote {output}")

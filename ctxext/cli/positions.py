@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.readings import name_for
-from ctxext.methods import Method
+from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, RopeSpec
 
@@ -87,9 +87,10 @@ def _length(method: Method, rope: RopeSpec) -> int:
 
 def _pieces(method: Method, rope: RopeSpec) -> tuple[Piece, ...]:
     if not isinstance(method, RemapMethod):
+        remaps = [name for name, cls in METHODS.items() if issubclass(cls, RemapMethod)]
         raise IncompatibleError(
             f"Method {method.name!r} leaves every token at its own position and changes what a position means: see "
-            f"`ctxext plot frequencies`. Methods to draw here: self_extend, rerope, dual_chunk, string, dpe, streaming."
+            f"`ctxext plot frequencies`. Methods to draw here: {', '.join(remaps)}."
         )
     return method.pieces(rope, _length(method, rope))
 
