@@ -18,7 +18,7 @@ part are those of the whole softmax; ring attention does the same (Liu et al., a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,23 +26,33 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Call
+from ctxext.attention.base import AttentionBackend, Call, Need
 from ctxext.attention.layout import Layout
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
 __all__ = ["TILE", "Part", "Tile", "Turn", "TurnedPiece", "attend_pieces", "tiled"]
 
-TILE = 1024
-"""Queries of a tile on the CPU: what is kept at once of the merge, and of turned queries."""
+TILE = 2048
+"""Rows of queries, one for each head, that a thread of the CPU merges at once."""
 
-ACCELERATOR_TILE = 4096
+ACCELERATOR_TILE = 1 << 17
+"""The same for all of an accelerator, which is idle with less."""
+
+SHORTEST = 256
+"""Queries that a kernel of the CPU takes at once: a tile of fewer would only cost calls."""
+
+SHARE = 8
+"""Turned keys take at most one part in so many of what the output takes, if need be one key head after the other."""
+
+KEPT = 256
+"""Tokens up to which angles are kept, for all layers of a step; those of a long text are as large as its keys."""
 
 
 class Turn:
     """A rotation of queries or keys that were rotated for their own position already: on to another one.
 
-    Angles are computed when they are first asked for, and kept: all layers of a forward pass share them.
+    The angles of few tokens are kept, so that all layers of a step share them; those of many are computed anew.
 
     Args:
         where: the other position of each token.
@@ -75,6 +85,17 @@ class Turn:
         back: bool = False,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
         """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` undoes that."""
+        turned = torch.empty_like(x)
+        # Rotation is computed in more bits than tokens have: not of all at once.
+        step = max(1, _rows(x.device.type) // x.shape[1])
+        for at in range(tokens[0], tokens[1], step):
+            stop = min(at + step, tokens[1])
+            here = slice(at - tokens[0], stop - tokens[0])
+            self._into(turned[:, :, here], x[:, :, here], rows, (at, stop), back)
+        return turned
+
+    def _into(self, turned: Tensor, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], back: bool) -> None:
+        """Write ``x``, rotated, into ``turned``."""
         cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
         sin = -sin if back else sin
         wide = 2 * cos.shape[-1]
@@ -82,11 +103,11 @@ class Turn:
         if self.interleaved:
             one, other = slice(0, wide, 2), slice(1, wide, 2)
         a, b = x[..., one].to(self.dtype), x[..., other].to(self.dtype)
-        turned = torch.empty_like(x)
-        turned[..., one] = a * cos - b * sin
-        turned[..., other] = b * cos + a * sin
-        turned[..., wide:] = x[..., wide:]
-        return turned
+        found = a * cos
+        turned[..., one] = found.addcmul_(b, sin, value=-1)
+        turned[..., other] = torch.mul(b, cos, out=found).addcmul_(a, sin)
+        if wide < x.shape[-1]:
+            turned[..., wide:] = x[..., wide:]
 
     def _angles(self, rows: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Cosine and sine, ``[rows, 1, tokens, pairs]``."""
@@ -98,7 +119,9 @@ class Turn:
             moved = moved.view(*places.shape, *moved.shape[1:])
             apart = (moved if moved.ndim == 3 else moved[..., None]) - places[..., None]
             angles = apart * self.inv_freq
-            found = self._parts[key] = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
+            found = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
+            if places.numel() <= KEPT:
+                self._parts[key] = found
         return found
 
 
@@ -196,14 +219,33 @@ def attend_pieces(
             piece reads them, unless it turns keys likewise. Without a gradient only.
         tile: queries that are merged at once, at least 1; None for what suits the device.
     """
-    size = tile or (TILE if call.need.device == "cpu" else ACCELERATOR_TILE)
+    need = call.need
+    some = _key_heads_at_once(need)
+    size = tile or _queries_at_once(need, some)
     regions = [piece.region for piece in pieces]
     plan = call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
-    run = _Run(backend, tuple(pieces), plan, call.scale, settled)
-    if call.need.training:
+    run = _Run(backend, tuple(pieces), plan, call.scale, settled, some)
+    if need.training:
         found: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
         return found
     return run.forward(call.q, call.k, call.v)[0]
+
+
+def _key_heads_at_once(need: Need) -> int:
+    """Key heads whose turned keys are held at once: all for a few queries, few for long texts."""
+    if need.query_length <= SHORTEST:
+        return need.kv_heads
+    return min(need.kv_heads, max(1, need.heads * need.query_length // (SHARE * need.key_length)))
+
+
+def _queries_at_once(need: Need, key_heads: int) -> int:
+    """Queries of a tile, when so many key heads are computed at once."""
+    return max(SHORTEST, _rows(need.device) // (need.heads // need.kv_heads * key_heads))
+
+
+def _rows(device: str) -> int:
+    """Rows of queries or keys, one for each head, that are worked on at once."""
+    return TILE * torch.get_num_threads() if device == "cpu" else ACCELERATOR_TILE
 
 
 class _Keys:
@@ -232,9 +274,7 @@ class _Keys:
         start = min(self.settled, stop) if turn is self.pieces[-1].key else 0
         turned = torch.empty_like(self.k[:, :, :stop])
         turned[:, :, :start] = self.k[:, :, :start]
-        for at in range(start, stop, TILE):  # rotation is computed in more bits than keys have: not of all at once
-            here = (at, min(at + TILE, stop))
-            turned[:, :, slice(*here)] = turn(self.k[:, :, slice(*here)], (0, self.k.shape[0]), here)
+        turned[:, :, start:] = turn(self.k[:, :, start:stop], (0, self.k.shape[0]), (start, stop))
         return turned
 
 
@@ -247,14 +287,41 @@ class _Run:
     plan: tuple[Tile, ...]
     scale: float
     settled: int
+    key_heads: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The merged output, ``[batch, heads, query, head_dim]``, and log-sum-exp, float32 or float64."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The merged output, ``[batch, heads, query, head_dim]``, and, where asked for, its log-sum-exp."""
         batch, heads, query, head_dim = q.shape
-        precise = torch.promote_types(q.dtype, torch.float32)
         # Laid out as the layers want it, so that they need not copy it.
         out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-        lse = torch.full((batch, heads, query), -math.inf, dtype=precise, device=q.device)
+        precise = torch.promote_types(q.dtype, torch.float32)
+        found = torch.full((batch, heads, query), -math.inf, dtype=precise, device=q.device) if lse else None
+        for ours, keys in self._heads(heads, k.shape[1]):
+            part = None if found is None else found[:, ours]
+            self._forward_heads(q[:, ours], k[:, keys], v[:, keys], out[:, ours], part)
+        return out, found
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        for ours, keys in self._heads(q.shape[1], k.shape[1]):
+            dq[:, ours], dk[:, keys], dv[:, keys] = self._backward_heads(
+                q[:, ours], k[:, keys], v[:, keys], out[:, ours], lse[:, ours], grad[:, ours]
+            )
+        return dq, dk, dv
+
+    def _heads(self, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
+        """Query heads and the key heads they read, as many as are computed at once."""
+        shared = heads // kv_heads
+        for start in range(0, kv_heads, self.key_heads):
+            stop = min(start + self.key_heads, kv_heads)
+            yield slice(start * shared, stop * shared), slice(start, stop)
+
+    def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """``forward`` of some heads, written into ``out`` and ``lse``."""
+        precise = torch.promote_types(q.dtype, torch.float32)
         keys = _Keys(k, self.pieces, self.plan, self.settled)
         for tile in self.plan:
             rows, tokens = slice(*tile.rows), slice(*tile.query)
@@ -264,13 +331,14 @@ class _Run:
                 values = v[rows, :, slice(*part.key)]
                 found = self._forward(part, queries(part), keys(part.piece, tile.rows, *part.key), values)
                 merged.add(part.query[0] - tile.query[0], part.query[1] - tile.query[0], *found)
-            out[rows, :, tokens], lse[rows, :, tokens] = merged.out, merged.lse
-        return out, lse
+            out[rows, :, tokens] = merged.out
+            if lse is not None:
+                lse[rows, :, tokens] = merged.lse
 
-    def backward(
+    def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """``backward`` of some heads, in the precision of ``lse``."""
         dq, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, v))
         dk = {piece.key: torch.zeros_like(k, dtype=lse.dtype) for piece in self.pieces}
         keys = _Keys(k, self.pieces, self.plan, self.settled)
@@ -292,7 +360,7 @@ class _Run:
                 dq[rows, :, slice(*tile.query)] += back
         everything = (0, k.shape[0]), (0, k.shape[2])
         total = sum(part if turn is None else turn(part, *everything, back=True) for turn, part in dk.items())
-        return dq.to(q.dtype), torch.as_tensor(total).to(k.dtype), dv.to(v.dtype)
+        return dq, torch.as_tensor(total), dv
 
     def _queries(self, q: Tensor, tile: Tile) -> Callable[[Part], Tensor]:
         """Queries of a tile as each piece turns them, turned once."""
@@ -343,13 +411,14 @@ class _Merge:
             self.out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self.lse = torch.full(self.shape[:3], -math.inf, dtype=self.dtype, device=self.device)
             self.is_empty = False
-        self.out = self.out.to(self.dtype)
-        old = self.lse[:, :, start:stop]
-        new = torch.logaddexp(old, lse.to(self.dtype))
+        self.out, self.lse = self.out.to(self.dtype), self.lse.to(self.dtype)
+        old, lse = self.lse[:, :, start:stop], lse.to(self.dtype)
+        new = torch.logaddexp(old, lse)
         # A query that has seen nothing so far has minus infinity minus minus infinity here, which is not a number.
         kept = torch.where(old == -math.inf, 0.0, (old - new).exp())[..., None]
         added = torch.where(lse == -math.inf, 0.0, (lse - new).exp())[..., None]
-        self.out[:, :, start:stop] = self.out[:, :, start:stop] * kept + out * added
+        # In place: what a kernel returns belongs to nobody else.
+        self.out[:, :, start:stop].mul_(kept).add_(out.to(self.dtype).mul_(added))
         self.lse[:, :, start:stop] = new
 
 
@@ -358,7 +427,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = run.forward(q, k, v)
+        out, lse = run.forward(q, k, v, lse=True)
         ctx.run = run
         ctx.save_for_backward(q, k, v, out, lse)
         return out
