@@ -86,13 +86,19 @@ class Turn:
     ) -> Float[Tensor, "batch heads seq head_dim"]:
         """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` undoes that."""
         turned = torch.empty_like(x)
+        self.into(turned, x, rows, tokens, back=back)
+        return turned
+
+    def into(
+        self, turned: Tensor, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], *, back: bool = False
+    ) -> None:
+        """Write into ``turned`` what a call returns."""
         # Rotation is computed in more bits than tokens have: not of all at once.
         step = max(1, _rows(x.device.type) // x.shape[1])
         for at in range(tokens[0], tokens[1], step):
             stop = min(at + step, tokens[1])
             here = slice(at - tokens[0], stop - tokens[0])
             self._into(turned[:, :, here], x[:, :, here], rows, (at, stop), back)
-        return turned
 
     def _into(self, turned: Tensor, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], back: bool) -> None:
         """Write ``x``, rotated, into ``turned``."""
@@ -274,7 +280,7 @@ class _Keys:
         start = min(self.settled, stop) if turn is self.pieces[-1].key else 0
         turned = torch.empty_like(self.k[:, :, :stop])
         turned[:, :, :start] = self.k[:, :, :start]
-        turned[:, :, start:] = turn(self.k[:, :, start:stop], (0, self.k.shape[0]), (start, stop))
+        turn.into(turned[:, :, start:], self.k[:, :, start:stop], (0, self.k.shape[0]), (start, stop))
         return turned
 
 
@@ -296,7 +302,7 @@ class _Run:
         out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
         found = torch.full((batch, heads, query), -math.inf, dtype=precise, device=q.device) if lse else None
-        for ours, keys in self._heads(heads, k.shape[1]):
+        for ours, keys in _heads(heads, k.shape[1], self.key_heads * (heads // k.shape[1])):
             part = None if found is None else found[:, ours]
             self._forward_heads(q[:, ours], k[:, keys], v[:, keys], out[:, ours], part)
         return out, found
@@ -306,34 +312,36 @@ class _Run:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        for ours, keys in self._heads(q.shape[1], k.shape[1]):
+        for ours, keys in _heads(q.shape[1], k.shape[1], self.key_heads * (q.shape[1] // k.shape[1])):
             dq[:, ours], dk[:, keys], dv[:, keys] = self._backward_heads(
                 q[:, ours], k[:, keys], v[:, keys], out[:, ours], lse[:, ours], grad[:, ours]
             )
         return dq, dk, dv
 
-    def _heads(self, heads: int, kv_heads: int) -> Iterator[tuple[slice, slice]]:
-        """Query heads and the key heads they read, as many as are computed at once."""
-        shared = heads // kv_heads
-        for start in range(0, kv_heads, self.key_heads):
-            stop = min(start + self.key_heads, kv_heads)
-            yield slice(start * shared, stop * shared), slice(start, stop)
-
     def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """``forward`` of some heads, written into ``out`` and ``lse``."""
-        precise = torch.promote_types(q.dtype, torch.float32)
         keys = _Keys(k, self.pieces, self.plan, self.settled)
         for tile in self.plan:
-            rows, tokens = slice(*tile.rows), slice(*tile.query)
-            merged = _Merge(q[rows, :, tokens].shape, precise, q.device)
-            queries = self._queries(q, tile)
-            for part in tile.parts:
-                values = v[rows, :, slice(*part.key)]
-                found = self._forward(part, queries(part), keys(part.piece, tile.rows, *part.key), values)
-                merged.add(part.query[0] - tile.query[0], part.query[1] - tile.query[0], *found)
-            out[rows, :, tokens] = merged.out
-            if lse is not None:
-                lse[rows, :, tokens] = merged.lse
+            most = _rows(q.device.type) // (tile.query[1] - tile.query[0])  # the plain beginning may be a long tile
+            for ours, theirs in _heads(q.shape[1], k.shape[1], most):
+                here = (slice(*tile.rows), ours, slice(*tile.query))
+                part = None if lse is None else lse[here]
+                self._forward_tile(q[:, ours], keys, v, tile, theirs, out[here], part)
+
+    def _forward_tile(
+        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: slice, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """``forward`` of one tile for the queries of some heads, and the heads of keys that they read."""
+        rows, start = slice(*tile.rows), tile.query[0]
+        queries = self._queries(q, tile)
+        merged = _Merge(q[rows, :, slice(*tile.query)].shape, torch.promote_types(q.dtype, torch.float32), q.device)
+        for part in tile.parts:
+            k_part = keys(part.piece, tile.rows, *part.key)[:, key_heads]
+            found = self._forward(part, queries(part), k_part, v[rows, key_heads, slice(*part.key)])
+            merged.add(part.query[0] - start, part.query[1] - start, *found)
+        out.copy_(merged.out)
+        if lse is not None:
+            lse.copy_(merged.lse)
 
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
@@ -387,6 +395,20 @@ class _Run:
             grads = self.backend.gradients(*_flipped(*tensors), scale=self.scale, causal=True)
             return _flipped(*grads)
         return self.backend.gradients(*tensors, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+
+
+def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Query heads, ``most`` of them or one at once, and the key heads that they read."""
+    shared = heads // kv_heads
+    if most >= shared:
+        for start in range(0, kv_heads, most // shared):
+            stop = min(start + most // shared, kv_heads)
+            yield slice(start * shared, stop * shared), slice(start, stop)
+        return
+    for head in range(kv_heads):
+        stop = (head + 1) * shared
+        for start in range(head * shared, stop, max(1, most)):
+            yield slice(start, min(start + max(1, most), stop)), slice(head, head + 1)
 
 
 def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
