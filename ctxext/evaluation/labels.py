@@ -20,6 +20,12 @@ LABELS = {
     "abf": "ABF",
     "dynamic_pi": "dynamic PI",
     "alibi": "ALiBi",
+    "self_extend": "Self-Extend",
+    "rerope": "ReRoPE",
+    "dual_chunk": "Dual Chunk",
+    "string": "STRING",
+    "dpe": "DPE",
+    "streaming": "StreamingLLM",
     "table": "given frequencies",
 }
 

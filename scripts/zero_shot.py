@@ -1,0 +1,346 @@
+"""What a longer context is worth without training, where it ends: the last positions of long texts, and passkeys.
+
+    python scripts/zero_shot.py --text novels.parquet -n 9 --skip 2000 -f 2 -f 4 -o zero-shot
+    python scripts/zero_shot.py --text novels.parquet -n 9 --skip 2000 -f 2 -m "self_extend reach=0.75" -o zero-shot
+
+Each method reads each text once, up to the length that its factor reaches. Compared are the last positions, a quarter
+of the trained window, against the best of four truncations there, by text; what changes inside the trained window,
+against the unextended model; and passkeys, five depths. `ctxext eval compare` compares all positions beyond the window
+instead, and reads the unextended model beyond it too: at 32K tokens five times the work.
+
+Everything finished is kept in the output folder: run the same command again after an interruption, or with more
+methods, factors, documents of the same file or trials, and only what is missing is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from measuring import machine, markdown_table
+from rich.console import Console
+from torch import Tensor, nn
+from typer import Option
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
+from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
+from ctxext.evaluation.corpus import Corpus, TokenisedDocument
+from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.passkey import DEPTHS, PasskeyPrompt, make_prompts
+from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.evaluation.report.style import COLOURS, DASHED, draw_grid, saved_figure
+from ctxext.evaluation.statistics import PairedDifference, block_for, paired_difference
+from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
+from ctxext.progress import StageBar
+
+METHODS = (
+    "self_extend",
+    "self_extend window=0.25 reach=0.67",
+    "rerope",
+    "rerope window=0.5",
+    "dual_chunk",
+    "dual_chunk chunk=0.75",
+    "string",
+    "dpe",
+    "streaming",
+    "yarn",
+    "dynamic_ntk",
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reads(Job):
+    """One reader and one text: its losses, at the end alone where a truncation reads.
+
+    Args:
+        document: with one token more than the length.
+        start: the first position scored.
+        passes: forward passes that the cost is spread over.
+    """
+
+    document: TokenisedDocument
+    start: int
+    passes: int
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """The losses from ``start`` on, nats per token."""
+        window, ids = self.reader.window, self.document.input_ids
+        with ticking(model, self.name, self.cost / self.passes, progress):
+            losses = (
+                loss_by_position(model, ids, start=self.start)[0]
+                if window is None
+                else tail_losses(model, ids, window=window, start=self.start, prefix=self.document.prefix)[0]
+            )
+        check_finite(losses, self.name)
+        return Answer({"item": self.document.name}, losses)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Asks(Job):
+    """One reader and one passkey."""
+
+    prompt: PasskeyPrompt
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """Whether the key was found."""
+        trial = self.prompt.watched(model, None, self.name, self.cost, progress)
+        return Answer({"item": self.prompt.name, "correct": trial.correct, "loss": trial.loss})
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """Everything that is measured, before any of it is.
+
+    Args:
+        model: whose readings they are.
+        corpus: of the texts, whole.
+        lengths: that are reached, tokens.
+        trials: passkeys per length and depth.
+        tokenizer: of the prompts.
+        point: of the model's cost.
+    """
+
+    model: Readings
+    corpus: Corpus
+    lengths: tuple[int, ...]
+    trials: int
+    tokenizer: object
+    point: int
+
+    @property
+    def quarter(self) -> int:
+        """Positions that stand for a length."""
+        return self.model.trained_length // 4
+
+    def reads(self, reading: Reading, length: int, document: TokenisedDocument) -> Reads:
+        """The job of one text: a truncation reads the end alone, the unextended model its window, a method all."""
+        trained, window = self.model.trained_length, reading.window
+        if reading.name == UNPATCHED:
+            length = trained
+        start = 0 if window is None else length - self.quarter
+        text = document.take(length + 1)
+        passes = 1 if window is None else tail_passes(window, start=start, positions=length, prefix=text.prefix)
+        return Reads(
+            key=self.model.key([reading.name, reading.method, reading.fingerprint], task=["end", start, text.sha256]),
+            cost=passes * pass_cost(window or length, self.point),
+            reader=Reader(reading, self.model, (length,)),
+            name=f"{reading.label}, {document.name}, {length:,} tokens",
+            document=text,
+            start=start,
+            passes=passes,
+        )
+
+    def asks(self, reading: Reading, length: int) -> list[Asks]:
+        """The passkeys of one length, one of each depth before the second of any."""
+        prompts = make_prompts(self.tokenizer, [length], DEPTHS, trials=self.trials, turning_point=self.point)
+        return [
+            Asks(
+                key=self.model.key([reading.method, reading.fingerprint], prompt=[length, prompt.identity]),
+                cost=prompt.cost(length),
+                reader=Reader(reading, self.model, (length,)),
+                name=f"{reading.label}, {prompt.name}",
+                prompt=prompt,
+            )
+            for prompt in sorted(prompts, key=lambda one: one.seed)
+        ]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one method gave.
+
+    Args:
+        reading: which.
+        inside: loss minus the unextended model's inside the trained window.
+        largest: the largest of those differences at one token, nats.
+        end: loss minus the best truncation's at the end.
+        keys: found, by depth.
+        asked: passkeys of each depth.
+        seconds: of a text.
+    """
+
+    reading: Reading
+    inside: PairedDifference
+    largest: float
+    end: PairedDifference
+    keys: tuple[int, ...]
+    asked: int
+    seconds: float
+
+
+class Results:
+    """Finished jobs, put together."""
+
+    def __init__(self, study: Study, readings: Sequence[Reading], journal: Journal) -> None:
+        self.study, self.journal, self.lines = study, journal, journal.finished()
+        self.plain, self.truncations, self.methods = split(readings)
+
+    def losses(self, reading: Reading, length: int) -> Tensor:
+        """[documents, positions] of a reading."""
+        jobs = [self.study.reads(reading, length, document) for document in self.study.corpus.documents]
+        return torch.stack([self.journal.losses(self.lines[job.key]) for job in jobs])
+
+    def at(self, length: int) -> tuple[int, list[Found]]:
+        """The best truncation at the end of a length, in tokens, and every method that reaches just so far."""
+        trained, quarter = self.study.model.trained_length, self.study.quarter
+        cut = {reading.window: self.losses(reading, length) for reading in self.truncations if reading.window}
+        window, plain = best_window(cut), self.losses(self.plain, length)
+        block = block_for(len(plain), quarter)
+        found = []
+        for reading in reaching(self.methods, length):
+            own = self.losses(reading, length)
+            jobs = self.study.asks(reading, length)
+            keys = [[self.lines[job.key]["correct"] for job in jobs if job.prompt.passkey.depth == d] for d in DEPTHS]
+            seconds = [
+                self.lines[self.study.reads(reading, length, one).key]["seconds"] for one in self.study.corpus.documents
+            ]
+            found.append(
+                Found(
+                    reading=reading,
+                    inside=paired_difference(own[:, :trained], plain, block=block),
+                    largest=(own[:, :trained] - plain).abs().max().item(),
+                    end=paired_difference(own[:, -quarter:], cut[window], block=block, baselines=len(cut)),
+                    keys=tuple(sum(one) for one in keys),
+                    asked=self.study.trials,
+                    seconds=min(seconds),
+                )
+            )
+        return window, sorted(found, key=lambda one: one.end.mean)
+
+
+def split(readings: Sequence[Reading]) -> tuple[Reading, list[Reading], list[Reading]]:
+    """The unextended model, the truncations and the methods."""
+    plain = next(reading for reading in readings if reading.name == UNPATCHED)
+    return (
+        plain,
+        [reading for reading in readings if reading.window],
+        [one for one in readings if not one.is_reference],
+    )
+
+
+def reaching(methods: Sequence[Reading], length: int) -> list[Reading]:
+    """Those that are made for just that length, and those that are the same for all."""
+    return [one for one in methods if one.reach == length or (one.any_factor and (one.reach or 0) >= length)]
+
+
+def table(title: str, found: Sequence[Found], trained: int, length: int) -> str:
+    """A row for every method, the best first."""
+    rows = []
+    for one in found:
+        inside = "0 (bit for bit)" if not one.largest else f"{one.inside.mean:+.4f} ± {one.inside.standard_error:.4f}"
+        share = f"{sum(one.keys)}/{len(one.keys) * one.asked}" if one.asked else ""
+        rows.append(
+            [
+                one.reading.label,
+                inside,
+                f"{one.end.mean:+.4f} ± {one.end.standard_error:.4f}",
+                one.end.verdict,
+                share,
+                " ".join(map(str, one.keys)) if one.asked else "",
+                f"{1000 * one.seconds / length:.1f}",
+            ]
+        )
+    quarter = trained // 4
+    header = (
+        "method",
+        f"inside {tokens_label(trained)}",
+        f"{tokens_label(length - quarter)}-{tokens_label(length)}",
+        "against the best truncation",
+        "keys found",
+        f"at depths {', '.join(f'{depth:g}' for depth in DEPTHS)}",
+        "ms/token",
+    )
+    return markdown_table(title, header, rows)
+
+
+def draw(path: Path, results: Results, lengths: Sequence[int]) -> None:
+    """Loss at the end against keys found: the two things that a longer context is for."""
+    with saved_figure(path, (5.4 * len(lengths), 5.0), "What a longer context is worth without training") as figure:
+        for axes, length in zip(figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0], lengths, strict=True):
+            window, found = results.at(length)
+            axes.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
+            for one in found:
+                share = sum(one.keys) / (len(one.keys) * one.asked) if one.asked else math.nan
+                colour = COLOURS.get(one.reading.name.split()[0], "#333333")
+                axes.errorbar(one.end.mean, share, xerr=one.end.margin, fmt="o", ms=6, lw=1.4, color=colour)
+                axes.annotate(
+                    one.reading.label, (one.end.mean, share), xytext=(6, 5), textcoords="offset points", fontsize=8
+                )
+            axes.set_ylim(-0.05, 1.08)
+            axes.set_xlabel(f"loss minus that of the last {tokens_label(window)} tokens, nats per token")
+            draw_grid(axes, f"{tokens_label(length)} tokens", axis="both")
+        figure.axes[0].set_ylabel("share of passkeys found")
+
+
+@grouped
+def main(
+    *,
+    texts: TextOptions,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for what is finished, the table and the figure.")],
+    method: Annotated[
+        list[str] | None, Option("--method", "-m", help="With its parameters. Repeatable. Default: eleven of them.")
+    ] = None,
+    factor: Annotated[list[float] | None, Option("--factor", "-f", help="Repeatable. Default: 2.")] = None,
+    trials: Annotated[int, Option(min=0, help="Passkeys per depth.")] = 1,
+    source: SourceOptions,
+) -> None:
+    """Measure methods that need no training at the end of long texts."""
+    session = Session(source)
+    console, checkpoint = session.console, session.checkpoint
+    model = Readings(checkpoint)
+    readings, refusals = model.find(chosen_methods(checkpoint.model, method or METHODS, factor or [2.0]))
+    plain, truncations, methods = split(readings)
+    for refusal in refusals:
+        console.print(f"Not measured: {refusal.label}. {refusal.reason}", markup=False)
+    lengths = tuple(sorted({reading.reach for reading in methods if reading.reach is not None}))
+    corpus = texts.read(checkpoint, tokens=lengths[-1] + 1, whole=True)
+    study = Study(model, corpus, lengths, trials, checkpoint.tokenizer, turning_point(checkpoint.model))
+    jobs: list[Reads | Asks] = []
+    for length in lengths:
+        jobs += [study.reads(one, length, text) for one in (plain, *truncations) for text in corpus.documents]
+        jobs += [study.reads(one, length, text) for text in corpus.documents for one in reaching(methods, length)]
+        jobs += [job for reading in reaching(methods, length) for job in study.asks(reading, length)]
+    # Only the checkpoint is the journal's identity: a key has the text in it, so that more texts may follow.
+    journal = Journal(output / "cells.jsonl", session.group.process, work="cells", identity=output / "study.json")
+    survey = Survey("zero_shot.py", checkpoint, jobs, journal=journal, group=session.group)
+    mine = survey.begin()
+    console.print(f"{len(methods)} methods, {len(corpus.documents)} texts, {amount_of_work(survey, mine)}.")
+    with told_on_interrupt(console, survey), StageBar(console, cost_of(mine), report=not console.is_terminal) as bar:
+        survey.measure(mine, progress=bar)
+    if session.group.is_main:
+        write(console, Results(study, readings, journal), output, session)
+
+
+def write(console: Console, results: Results, output: Path, session: Session) -> None:
+    """The tables of all lengths as Markdown, and the figure."""
+    study = results.study
+    device = next(session.checkpoint.model.parameters()).device.type
+    parts = [
+        f"{session.checkpoint.name}, {session.checkpoint.dtype_note}; {len(study.corpus.documents)} texts, "
+        f"{study.trials} passkeys per depth; {machine(device)}."
+    ]
+    for length in study.lengths:
+        window, found = results.at(length)
+        title = (
+            f"At {tokens_label(length)} tokens, against the last {tokens_label(window)}, the best of four truncations"
+        )
+        parts.append(table(title, found, study.model.trained_length, length))
+    text = "\n".join(parts) + "\n"
+    (output / "table.md").write_text(text, encoding="utf-8")
+    draw(output / "figure.png", results, study.lengths)
+    console.print(text, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_script(main)
