@@ -20,6 +20,7 @@ LABELS = {
     "abf": "ABF",
     "dynamic_pi": "dynamic PI",
     "alibi": "ALiBi",
+    "nope": "NoPE",
     "table": "given frequencies",
 }
 

@@ -49,14 +49,15 @@ def is_number(value: object) -> bool:
     return bool(size <= sys.float_info.max)
 
 
-def positive_numbers(parameter: str, values: object) -> tuple[float, ...]:
-    """``values`` as a tuple of floats; raise ``InvalidParameterError`` unless all are finite and above 0."""
+def positive_numbers(parameter: str, values: object, *, or_zero: bool = False) -> tuple[float, ...]:
+    """``values`` as a tuple of floats; raise ``InvalidParameterError`` unless all are finite and above 0, or 0 too."""
+    expected = "a finite number, at least 0" if or_zero else "a finite number, above 0"
     if not isinstance(values, list | tuple):
         raise InvalidParameterError(f"{parameter} must be a tuple of numbers, found {values!r}.")
     numbers: tuple[Any, ...] = tuple(values)
     require(len(numbers) > 0, parameter, numbers, "not empty")
     for index, value in enumerate(numbers):
-        require(is_number(value) and value > 0, f"{parameter}[{index}]", value, "a finite number, above 0")
+        require(is_number(value) and (value > 0 or (or_zero and value == 0)), f"{parameter}[{index}]", value, expected)
     return tuple(float(value) for value in numbers)
 
 
@@ -74,6 +75,8 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
+    needs_training: ClassVar[bool] = False
+    """Whether it breaks every model until that is trained with it, so that nobody should meet it unasked."""
 
     factor: float = 1.0
 

@@ -14,6 +14,7 @@ from ctxext.methods.base import require
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = [
+    "NEVER",
     "alibi_slopes",
     "as_longrope",
     "blend",
@@ -23,6 +24,11 @@ __all__ = [
     "trained_slopes",
     "turns_ramp",
 ]
+
+# Divides a frequency that shall not turn, in the place of infinity, which JSON has not. Within any text that there is,
+# cos is exactly 1 then and sin below 1e-18, which float32 and narrower types round away beside 1. A float32 holds it;
+# its product with a power of the base may become infinite there, whose reciprocal is the 0 that is meant.
+NEVER = 1e30
 
 
 def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
@@ -104,10 +110,11 @@ def blend(
 def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict[str, Any]:
     """Any static set of frequencies in stock form: ``longrope`` whose short and long factors are the same.
 
-    The two sets being equal, stock code has no switch to get wrong. A frequency of zero has no finite factor
-    and cannot be stored this way.
+    The two sets being equal, stock code has no switch to get wrong. A frequency of zero gets the factor ``NEVER``.
     """
-    factors = (geometric_inv_freq(rope) / frequencies.inv_freq).tolist()
+    turning = frequencies.inv_freq > 0
+    divisors = geometric_inv_freq(rope) / torch.where(turning, frequencies.inv_freq, 1.0)
+    factors = torch.where(turning, divisors, NEVER).tolist()
     return {
         "rope_type": "longrope",
         "rope_theta": rope.base,
