@@ -17,6 +17,7 @@ from ctxext.methods.formulas import NEVER
 from ctxext.spec import Extension
 from ctxext.surgery.old_form import drop_old_form, rope_dicts
 from ctxext.surgery.windows import is_windowed
+from ctxext.surgery.wrappers import own_text_config
 from ctxext.version import __version__
 
 __all__ = [
@@ -185,7 +186,7 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
-    text = plain.get_text_config(decoder=True)
+    text = own_text_config(plain)
     drop_old_form(text)
     for name, value in saved["original"].items():
         if value is None and name in vars(text):

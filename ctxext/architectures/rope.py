@@ -42,7 +42,10 @@ class Rope(Architecture):
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(model, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
-            raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
+            raise IncompatibleError(
+                f"Method {method.name!r} works neither on rotations nor on biases, and this {text.model_type} rotates. "
+                f"`ctxext inspect` lists the methods for it."
+            )
         scaling = scaling_of(model.config)
         sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
         if _stops(method, sites[0].spec) and layers.both_ways:

@@ -15,10 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
+from ctxext.spec import AlibiSpec, BucketSpec, Frequencies, RopeSpec
 
 __all__ = [
     "BiasMethod",
+    "BucketMethod",
     "GrowingMethod",
     "Method",
     "RopeMethod",
@@ -183,6 +184,15 @@ class BiasMethod(Method):
     @abstractmethod
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketMethod(Method):
+    """A method for models that learned one score per bucket of distances, small buckets near and large ones far: T5."""
+
+    @abstractmethod
+    def max_distance(self, spec: BucketSpec) -> int:
+        """Tokens from which all distances shall share the last bucket."""
 
 
 CHOICES = ("exact", "doubling")

@@ -18,6 +18,7 @@ __all__ = [
     "alibi_slopes",
     "as_longrope",
     "blend",
+    "buckets_of",
     "index_that_turns",
     "ntk_base",
     "plain_inv_freq",
@@ -124,6 +125,31 @@ def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict
         "short_factor": factors,
         "long_factor": list(factors),
     }
+
+
+def buckets_of(
+    distances: Float[Tensor, " pairs"], *, buckets: int, max_distance: int, both_ways: bool
+) -> Float[Tensor, " pairs"]:
+    """Which bucket each distance falls into, float64, before it is rounded down: whole where a bucket begins.
+
+    Half of the buckets hold one distance each; the others grow with it, so that they are equally wide in its logarithm,
+    up to ``max_distance``.
+
+    Args:
+        distances: tokens from a query to a key, positive where the key comes later.
+        buckets: how many there are.
+        max_distance: tokens from which all distances share the last bucket.
+        both_ways: whether later keys have buckets of their own, the second half of them; else they share bucket 0.
+
+    Source: Raffel et al., arXiv:1910.10683, section 2.1; the authors' code, ``_relative_position_bucket`` in
+    mesh_tensorflow/transformer/transformer_layers.py of tensorflow/mesh@0cb87fe.
+    """
+    each = buckets // 2 if both_ways else buckets
+    single = each // 2
+    back = distances.abs() if both_ways else (-distances).clamp(min=0)
+    wide = single + (back.clamp(min=single) / single).log() / math.log(max_distance / single) * (each - single)
+    found = torch.where(back < single, back, wide.clamp(max=each - 1))
+    return found + each * (distances > 0) if both_ways else found
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
