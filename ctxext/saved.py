@@ -13,9 +13,11 @@ import transformers
 
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method, saved_class
+from ctxext.methods.formulas import NEVER
 from ctxext.spec import Extension
 from ctxext.surgery.old_form import drop_old_form, rope_dicts
 from ctxext.surgery.windows import is_windowed
+from ctxext.surgery.wrappers import own_text_config
 from ctxext.version import __version__
 
 __all__ = [
@@ -184,7 +186,7 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
-    text = plain.get_text_config(decoder=True)
+    text = own_text_config(plain)
     drop_old_form(text)
     for name, value in saved["original"].items():
         if value is None and name in vars(text):
@@ -256,7 +258,8 @@ def _read(text: Any, rope: dict[str, Any], kind: str) -> Scaling:
         # As Qwen2.5's model card has it: the field still says what the weights were trained for.
         reach = math.floor(original * factor)
     windows = [] if reach is None else [reach]
-    if kind == "linear" and original is None and reach is not None and factor is not None:
+    # A factor that stops all rotation (nope) says nothing about lengths.
+    if kind == "linear" and original is None and reach is not None and factor is not None and factor < NEVER:
         windows.append(math.floor(reach * factor))
     has_two_sets = rope.get("short_factor") != rope.get("long_factor")
     return Scaling(kind, factor, original, reach, tuple(windows), has_two_sets)

@@ -15,6 +15,7 @@ from ctxext.errors import InvalidParameterError
 __all__ = [
     "AlibiSpec",
     "Band",
+    "BucketSpec",
     "Chunks",
     "Description",
     "Extension",
@@ -74,6 +75,21 @@ class AlibiSpec:
     num_heads: int
     trained_length: int
     slopes: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """What a method for buckets of relative distances may know about a model.
+
+    Args:
+        buckets: how many there are, those of both directions together; at least 2.
+        max_distance: tokens from which all distances share the last bucket.
+        trained_length: tokens that the checkpoint was trained for, at least 1.
+    """
+
+    buckets: int
+    max_distance: int
+    trained_length: int
 
 
 @dataclass(frozen=True, eq=False)

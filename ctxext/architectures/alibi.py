@@ -92,7 +92,7 @@ class AlibiArchitecture(Architecture):
         config = model.config
         if not isinstance(method, BiasMethod):
             raise IncompatibleError(
-                f"This {config.model_type} has ALiBi, no rotary positions; method {method.name!r} changes rotations. "
+                f"This {config.model_type} has ALiBi, which method {method.name!r} is not for. "
                 f"Methods for it: alibi, pi, dynamic_pi."
             )
         if request.sliding_window is not None:

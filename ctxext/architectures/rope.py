@@ -42,9 +42,18 @@ class Rope(Architecture):
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(model, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
-            raise IncompatibleError(f"Method {method.name!r} works neither on rotations nor on biases.")
+            raise IncompatibleError(
+                f"Method {method.name!r} works neither on rotations nor on biases, and this {text.model_type} rotates. "
+                f"`ctxext inspect` lists the methods for it."
+            )
         scaling = scaling_of(model.config)
         sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
+        if _stops(method, sites[0].spec) and layers.both_ways:
+            raise IncompatibleError(
+                f"Method {method.name!r} takes all positions away, and this {text.model_type} reads both ways: without "
+                f"a causal mask nothing would tell it the order of tokens, however it is trained. Keep its rotation "
+                f"(yarn, ntk, pi)."
+            )
         windows = window_fields(text, request, method.target_length(trained_length))
         if isinstance(method, RemapMethod):
             sites = [as_it_rotates(model, site) for site in sites]
@@ -92,6 +101,11 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
         pieces = method.pieces(spec, method.target_length(spec.trained_length))
         digest.update(repr((pieces, method.temperature)).encode())
     return digest.hexdigest()[:12]
+
+
+def _stops(method: RopeMethod, spec: RopeSpec) -> bool:
+    """Whether nothing turns any more."""
+    return not method.frequencies(spec, method.target_length(spec.trained_length)).inv_freq.any()
 
 
 def _head_dim(text: Any) -> int:
@@ -146,6 +160,11 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
     """What a user must know before relying on the model, one sentence or two each."""
     method, sites, spec, notes = form.method, form.sites, form.spec, []
     has_temperature = method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale != 1
+    if _stops(method, spec):
+        notes.append(
+            f"Rotation is gone, and the weights do not know that yet: the model is useless until it is trained so, at "
+            f"its old length of {spec.trained_length} tokens. It reads further after that only."
+        )
     if isinstance(spec, LatentSpec) or (getattr(method, "mscale_all_dim", None) and hasattr(text, "qk_rope_head_dim")):
         notes.append(
             "The temperature multiplies whole attention scores (mscale_all_dim), as in DeepSeek's checkpoints: on cos "

@@ -14,6 +14,7 @@ from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import Method
+from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
 from ctxext.runtimes.llama_cpp import to_llama_cpp
 from ctxext.runtimes.vllm import to_vllm
@@ -140,13 +141,15 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         )
     layer_type, rope = reaching[0]
     trained_length, target_length, unclear = _lengths(config, rope)
+    pairs, scale = _pairs_and_scale(text, layer_type)
     return ExtensionInConfig(
         config=config,
         layer_type=layer_type,
         trained_length=trained_length,
         target_length=target_length,
         unclear=unclear,
-        scale=_scale(text, layer_type),
+        pairs=pairs,
+        scale=scale,
         unsaid={} if served is None else _changed(config, served),
     )
 
@@ -173,6 +176,8 @@ def _lengths(config: Any, rope: dict[str, Any]) -> tuple[int, int, bool]:
         return int(original or longest), round((original or longest) * factor), False
     if kind == "dynamic":  # stock code stretches beyond max_position_embeddings and looks at nothing else
         return int(longest), round(longest * factor), False
+    if kind == "linear" and factor >= NEVER:  # it stops all rotation, and says nothing about lengths
+        return int(original or longest), int(longest), False
     if kind == "linear":
         if original:
             return int(original), round(original * factor), False
@@ -184,14 +189,18 @@ def _lengths(config: Any, rope: dict[str, Any]) -> tuple[int, int, bool]:
     return original, longest if longest > original else round(original * factor), False
 
 
-def _scale(text: Any, layer_type: str | None) -> float:
-    """What stock transformers multiplies cos and sin by; 1 where the frequencies need ctxext anyway."""
+def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, float]:
+    """How many frequencies stock transformers makes, and what it multiplies cos and sin by.
+
+    None and 1 where they are plain, or need ctxext anyway.
+    """
     rope = text.rope_parameters if layer_type is None else text.rope_parameters[layer_type]
     kind = rope.get("rope_type", "default")
     if kind == "default" or kind not in STOCK_TYPES:
-        return 1.0
+        return None, 1.0
     arguments = {} if layer_type is None else {"layer_type": layer_type}
-    return float(ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(text), None, **arguments)[1])
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(text), None, **arguments)
+    return len(inv_freq), float(scale)
 
 
 def _changed(config: Any, served: Any) -> dict[str, Any]:

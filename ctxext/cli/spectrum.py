@@ -21,9 +21,16 @@ from ctxext.spec import RopeSpec
 __all__ = ["bands", "plot_spectrum", "shown_by_default", "speed"]
 
 # Okabe and Ito's colours, told apart under every common colour blindness and in print.
-COLOURS = {"kept": "#0072B2", "ramped": "#56B4E9", "interpolated": "#E69F00", "slowed further": "#D55E00"}
+COLOURS = {
+    "kept": "#0072B2",
+    "ramped": "#56B4E9",
+    "interpolated": "#E69F00",
+    "slowed further": "#D55E00",
+    "stopped": "#999999",
+}
 GREY = "#555555"
 COLUMNS = 4
+RIM = 0.015
 SAME = 0.01  # bands are told apart to one percent of a frequency
 
 
@@ -34,6 +41,7 @@ def shown_by_default(factor: float) -> list[Method]:
         for kind in METHODS.values()
         if issubclass(kind, RopeMethod)
         and not issubclass(kind, RemapMethod)
+        and not kind.needs_training
         and all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind))
     ]
 
@@ -56,10 +64,12 @@ def speed(method: Method, rope: RopeSpec) -> tuple[Float[Tensor, " half"], float
 
 
 def bands(shares: Float[Tensor, " half"], factor: float) -> list[str]:
-    """Name what happens to each frequency: kept, ramped, interpolated (divided by the factor) or slowed further."""
+    """Name what happens to each frequency: kept, ramped, interpolated (divided by the factor), slowed more, stopped."""
     names = []
     for share in shares.tolist():
-        if share > 1 - SAME:
+        if share == 0:
+            names.append("stopped")
+        elif share > 1 - SAME:
             names.append("kept")
         elif share > (1 + SAME) / factor:
             names.append("ramped")
@@ -124,7 +134,9 @@ def _draw(panel: Any, group: list[Method], rope: RopeSpec) -> set[str]:
     method = group[0]
     shares, scale = speed(method, rope)
     names = bands(shares, method.factor)
-    panel.bar(range(len(names)), shares.tolist(), width=0.82, color=[COLOURS[name] for name in names])
+    # What has stopped has no height of its own: a rim on the axis shows that it was not left out.
+    heights = [share or RIM for share in shares.tolist()]
+    panel.bar(range(len(names)), heights, width=0.82, color=[COLOURS[name] for name in names])
     panel.axhline(1 / method.factor, color=GREY, linewidth=0.6, linestyle=(0, (4, 2)))
     panel.axvline(_turning_once(rope), color=GREY, linewidth=0.6)
     panel.set_title(

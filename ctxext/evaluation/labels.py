@@ -26,6 +26,7 @@ LABELS = {
     "string": "STRING",
     "dpe": "DPE",
     "streaming": "StreamingLLM",
+    "nope": "NoPE",
     "table": "given frequencies",
 }
 

@@ -317,7 +317,11 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
 
 def _default_names(model: nn.Module) -> list[str]:
     kind = BiasMethod if isinstance(architecture_of(base_model(model)), AlibiArchitecture) else RopeMethod
-    return [name for name, method in METHODS.items() if issubclass(method, kind) and not _required(method)]
+    return [
+        name
+        for name, method in METHODS.items()
+        if issubclass(method, kind) and not method.needs_training and not _required(method)
+    ]
 
 
 def _required(method: type[Method]) -> list[str]:

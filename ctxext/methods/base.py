@@ -15,10 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
+from ctxext.spec import AlibiSpec, BucketSpec, Frequencies, RopeSpec
 
 __all__ = [
     "BiasMethod",
+    "BucketMethod",
     "GrowingMethod",
     "Method",
     "RopeMethod",
@@ -49,14 +50,15 @@ def is_number(value: object) -> bool:
     return bool(size <= sys.float_info.max)
 
 
-def positive_numbers(parameter: str, values: object) -> tuple[float, ...]:
-    """``values`` as a tuple of floats; raise ``InvalidParameterError`` unless all are finite and above 0."""
+def positive_numbers(parameter: str, values: object, *, or_zero: bool = False) -> tuple[float, ...]:
+    """``values`` as a tuple of floats; raise ``InvalidParameterError`` unless all are finite and above 0, or 0 too."""
+    expected = "a finite number, at least 0" if or_zero else "a finite number, above 0"
     if not isinstance(values, list | tuple):
         raise InvalidParameterError(f"{parameter} must be a tuple of numbers, found {values!r}.")
     numbers: tuple[Any, ...] = tuple(values)
     require(len(numbers) > 0, parameter, numbers, "not empty")
     for index, value in enumerate(numbers):
-        require(is_number(value) and value > 0, f"{parameter}[{index}]", value, "a finite number, above 0")
+        require(is_number(value) and (value > 0 or (or_zero and value == 0)), f"{parameter}[{index}]", value, expected)
     return tuple(float(value) for value in numbers)
 
 
@@ -74,6 +76,8 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
+    needs_training: ClassVar[bool] = False
+    """Whether it breaks every model until that is trained with it, so that nobody should meet it unasked."""
 
     factor: float = 1.0
 
@@ -180,6 +184,15 @@ class BiasMethod(Method):
     @abstractmethod
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketMethod(Method):
+    """A method for models that learned one score per bucket of distances, small buckets near and large ones far: T5."""
+
+    @abstractmethod
+    def max_distance(self, spec: BucketSpec) -> int:
+        """Tokens from which all distances shall share the last bucket."""
 
 
 CHOICES = ("exact", "doubling")

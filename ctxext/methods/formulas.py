@@ -14,15 +14,22 @@ from ctxext.methods.base import require
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = [
+    "NEVER",
     "alibi_slopes",
     "as_longrope",
     "blend",
+    "buckets_of",
     "index_that_turns",
     "ntk_base",
     "plain_inv_freq",
     "trained_slopes",
     "turns_ramp",
 ]
+
+# Divides a frequency that shall not turn, in the place of infinity, which JSON has not. Within any text that there is,
+# cos is exactly 1 then and sin below 1e-18, which float32 and narrower types round away beside 1. A float32 holds it;
+# its product with a power of the base may become infinite there, whose reciprocal is the 0 that is meant.
+NEVER = 1e30
 
 
 def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
@@ -104,10 +111,11 @@ def blend(
 def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict[str, Any]:
     """Any static set of frequencies in stock form: ``longrope`` whose short and long factors are the same.
 
-    The two sets being equal, stock code has no switch to get wrong. A frequency of zero has no finite factor
-    and cannot be stored this way.
+    The two sets being equal, stock code has no switch to get wrong. A frequency of zero gets the factor ``NEVER``.
     """
-    factors = (geometric_inv_freq(rope) / frequencies.inv_freq).tolist()
+    turning = frequencies.inv_freq > 0
+    divisors = geometric_inv_freq(rope) / torch.where(turning, frequencies.inv_freq, 1.0)
+    factors = torch.where(turning, divisors, NEVER).tolist()
     return {
         "rope_type": "longrope",
         "rope_theta": rope.base,
@@ -117,6 +125,31 @@ def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict
         "short_factor": factors,
         "long_factor": list(factors),
     }
+
+
+def buckets_of(
+    distances: Float[Tensor, " pairs"], *, buckets: int, max_distance: int, both_ways: bool
+) -> Float[Tensor, " pairs"]:
+    """Which bucket each distance falls into, float64, before it is rounded down: whole where a bucket begins.
+
+    Half of the buckets hold one distance each; the others grow with it, so that they are equally wide in its logarithm,
+    up to ``max_distance``.
+
+    Args:
+        distances: tokens from a query to a key, positive where the key comes later.
+        buckets: how many there are.
+        max_distance: tokens from which all distances share the last bucket.
+        both_ways: whether later keys have buckets of their own, the second half of them; else they share bucket 0.
+
+    Source: Raffel et al., arXiv:1910.10683, section 2.1; the authors' code, ``_relative_position_bucket`` in
+    mesh_tensorflow/transformer/transformer_layers.py of tensorflow/mesh@0cb87fe.
+    """
+    each = buckets // 2 if both_ways else buckets
+    single = each // 2
+    back = distances.abs() if both_ways else (-distances).clamp(min=0)
+    wide = single + (back.clamp(min=single) / single).log() / math.log(max_distance / single) * (each - single)
+    found = torch.where(back < single, back, wide.clamp(max=each - 1))
+    return found + each * (distances > 0) if both_ways else found
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:

@@ -22,8 +22,8 @@ class Table(RopeMethod):
 
     Args:
         factor: target_length / trained_length; says only which length the model is for. Dimensionless, at least 1.
-        inv_freq: radians per token, one per rotated pair (rotary_dim / 2), in the model's order. Above 0: stock
-            transformers store a divisor of each plain frequency, and a frequency of zero has none.
+        inv_freq: radians per token, one per rotated pair (rotary_dim / 2), in the model's order. At least 0; a
+            pair with 0 does not turn.
         attention_scale: multiplies cos and sin. Dimensionless, above 0.
 
     Raises:
@@ -41,7 +41,7 @@ class Table(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "inv_freq", positive_numbers("inv_freq", self.inv_freq))
+        object.__setattr__(self, "inv_freq", positive_numbers("inv_freq", self.inv_freq, or_zero=True))
         is_valid = is_number(self.attention_scale) and self.attention_scale > 0
         require(is_valid, "attention_scale", self.attention_scale, "a finite number, above 0")
 

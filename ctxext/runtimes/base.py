@@ -49,6 +49,7 @@ class ExtensionInConfig:
         target_length: tokens that the extended model is meant for.
         unclear: whether the config may as well mean that its own length is the extended one.
         scale: what cos and sin are multiplied by.
+        pairs: how many frequencies there are, where the config scales them.
         unsaid: config fields that the files to be served do not hold yet.
     """
 
@@ -59,6 +60,7 @@ class ExtensionInConfig:
     scale: float
     unsaid: dict[str, Any]
     unclear: bool = False
+    pairs: int | None = None
 
     @property
     def text(self) -> Any:

@@ -10,13 +10,16 @@ Source: vLLM 0.33.0 (vllm/config/model.py:2545-2684, vllm/model_executor/layers/
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
+from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import Export, ExtensionInConfig, read_table
 
 __all__ = ["CLASSES", "TABLE", "to_vllm"]
@@ -44,8 +47,15 @@ def to_vllm(extended: ExtensionInConfig) -> Export:
             f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
             f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
         )
-    doubt = _model_class(extended)
-    overrides, notes, exact = _overrides(extended)
+    startable = _without_endless_table(extended)
+    doubt = _model_class(startable)
+    overrides, notes, exact = _overrides(startable)
+    if startable is not extended:
+        notes.append(
+            "Without these overrides vLLM does not start: its linear scaling makes a table of factor times the length, "
+            "and this factor is the one that stops all rotation. As longrope it divides each frequency by it."
+        )
+    extended = startable
     if doubt:
         notes.append(doubt)
         exact = False
@@ -55,6 +65,27 @@ def to_vllm(extended: ExtensionInConfig) -> Export:
     flags = ("--hf-overrides", json.dumps(_nested(extended, overrides))) if overrides else ()
     flags = (*flags, "--max-model-len", str(extended.target_length))
     return Export(target="vllm", flags=flags, notes=tuple(notes), exact=exact)
+
+
+def _without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
+    """A factor that stops all rotation as one divisor for each frequency.
+
+    vLLM's linear scaling makes a table with as many rows as max_position_embeddings times the factor, and would not
+    start (linear_scaling_rope.py, _compute_cos_sin_cache).
+    """
+    if extended.rope_type != "linear" or extended.rope["factor"] < NEVER or extended.pairs is None:
+        return extended
+    rope = {key: value for key, value in extended.rope.items() if key != "factor"} | {
+        "rope_type": "longrope",
+        "factor": extended.target_length / extended.trained_length,
+        "original_max_position_embeddings": extended.trained_length,
+        "attention_factor": 1.0,
+        "short_factor": [NEVER] * extended.pairs,
+        "long_factor": [NEVER] * extended.pairs,
+    }
+    config, whole = copy.deepcopy(extended.config), _whole(extended, rope)
+    config.get_text_config(decoder=True).rope_parameters = whole
+    return replace(extended, config=config, unsaid=extended.unsaid | {"rope_parameters": whole})
 
 
 def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:

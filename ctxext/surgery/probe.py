@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from ctxext.surgery.rebuild import without_weights
 
@@ -39,6 +40,7 @@ FAILURES = (
 )
 
 ROTARY, HIDDEN, FULL, WINDOW, TRUE = "rotary", "hidden", "full mask", "windowed mask", "true"
+AHEAD = "mask that shows what comes after"
 
 aten = torch.ops.aten
 
@@ -51,12 +53,14 @@ class Layers:
         rotating: layers that rotate queries or keys by the model's rotary modules.
         attending: layers with attention under a mask that transformers makes.
         windowed: those of them that look back over a window or a chunk only.
+        both_ways: those of them in which tokens see others that come after them.
         failure: why the probe could not run; None where it did. Then nothing is known of the layers.
     """
 
     rotating: frozenset[str] = frozenset()
     attending: frozenset[str] = frozenset()
     windowed: frozenset[str] = frozenset()
+    both_ways: frozenset[str] = frozenset()
     failure: str | None = None
 
     @property
@@ -191,6 +195,7 @@ class _Marks(TorchDispatchMode):
             frozenset(rotating),
             frozenset(path for path, marks in seen.items() if marks & {FULL, WINDOW}),
             frozenset(path for path, marks in seen.items() if WINDOW in marks and FULL not in marks),
+            frozenset(path for path, marks in seen.items() if AHEAD in marks),
         )
 
 
@@ -249,10 +254,20 @@ class _Lists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _probe_mask(batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **_: Any) -> Tensor:
+def _probe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    local_size: int | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    **_: Any,
+) -> Tensor:
     """Mask function of the name ``ctxext_probe``, in the signature that transformers calls."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, device="meta")
-    _mark(mask, frozenset({FULL if local_size is None else WINDOW}))
+    first = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    # Whoever sees further ahead sees the next token too.
+    is_ahead = mask_function is not causal_mask_function and bool(mask_function(first, first, first, first + 1).all())
+    _mark(mask, frozenset({FULL if local_size is None else WINDOW, *((AHEAD,) if is_ahead else ())}))
     return mask
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ctxext
+from ctxext.architectures import find_architecture
+from ctxext.architectures.buckets import Buckets
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method
 from ctxext.spec import RopeSpec
@@ -98,7 +100,8 @@ def walked_methods(names: list[str] | None = None) -> list[type[Method]]:
 
 def inputs_for(model: PreTrainedModel) -> Tensor:
     """Random tokens, three times as many as the model was trained for where its positions allow that."""
-    length = 3 * TRAINED_LENGTH if any(True for _ in rotaries(model)) else TRAINED_LENGTH
+    reads_further = any(True for _ in rotaries(model)) or isinstance(find_architecture(model), Buckets)
+    length = 3 * TRAINED_LENGTH if reads_further else TRAINED_LENGTH
     generator = torch.Generator().manual_seed(0)
     return torch.randint(FIRST_TOKEN, VOCABULARY, (1, length), generator=generator)
 
@@ -220,9 +223,10 @@ def _plain_problem(model: PreTrainedModel, inputs: Tensor, stock: Stock, folder:
 def _necessary_arguments(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What ``patch`` asks to be told about this model: nothing, its trained length, its windows."""
     given: dict[str, Any] = {}
+    method = "stretch_buckets" if isinstance(find_architecture(model), Buckets) else "pi"
     for _ in range(3):
         try:
-            ctxext.unpatch(ctxext.patch(model, "pi", factor=4.0, **given))
+            ctxext.unpatch(ctxext.patch(model, method, factor=4.0, **given))
         except PatchStateError:
             given["scaling"] = "extend"  # random weights are taken to know what their config says
         except IncompatibleError as error:

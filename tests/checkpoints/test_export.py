@@ -65,6 +65,7 @@ def vllm(config: dict[str, Any], made: Export) -> Spectrum:
     if kind == "default":
         return plain, 1.0
     if kind == "linear":
+        assert longest * factor < 1e9, "vLLM makes a table of so many rows before it serves anything"
         return plain / factor, 1.0
     original = rope.get("original_max_position_embeddings")
     if kind == "dynamic":
@@ -130,7 +131,8 @@ def wanted(method: Method, length: int) -> Spectrum:
 
 
 def same(found: Spectrum, expected: Spectrum) -> bool:
-    return bool(np.allclose(found[0], expected[0], rtol=2e-6, atol=0)) and abs(found[1] - expected[1]) < 1e-6
+    # What does not turn is divided by 1e30, which no text would notice.
+    return bool(np.allclose(found[0], expected[0], rtol=2e-6, atol=1e-29)) and abs(found[1] - expected[1]) < 1e-6
 
 
 VARIANTS: list[Method] = [
@@ -141,6 +143,7 @@ VARIANTS: list[Method] = [
     METHODS["yarn"].from_dict({"factor": 4.0, "ramp": "turns"}),
     METHODS["longrope"].from_dict({"factor": 4.0, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}),
     METHODS["ntk_by_parts"].from_dict({"factor": 4.0}),
+    METHODS["nope"].from_dict({"factor": 4.0, "sharpening": 0.2}),
 ]
 
 
@@ -168,7 +171,8 @@ def test_vllm_computes_what_the_method_says(llama: Path, method: Method, on_disk
     if on_disk and made.exact and method.name != "longrope":
         told = [flag for flag in made.flags if flag.startswith("--")]
         needs_scale = "attention_factor" in extended.rope_parameters and extended.rope_parameters["rope_type"] != "yarn"
-        assert told == (["--hf-overrides"] if needs_scale else []) + ["--max-model-len"]
+        needs_other_form = extended.rope_parameters.get("factor") == 1e30
+        assert told == (["--hf-overrides"] if needs_scale or needs_other_form else []) + ["--max-model-len"]
 
 
 @pytest.mark.parametrize("method", VARIANTS, ids=label)
@@ -193,6 +197,29 @@ def test_llama_cpp_computes_what_the_method_says(llama: Path, method: Method) ->
     assert after.exact == before.exact
     for made, file in ((after, gguf), (before, original), (before, gguf), (after, silent)):
         assert same(llama_cpp(pairs(made), file), wanted(method, TARGET)) == made.exact, "flags say it all, never twice"
+
+
+@pytest.mark.parametrize("sharpening", [0.0, 0.2])
+def test_vllm_is_told_no_rotation_in_a_form_that_it_starts_with(llama: Path, sharpening: float) -> None:
+    extended = extended_config(LlamaConfig.from_pretrained(llama), "nope", factor=4, sharpening=sharpening)
+    made = export_config(extended, to="vllm")
+    rope = json.loads(pairs(made)["--hf-overrides"])["rope_parameters"]
+    assert rope["rope_type"] == "longrope"
+    assert rope["short_factor"] == rope["long_factor"] == [1e30] * 8
+    assert rope["short_mscale"] == rope["long_mscale"] == pytest.approx(math.sqrt(1 + sharpening * math.log(4)))
+    assert any("does not start" in note for note in made.notes) == (sharpening == 0)
+    assert extended.rope_parameters["rope_type"] == ("longrope" if sharpening else "linear"), "the files stay"
+
+
+def test_what_stops_all_rotation_promises_no_length(llama: Path, tmp_path: Path) -> None:
+    """A factor of 1e30 in a config that has lost its ctxext entry is no extension by 1e30."""
+    extended = extended_config(LlamaConfig.from_pretrained(llama), "nope", factor=4)
+    del extended.ctxext
+    extended.save_pretrained(tmp_path)
+    for target in ("vllm", "llama.cpp"):
+        assert int(pairs(export(tmp_path, to=target))["--max-model-len" if target == "vllm" else "-c"]) == TARGET
+    found = inspect_checkpoint(tmp_path)
+    assert found.longest == found.trained_length == TARGET
 
 
 def test_llama_cpp_attention_factor_is_multiplied_back(llama: Path) -> None:

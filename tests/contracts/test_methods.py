@@ -128,7 +128,7 @@ def test_frequencies_are_sound(cls: type[RopeMethod], rope: RopeSpec) -> None:
         assert found.inv_freq.dtype is torch.float64
         assert found.inv_freq.shape == (rope.rotary_dim // 2,)
         assert found.inv_freq.isfinite().all()
-        assert (found.inv_freq > 0).all()
+        assert (found.inv_freq == 0).all() if cls.needs_training else (found.inv_freq > 0).all()
         assert (found.inv_freq <= plain(rope) * (1 + 1e-12)).all(), "an extension turned faster than the model"
         assert (found.inv_freq.diff() <= 0).all(), "a later pair turned faster"
         assert math.isfinite(found.attention_scale)
@@ -154,11 +154,11 @@ def test_result_depends_on_length_iff_dynamic(cls: type[RopeMethod], rope: RopeS
 def test_factor_one_is_plain_or_the_frequencies_are_given(cls: type[RopeMethod], rope: RopeSpec) -> None:
     method = cls.example(rope)
     one = dataclasses.replace(method, factor=1.0)
-    given = {"short_factor", "inv_freq"} & {field.name for field in dataclasses.fields(cls)}
+    given = cls.needs_training or {"short_factor", "inv_freq"} & {field.name for field in dataclasses.fields(cls)}
     found, expected = one.frequencies(rope, rope.trained_length), plain(rope)
     if given:
         expected = method.frequencies(rope, rope.trained_length).inv_freq
-    else:
+    if cls.needs_training or not given:
         assert found.attention_scale == 1
     torch.testing.assert_close(found.inv_freq, expected, rtol=1e-12, atol=0)
 
@@ -225,7 +225,8 @@ def test_stock_form_is_the_same_mathematics(cls: type[RopeMethod], rope: RopeSpe
     for length in (rope.trained_length, rope.trained_length + 1, 4 * rope.trained_length):
         rotary(torch.zeros(1), torch.tensor([[0, length - 1]]))
         expected = method.frequencies(rope, length)
-        torch.testing.assert_close(rotary.inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
+        # What does not turn is divided by so much that no text would notice: formulas.NEVER.
+        torch.testing.assert_close(rotary.inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=1e-29)
         assert rotary.attention_scaling == pytest.approx(expected.attention_scale, rel=1e-12)
     assert transformers_log == []
 

@@ -27,11 +27,19 @@ def test_another_method_written_out_is_that_method(rope: RopeSpec) -> None:
     assert table.rope_parameters(rope) == yarn.rope_parameters(rope)
 
 
+def test_a_pair_that_does_not_turn_is_stored_with_a_divisor_that_stops_it(rope: RopeSpec) -> None:
+    half = rope.rotary_dim // 2
+    stored = Table(inv_freq=(*(0.5 for _ in range(half - 1)), 0.0)).rope_parameters(rope)
+    assert stored["long_factor"][-1] == stored["short_factor"][-1] == 1e30
+    assert 0 < max(stored["long_factor"][:-1]) < 1e9
+    assert math.cos(1e12 * 1.0 / stored["long_factor"][-1]) == 1.0
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"inv_freq": (1.0, 0.0)}, r"inv_freq\[1\] must be a finite number, above 0, found 0\.0"),
-        ({"inv_freq": (1.0, -0.5)}, r"inv_freq\[1\] must be a finite number, above 0, found -0\.5"),
+        ({"inv_freq": (1.0, math.inf)}, r"inv_freq\[1\] must be a finite number, at least 0, found inf"),
+        ({"inv_freq": (1.0, -0.5)}, r"inv_freq\[1\] must be a finite number, at least 0, found -0\.5"),
         ({"inv_freq": "1.0"}, r"inv_freq must be a tuple of numbers, found '1\.0'"),
         ({"attention_scale": math.nan}, "attention_scale must be a finite number, above 0, found nan"),
         ({"attention_scale": None}, "attention_scale must be a finite number, above 0, found None"),

@@ -90,6 +90,7 @@ OF_METHODS = {
     "string": ("#007A87", "#4FC3CF"),
     "dpe": ("#7A3E9D", "#C58FE3"),
     "streaming": ("#5B6770", "#A3B1BB"),
+    "nope": ("#A33B2A", "#F08F7A"),
 }
 COLOURS = {name: light for name, (light, _) in OF_METHODS.items()}
 OTHERS = ("#4D4D9F", "#A0522D", "#556B2F", "#8B4789")

@@ -1,0 +1,60 @@
+"""No positions: the rotation of a trained model is dropped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.formulas import NEVER, as_longrope, plain_inv_freq
+from ctxext.spec import Frequencies, RopeSpec
+
+__all__ = ["NoPE"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPE(RopeMethod):
+    """Turn nothing at any position: what tells the order of tokens then is the causal mask alone.
+
+    Pick it to recalibrate a causal model without positions (DroPE): train it at its *old* length for a small part of
+    what its training took (0.5 to 5 percent in the paper), and then let it read further, since no position is left that
+    it has never seen. Without that training it breaks the model, short texts included: every weight has learned to
+    read rotated queries and keys. A model that reads both ways has no mask to tell the order, and is refused.
+
+    Args:
+        factor: target_length / trained_length; says which length the model is for, and with ``sharpening`` sets the
+            temperature. Dimensionless, at least 1: 1 for the recalibration, more for reading further afterwards.
+        sharpening: c in ``1 + c ln(factor)``, which multiplies attention scores, since a softmax over more keys is
+            flatter. Dimensionless, at least 0; the authors choose it by the loss at the longer length, after training.
+
+    Source: Kazemnejad et al., arXiv:2305.19466 (models trained without positions); for dropping those of a trained
+        model Gelberg et al., arXiv:2512.12167. Authors' code: SakanaAI/DroPE@260a8bb, custom_models/attention.py,
+        which holds cos at 1 and sin at 0 in classes of its own; here any runtime that divides frequencies by a factor
+        loads the result.
+    """
+
+    name: ClassVar[str] = "nope"
+    summary: ClassVar[str] = "no rotation at all; useless until it is trained so"
+    source: ClassVar[str] = "arXiv:2512.12167"
+    needs_training: ClassVar[bool] = True
+
+    sharpening: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_valid = is_number(self.sharpening) and self.sharpening >= 0
+        require(is_valid, "sharpening", self.sharpening, "a finite number, at least 0")
+
+    def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
+        # On cos and sin, which queries and keys are both multiplied by: its square reaches the scores.
+        scale = math.sqrt(1 + self.sharpening * math.log(self.factor))
+        return Frequencies(torch.zeros_like(plain_inv_freq(rope)), scale)
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        found = self.frequencies(rope, rope.trained_length)
+        if found.attention_scale != 1:
+            return as_longrope(rope, found, self.factor)
+        return {"rope_type": "linear", "rope_theta": rope.base, "factor": NEVER}

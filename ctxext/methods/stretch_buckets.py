@@ -1,0 +1,40 @@
+"""T5's buckets of distances, reaching further."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ctxext.methods.base import BucketMethod
+from ctxext.spec import BucketSpec
+
+__all__ = ["StretchBuckets"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StretchBuckets(BucketMethod):
+    """Let the buckets of far distances, which grow in size, grow faster: the last begins ``factor`` times further back.
+
+    Pick it on a T5 that shall tell distances beyond its last bucket (128 tokens as they are published) apart: T5 reads
+    texts of any length already, but all that lies further back than that is equally far to it. Near distances (up to 7
+    tokens each way in an encoder, 15 in a decoder) keep a bucket each and are read as before; those between get
+    coarser, which costs something without training. It is no interpolation, which would divide near distances as well,
+    and it changes no base or frequency, so it has a name of its own; of the rotary methods NTK comes nearest.
+
+    There is no temperature beside it. Sharper attention for longer texts (Chi et al., arXiv:2311.00684) multiplies the
+    scores with their bias in them, for which a T5's config has no field and stock code no place.
+
+    Args:
+        factor: target_length / trained_length, and the new ``relative_attention_max_distance`` over the old one, which
+            is rounded to whole tokens. Dimensionless, at least 1.
+
+    Source: Raffel et al., arXiv:1910.10683, section 2.1, for the buckets; nothing is published about stretching them.
+        Authors' code of the buckets: tensorflow/mesh@0cb87fe, mesh_tensorflow/transformer/transformer_layers.py.
+    """
+
+    name: ClassVar[str] = "stretch_buckets"
+    summary: ClassVar[str] = "T5: the far buckets of distances reach further"
+    source: ClassVar[str] = "arXiv:1910.10683"
+
+    def max_distance(self, spec: BucketSpec) -> int:
+        return round(spec.max_distance * self.factor)

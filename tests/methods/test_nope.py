@@ -1,0 +1,98 @@
+"""No positions."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ctxext
+from ctxext.cli.spectrum import bands, plot_spectrum, shown_by_default, speed
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.methods.nope import NoPE
+from ctxext.spec import RopeSpec
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+
+
+@pytest.mark.parametrize("factor", [1, 4, 32])
+def test_no_pair_turns_at_any_length(rope: RopeSpec, factor: float) -> None:
+    for length in (1, 10**9):
+        found = NoPE(factor=factor).frequencies(rope, length)
+        assert found.inv_freq.tolist() == [0.0] * (rope.rotary_dim // 2)
+        assert found.attention_scale == 1
+
+
+@pytest.mark.parametrize(("factor", "sharpening"), [(1, 0.4), (2, 0.103), (8, 0.412), (8, 0)])
+def test_scores_are_multiplied_by_one_plus_c_ln_s(rope: RopeSpec, factor: float, sharpening: float) -> None:
+    scale = NoPE(factor=factor, sharpening=sharpening).frequencies(rope, 1).attention_scale
+    assert scale * scale == pytest.approx(1 + sharpening * math.log(factor), rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, "0.1", None, True])
+def test_bad_sharpening_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="sharpening must be a finite number, at least 0, found"):
+        NoPE(sharpening=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "cohere"])
+def test_the_model_is_the_one_whose_cos_is_one_and_sin_is_zero(model_type: str, dtype: torch.dtype) -> None:
+    """To the bit, though the stored form divides instead of multiplying by zero."""
+    found = logits(ctxext.patch(tiny(model_type), "nope", factor=3).to(dtype), tokens())
+    model = tiny(model_type)
+    rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
+    rotary.inv_freq.zero_()
+    assert torch.equal(found, logits(model.to(dtype), tokens()))
+
+
+@pytest.mark.parametrize(("sharpening", "kind"), [(0.0, "linear"), (0.2, "longrope")])
+def test_stock_code_loads_it_to_the_bit(sharpening: float, kind: str, tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), "nope", factor=3, sharpening=sharpening)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"]["rope_type"] == kind
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(stock, tokens()), logits(model, tokens()))
+
+
+def test_the_last_token_sees_a_bag_of_those_before_it() -> None:
+    model, text = ctxext.patch(tiny(num_hidden_layers=1), "nope", factor=3), tokens()
+    moved = text.clone()
+    moved[0, :100] = text[0, torch.randperm(100, generator=torch.Generator().manual_seed(0))]
+    torch.testing.assert_close(logits(model, moved)[0, -1], logits(model, text)[0, -1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits(tiny(num_hidden_layers=1), moved)[0, -1], logits(tiny(), text)[0, -1])
+
+
+def test_describe_says_that_it_is_useless_untrained() -> None:
+    description = ctxext.describe(ctxext.patch(tiny(), "nope", factor=3))
+    assert description.stored_as == "stock rope_type 'linear'"
+    assert any("Rotation is gone" in note and f"{TRAINED_LENGTH} tokens" in note for note in description.notes)
+
+
+@pytest.mark.parametrize("model_type", ["eurobert", "modernbert"])
+def test_a_model_that_reads_both_ways_is_refused_and_left_alone(model_type: str) -> None:
+    model = tiny(model_type)
+    before = model.config.to_dict()
+    with pytest.raises(IncompatibleError, match=f"this {model_type} reads both ways"):
+        ctxext.patch(model, "nope", factor=3)
+    assert model.config.to_dict() == before
+    assert ctxext.describe(model).method is None
+
+
+def test_a_causal_model_made_to_read_both_ways_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="this llama reads both ways"):
+        ctxext.patch(tiny(is_causal=False), "nope", factor=3)
+
+
+def test_its_picture_shows_that_everything_has_stopped(tmp_path: Path) -> None:
+    rope, method = RopeSpec(64, 1e4, 4096), NoPE(factor=4, sharpening=0.1)
+    shares, scale = speed(method, rope)
+    assert set(bands(shares, 4.0)) == {"stopped"}
+    assert scale == pytest.approx(math.sqrt(1 + 0.1 * math.log(4)))
+    plot_spectrum([method], rope, tmp_path / "nope.png")
+    assert (tmp_path / "nope.png").read_bytes().startswith(b"\x89PNG")
+    assert not any(isinstance(one, NoPE) for one in shown_by_default(4.0)), "nobody meets it unasked"
