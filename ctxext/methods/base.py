@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
@@ -22,6 +22,7 @@ __all__ = [
     "GrowingMethod",
     "Method",
     "RopeMethod",
+    "TableMethod",
     "is_number",
     "parameter_of",
     "positive_numbers",
@@ -180,6 +181,26 @@ class BiasMethod(Method):
     @abstractmethod
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableMethod(Method):
+    """A method that makes a longer table of positions out of the one that a model has learned, row by row."""
+
+    @abstractmethod
+    def rows(self, trained: int, target: int) -> tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]:
+        """Which of the trained rows each new row mixes, and how much of each, in float64.
+
+        Rows that stand for no position (padding) are not counted. At most 3 rows are mixed into one; a row that counts
+        for 0 is not mixed in.
+
+        Args:
+            trained: rows that the model has learned, at least 1.
+            target: rows to make, at least ``trained``.
+
+        Raises:
+            InvalidParameterError: if the parameters do not fit the trained length, or do not reach the target.
+        """
 
 
 CHOICES = ("exact", "doubling")
