@@ -22,6 +22,7 @@ __all__ = [
     "GrowingMethod",
     "Method",
     "RopeMethod",
+    "Rows",
     "TableMethod",
     "is_number",
     "parameter_of",
@@ -31,6 +32,9 @@ __all__ = [
 
 # Beyond it, lengths leave the whole numbers that a float holds, and every text that there is.
 MOST = 10**6
+
+# What ``TableMethod.rows`` returns.
+Rows = tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]
 
 # Not typing.Self: the runtime shape checker of the tests decorates functions one by one and cannot resolve it.
 SomeMethod = TypeVar("SomeMethod", bound="Method")
@@ -188,7 +192,7 @@ class TableMethod(Method):
     """A method that makes a longer table of positions out of the one that a model has learned, row by row."""
 
     @abstractmethod
-    def rows(self, trained: int, target: int) -> tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]:
+    def rows(self, trained: int, target: int) -> Rows:
         """Which of the trained rows each new row mixes, and how much of each, in float64.
 
         Rows that stand for no position (padding) are not counted. At most 3 rows are mixed into one; a row that counts

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from ctxext.methods.base import TableMethod
+from ctxext.methods.base import Rows, TableMethod
 
 __all__ = ["Group"]
 
@@ -33,7 +31,7 @@ class Group(TableMethod):
     summary: ClassVar[str] = "neighbouring positions share a learned row"
     source: ClassVar[str] = "arXiv:2404.12096"
 
-    def rows(self, trained: int, target: int) -> tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]:
+    def rows(self, trained: int, target: int) -> Rows:
         return (torch.arange(target, device="cpu") * trained // target)[:, None], torch.ones(
             target, 1, dtype=torch.float64, device="cpu"
         )

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.base import TableMethod, is_number, require
+from ctxext.methods.base import Rows, TableMethod, is_number, require
 
 __all__ = ["Hierarchical"]
 
@@ -46,7 +44,7 @@ class Hierarchical(TableMethod):
         is_share = is_number(self.alpha) and 0 < self.alpha < 1 and self.alpha != 0.5
         require(is_share, "alpha", self.alpha, "a number between 0 and 1 other than 0.5")
 
-    def rows(self, trained: int, target: int) -> tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]:
+    def rows(self, trained: int, target: int) -> Rows:
         if target > trained**2:
             raise InvalidParameterError(
                 f"Method {self.name!r} reaches {trained**2:,} positions with two digits of {trained:,} learned rows, "

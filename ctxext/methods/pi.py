@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods.base import BiasMethod, RopeMethod, TableMethod
+from ctxext.methods.base import BiasMethod, RopeMethod, Rows, TableMethod
 from ctxext.methods.formulas import plain_inv_freq, rows_between, trained_slopes
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
@@ -46,7 +46,7 @@ class PI(RopeMethod, BiasMethod, TableMethod):
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         return trained_slopes(alibi) / self.factor
 
-    def rows(self, trained: int, target: int) -> tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]:
+    def rows(self, trained: int, target: int) -> Rows:
         place = torch.arange(target, device="cpu") * trained  # in units of 1 / target, so that none is rounded
         lower = place // target
         rest = (place - lower * target).double() / target

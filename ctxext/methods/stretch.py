@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.base import TableMethod, require
+from ctxext.methods.base import Rows, TableMethod, require
 from ctxext.methods.formulas import rows_between
 
 __all__ = ["Stretch"]
@@ -46,7 +44,7 @@ class Stretch(TableMethod):
         is_count = type(self.keep) is int and self.keep >= 0
         require(is_count, "keep", self.keep, "a whole number of rows, at least 0")
 
-    def rows(self, trained: int, target: int) -> tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]:
+    def rows(self, trained: int, target: int) -> Rows:
         if self.keep > trained - 2:
             raise InvalidParameterError(
                 f"keep={self.keep} leaves less than two of the {trained:,} learned rows to interpolate between. Take "

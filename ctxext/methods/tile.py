@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from ctxext.methods.base import TableMethod
+from ctxext.methods.base import Rows, TableMethod
 
 __all__ = ["Tile"]
 
@@ -34,7 +32,7 @@ class Tile(TableMethod):
     summary: ClassVar[str] = "repeat the learned rows from the first on"
     source: ClassVar[str] = "arXiv:2004.05150"
 
-    def rows(self, trained: int, target: int) -> tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]:
+    def rows(self, trained: int, target: int) -> Rows:
         return (torch.arange(target, device="cpu") % trained)[:, None], torch.ones(
             target, 1, dtype=torch.float64, device="cpu"
         )
