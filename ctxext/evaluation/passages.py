@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint, checked_device
 from ctxext.evaluation.forward import Progress
-from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
+from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise, split_sentences
 from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.statistics import PairedDifference, grouped_difference, wilson_interval
@@ -39,6 +39,8 @@ from ctxext.evaluation.truncation import TRUNCATED
 __all__ = [
     "AVERAGED",
     "BASELINES",
+    "FIRST",
+    "LAST",
     "NEAREST",
     "Embedder",
     "PassageReport",
@@ -257,14 +259,21 @@ class ShelfJob(Job):
 
 
 def _chunks(tokenizer: Any, text: str, window: int) -> list[str]:
-    """A text in as few pieces of equal length as a window holds, special tokens included.
+    """A text in few pieces of about equal length, each of which a window holds, and which tear no sentence.
 
     Of equal length, since a rest of a few words would count as much as a whole window.
     """
     room = window - tokenizer.num_special_tokens_to_add() - MARGIN
-    ids = tokenizer(text, add_special_tokens=False, truncation=False).input_ids
-    size = -(-len(ids) // -(-len(ids) // room))
-    return [tokenizer.decode(ids[start : start + size]) for start in range(0, len(ids), size)]
+    sentences = [tokenizer(one, add_special_tokens=False).input_ids for one in split_sentences(text)]
+    parts = [one[at : at + room] for one in sentences for at in range(0, len(one), room)]  # but what no window holds
+    whole = sum(map(len, parts))
+    target = whole / -(-whole // room)
+    chunks: list[list[int]] = [[]]
+    for part in parts:
+        if chunks[-1] and (len(chunks[-1]) >= target or len(chunks[-1]) + len(part) > room):
+            chunks.append([])
+        chunks[-1] += part
+    return [tokenizer.decode(one) for one in chunks]
 
 
 def passage_readers(
