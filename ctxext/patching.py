@@ -13,7 +13,7 @@ from ctxext.adapters import keep_extension
 from ctxext.architectures import Architecture, architecture_of, find_architecture
 from ctxext.attention import Call, select
 from ctxext.errors import BackendUnavailableError, InvalidParameterError, PatchStateError, UnknownNameError
-from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
 from ctxext.methods.base import is_number, require
 from ctxext.saved import (
     checked_scaling,
@@ -129,7 +129,7 @@ def patch(
         scaling = scaling or taken_off
         carried = scaling_of(base.config)
         scaling, trained_length = checked_scaling(base.config.model_type, carried, scaling, trained_length)
-        known_length = trained_length or architecture.trained_length(base.config)
+        known_length = trained_length or architecture.trained_length(base)
         chosen = resolve(method, factor, target_length, known_length, parameters)
         if known_length is not None:
             refuse_shrinking(carried, chosen.target_length(known_length))
@@ -225,9 +225,10 @@ def describe(model: nn.Module) -> Description:
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)
+    architecture = find_architecture(base)
     length = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if length is None and (architecture := find_architecture(base)) is not None:
-        length = architecture.trained_length(base.config)
+    if architecture is not None and (length is None or architecture.replaces_weights):
+        length = architecture.trained_length(base)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 
 
@@ -280,7 +281,7 @@ def resolve(
     if target_length is not None:
         factor = _factor_for(target_length, trained_length, factor)
     built = method(chosen, factor=factor, **parameters)
-    if factor is None and isinstance(built, RopeMethod) and not built.says_target:
+    if factor is None and isinstance(built, RopeMethod | TableMethod) and not built.says_target:
         raise InvalidParameterError(
             f"Method {chosen!r} needs to know how far to reach: give factor=... (target_length / trained_length) or "
             f"target_length=... in tokens."
@@ -329,4 +330,4 @@ def trained_length_of(model: PreTrainedModel) -> int | None:
     if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
         return scaling.window
     architecture = find_architecture(model)
-    return None if architecture is None else architecture.trained_length(config)
+    return None if architecture is None else architecture.trained_length(model)

@@ -30,6 +30,7 @@ __all__ = [
     "checked_trained_length",
     "choices",
     "differences",
+    "holder_of",
     "identity",
     "plain_config",
     "refuse_shrinking",
@@ -183,16 +184,29 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
     )
 
 
+def holder_of(config: Any, name: str) -> tuple[Any, str]:
+    """The part of a config that has the field of this name: in the text part, or where dots in the name say."""
+    *parts, leaf = name.split(".")
+    if not parts:
+        text = config.get_text_config(decoder=True)
+        # Of an encoder-decoder with one config for both sides, transformers answers with a copy for one side.
+        return (config if config.is_encoder_decoder and text.model_type == config.model_type else text), leaf
+    for part in parts:
+        config = getattr(config, part)
+    return config, leaf
+
+
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
     text = own_text_config(plain)
     drop_old_form(text)
     for name, value in saved["original"].items():
-        if value is None and name in vars(text):
-            delattr(text, name)
+        part, leaf = holder_of(plain, name)
+        if value is None and leaf in vars(part):
+            delattr(part, leaf)
         elif value is not None:
-            setattr(text, name, copy.deepcopy(value))
+            setattr(part, leaf, copy.deepcopy(value))
     del plain.ctxext
     return plain
 

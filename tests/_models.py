@@ -10,10 +10,11 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
 from scripts.walk.check import State
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-__all__ = ["MODELS", "RECENT", "TRAINED_LENGTH", "State", "byte_model", "logits", "tiny", "tokens"]
+__all__ = ["FOR_LLAMA", "MODELS", "RECENT", "TRAINED_LENGTH", "State", "byte_model", "logits", "tiny", "tokens"]
 
 # The newest transformers that ctxext is developed on; a few tests meet defects of older ones, each named there.
 RECENT = Version(transformers.__version__) >= Version("5.23")
@@ -26,6 +27,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma3_text": {},
     "deepseek_v3": {},
+}
+
+# Every method that a rotary model takes, the retrofit included: all but those that make rows of a table only.
+FOR_LLAMA: dict[str, type[Method]] = {
+    name: cls for name, cls in METHODS.items() if issubclass(cls, RopeMethod) or not issubclass(cls, TableMethod)
 }
 
 

@@ -79,8 +79,8 @@ class AlibiArchitecture(Architecture):
     def stock_slopes(self, model: PreTrainedModel) -> Tensor:
         """The slopes that transformers' own code uses, float64 [heads]; proves ``spec``."""
 
-    def trained_length(self, config: Any) -> int | None:
-        length = getattr(config, self.length_field, None)
+    def trained_length(self, model: PreTrainedModel) -> int | None:
+        length = getattr(model.config, self.length_field, None)
         return int(length) if length else None
 
     def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
@@ -100,7 +100,7 @@ class AlibiArchitecture(Architecture):
                 f"sliding_window is for models that have one; this {config.model_type} has not."
             )
         self.refuse(model, method)
-        trained_length = self.known_length(config, request)
+        trained_length = self.known_length(model, request)
         alibi = self.spec(model, trained_length)
         problem = slopes_differ(trained_slopes(alibi), self.stock_slopes(model))
         if problem:

@@ -27,10 +27,12 @@ class Architecture(ABC):
         name: how it is listed.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family that is
             found in another way overrides ``matches`` and has none.
+        replaces_weights: whether an extension replaces weights, so that a checkpoint is more than another config.
     """
 
     name: ClassVar[str]
     decoder_class: ClassVar[type[nn.Module]]
+    replaces_weights: ClassVar[bool] = False
 
     def matches(self, model: PreTrainedModel) -> bool:
         """Whether this family's positions live in ``model``."""
@@ -53,21 +55,30 @@ class Architecture(ABC):
     def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
         """Make a model that was loaded extended what it was before, given the config fields as they were then."""
 
-    def trained_length(self, config: Any) -> int | None:
-        """Tokens that ``config`` says the checkpoint was trained for, None where it does not say."""
-        length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    def why_final(self, model: PreTrainedModel) -> str | None:
+        """Why the extension that a model was loaded with cannot be taken off; None where ``revert`` does that."""
+        return None
+
+    def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
+        """The weights that an extension of ``model`` replaces, by name."""
+        return {}
+
+    def trained_length(self, model: PreTrainedModel) -> int | None:
+        """Tokens that the config says the checkpoint was trained for, None where it does not say."""
+        length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(length) if length else None
 
-    def known_length(self, config: Any, request: Request) -> int:
+    def known_length(self, model: PreTrainedModel, request: Request) -> int:
         """Tokens that the checkpoint was trained for, as the user says or else its config.
 
         Raises:
             IncompatibleError: if neither does.
         """
-        length = request.trained_length or self.trained_length(config)
+        length = request.trained_length or self.trained_length(model)
         if length is None:
             raise IncompatibleError(
-                f"The config of this {config.model_type} does not say how long its texts were. Pass trained_length=..."
+                f"The config of this {model.config.model_type} does not say how long its texts were. Pass "
+                f"trained_length=..."
             )
         return length
 
@@ -130,8 +141,8 @@ def _table(model: nn.Module) -> str | None:
             )
         if _is_learned(path, module):
             return (
-                f"it has learned positions, one vector each for {rows:,} tokens ({path}), and no method here makes "
-                f"more of those"
+                f"it has learned positions, one vector each for {rows:,} tokens ({path}), in a form that is not "
+                f"recognised: no field of its config that counts positions sets the size of that table"
             )
         if TABLE.search(name):
             return f"it adds sinusoids to its input, from a table of {rows:,} tokens ({path})"

@@ -91,11 +91,11 @@ class Bloom(AlibiArchitecture):
         bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
         return bias.reshape(heads, 2)[:, 1].double()
 
-    def trained_length(self, config: Any) -> int | None:
-        saved = getattr(config, "ctxext", None)
+    def trained_length(self, model: PreTrainedModel) -> int | None:
+        saved = getattr(model.config, "ctxext", None)
         if saved:  # seq_length is then what it was extended to
             return int(saved["trained_length"])
-        return int(getattr(config, "seq_length", None) or TRAINED_LENGTH)
+        return int(getattr(model.config, "seq_length", None) or TRAINED_LENGTH)
 
     def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
         if model.config.slow_but_exact and model.config.pretraining_tp > 1:

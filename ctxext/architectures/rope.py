@@ -38,13 +38,13 @@ class Rope(Architecture):
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         text = model.config.get_text_config(decoder=True)
         places, layers = survey(model)
-        trained_length = self.known_length(model.config, request)
+        trained_length = self.known_length(model, request)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(model, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(
-                f"Method {method.name!r} works neither on rotations nor on biases, and this {text.model_type} rotates. "
-                f"`ctxext inspect` lists the methods for it."
+                f"Method {method.name!r} works neither on rotations nor on biases, and this {model.config.model_type} "
+                f"rotates. `ctxext inspect` lists the methods for it."
             )
         scaling = scaling_of(model.config)
         sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)

@@ -13,13 +13,14 @@ from ctxext.adapters import is_adapter
 from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
-from ctxext.methods import Method
+from ctxext.methods import Method, TableMethod
 from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
 from ctxext.runtimes.llama_cpp import to_llama_cpp
 from ctxext.runtimes.vllm import to_vllm
-from ctxext.saved import already_extended, choices, plain_config, rope_dicts, saved_extension, saved_method
+from ctxext.saved import already_extended, choices, holder_of, plain_config, rope_dicts, saved_extension, saved_method
 from ctxext.surgery.old_form import same_rope
+from ctxext.surgery.rope_types import GUARDED_FIELD
 from ctxext.surgery.windows import is_windowed
 from ctxext.surgery.wrappers import base_model
 
@@ -87,10 +88,37 @@ def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code
         CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.
     """
     _check_target(to)
+    if (longer := _longer_table(config, served, to)) is not None:
+        return longer
     extended = read_extended(config, served)
     if served is None:
         _require_consistent(config, trust_remote_code)
     return RUNTIMES[to](extended)
+
+
+def _longer_table(config: Any, served: Any, to: str) -> Export | None:
+    """What to tell of a longer table of positions, which is in the weights; None for any other extension.
+
+    Raises:
+        IncompatibleError: for a checkpoint whose files hold the shorter table.
+    """
+    saved = saved_extension(config, f"this {config.model_type}")
+    if saved is None or not isinstance(saved_method(saved), TableMethod):
+        return None
+    if {"rope_parameters", GUARDED_FIELD} & saved["original"].keys():  # pi, of rotary positions or of ALiBi
+        return None
+    if served is not None:
+        raise IncompatibleError(
+            f"No flag makes {to} read a longer table of positions than the checkpoint holds. Write one first: "
+            f"ctxext patch SOURCE NEW --method {saved['method']['method']} --factor {saved['method']['factor']:g}."
+        )
+    target = saved["target_length"]
+    flags = {"vllm": ("--max-model-len", str(target)), "llama.cpp": ("-c", str(target))}[to]
+    note = (
+        f"The longer table of positions is among the weights, and config.json says how long it is: there is nothing "
+        f"else to be told. That {to} runs a {config.model_type} so was not tried here."
+    )
+    return Export(target=to, flags=flags, notes=(note,), exact=False)
 
 
 def _require_consistent(config: Any, trust_remote_code: bool) -> None:
@@ -100,9 +128,9 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
         return
     plain = plain_config(config, saved)
     again = extended_config(plain, saved_method(saved), trust_remote_code=trust_remote_code, **choices(saved))
-    here, there = (part.get_text_config(decoder=True) for part in (config, again))
     for name in saved["original"]:
-        found, expected = getattr(here, name, None), getattr(there, name, None)
+        (here, leaf), (there, _) = holder_of(config, name), holder_of(again, name)
+        found, expected = getattr(here, leaf, None), getattr(there, leaf, None)
         if not same_rope(found, expected):
             raise CheckpointError(
                 f"The config of this {config.model_type} contradicts itself: its ctxext entry stands for {name}="

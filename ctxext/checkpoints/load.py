@@ -16,8 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ctxext.adapters import is_adapter, keep_extension, read_extension, require_trained_on, save_adapters
-from ctxext.architectures import architecture_of
+from ctxext.architectures import architecture_of, find_architecture
+from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.config_check import building
+from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.source import checked_contents, checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
@@ -42,6 +44,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
+from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model, unwrapped
 
 __all__ = [
@@ -51,6 +54,7 @@ __all__ = [
     "meta_model",
     "model_class",
     "refuse_lacking",
+    "replaces_weights",
     "require_language_model",
     "save",
 ]
@@ -146,10 +150,21 @@ def load(
         checked_trained_length(saved, trained_length)
         config = plain_config(config, saved)
         scaling = scaling or choices(saved)["scaling"]
-    asked |= {"attention": attention, "scaling": scaling, "auto_class": auto_class}
+    asked |= {"attention": attention, "scaling": scaling}
     trusted = bool(loading.get("trust_remote_code", False))
+    if replaces_weights(meta_model(config, auto_class=auto_class, trust_remote_code=trusted)):
+        written = _read_config(place, loading)
+        model = patch(_read_model(place, written, loading, auto_class), method, **asked, **own)
+        return model
+    asked |= {"auto_class": auto_class}
     extended = extended_config(config, method, trust_remote_code=trusted, **asked, **own)
     return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
+
+
+def replaces_weights(model: PreTrainedModel) -> bool:
+    """Whether an extension of ``model`` replaces weights, so that those of a checkpoint do not fit its config."""
+    architecture = find_architecture(model)
+    return architecture is not None and architecture.replaces_weights
 
 
 def _buildable(extended: Any, config: Any) -> Any:
@@ -362,12 +377,14 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         model: a patched model, or a PEFT wrapper around one.
         directory: where to write; created if it does not exist.
         tokenizer: saved beside the model, and allowed as many tokens as the model now is: a tokenizer cuts texts at
-            its own ``model_max_length`` where it is asked to truncate. The object itself stays as it is.
+            its own ``model_max_length`` where it is asked to truncate. The object itself stays as it is. Limits in
+            files of a tokenizer, or of sentence-transformers, that already lie in ``directory`` are raised too.
         **saving: arguments of ``save_pretrained``, such as ``max_shard_size`` or ``push_to_hub``.
 
     Raises:
         PatchStateError: if the model is not extended.
         CheckpointError: if ``directory`` is a file.
+        InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out.
     """
     inner = base_model(model)
     if not getattr(inner.config, "ctxext", None):
@@ -375,6 +392,8 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     place = Path(directory)
     if place.exists() and not place.is_dir():
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
+    if tokenizer is not None and counts_from_padding(inner):
+        refuse_tokenizer(tokenizer, inner.config)
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     if adapted is None:
         inner.save_pretrained(directory, **saving)
@@ -384,6 +403,13 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         longer = copy.deepcopy(tokenizer)
         longer.model_max_length = max(longer.model_max_length, inner.config.ctxext["target_length"])
         longer.save_pretrained(directory)
+    raise_limits(place, inner.config.ctxext["trained_length"], inner.config.ctxext["target_length"])
+
+
+def counts_from_padding(model: PreTrainedModel) -> bool:
+    """Whether positions of tokens depend on which id is padding."""
+    architecture = find_architecture(model)
+    return isinstance(architecture, LearnedTable) and any(one.skips_padding for one in architecture.tables(model))
 
 
 @own_defaults()
@@ -392,8 +418,11 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     text = model.config.get_text_config(decoder=True)
     drop_old_form(text)  # a config that was not read from a file still has it
     saved, rope = checked_extension(model.config.ctxext, place), getattr(text, "rope_parameters", None)
-    chosen = saved_method(saved)
-    architecture_of(model).revert(model, saved["original"], Edits())
+    chosen, architecture = saved_method(saved), architecture_of(model)
+    if architecture.why_final(model) is not None:  # it is in the weights, and complete without us
+        return model
+    loaded = architecture.replaced_weights(model)
+    architecture.revert(model, saved["original"], Edits())
     del model.config.ctxext
     patch(model, chosen, **choices(saved, attention))
     different = differences(saved, model.config.ctxext)
@@ -408,6 +437,8 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
             f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
         )
+    if (patched := patched_state(model)) is not None:  # what was trained since the extension stays
+        put_weights(model, loaded, patched.edits)
     return model
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import secrets
@@ -17,9 +16,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.checkpoints.load import meta_model, refuse_lacking
-from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, read_json, refuse_source
-from ctxext.errors import CheckpointError, IncompatibleError, VerificationError
+from ctxext.checkpoints.limits import LENGTH_FIELDS, copy_raised
+from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
+from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
@@ -33,12 +33,6 @@ FICLONE = 0x40049409
 # What it answers where that is impossible, rather than wrong.
 CANNOT_CLONE = frozenset({errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EINVAL, errno.EPERM})
 CHUNK = 16 * 2**20
-# Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'.
-LENGTH_FIELDS = {
-    "tokenizer_config.json": "model_max_length",
-    "generation_config.json": "max_length",
-    "sentence_bert_config.json": "max_seq_length",
-}
 
 Progress = Callable[[int, int], None]
 
@@ -53,6 +47,7 @@ class Written:
         linked: weight files that are hard links: they are the source's files under another name.
         cloned: weight files that share their blocks with the source until either is written.
         copied: weight files that were copied.
+        rewritten: whether the weights were loaded and written anew, because the extension changes one of them.
         changed: small files that were rewritten, and how.
         left_out: names in the source that do not belong to the extended checkpoint.
     """
@@ -62,6 +57,7 @@ class Written:
     linked: int
     cloned: int
     copied: int
+    rewritten: bool = False
     changed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -76,7 +72,7 @@ def patch_checkpoint(
     progress: Progress | None = None,
     **arguments: Any,
 ) -> Written:
-    """Write an extended copy of a checkpoint directory, without loading its weights.
+    """Write an extended copy of a checkpoint directory, without loading its weights where they stay as they are.
 
     ``destination`` appears at the end, whole, or not at all: the work happens in a hidden directory beside it.
 
@@ -95,6 +91,7 @@ def patch_checkpoint(
     Raises:
         CheckpointError: the source is not a safetensors checkpoint, the destination is in the way, or the disk is full.
         IncompatibleError: the method cannot be right on this model.
+        InvalidParameterError: ``link`` where the extension changes weights.
     """
     source, destination = Path(source), Path(destination)
     refuse_source(source)
@@ -104,6 +101,12 @@ def patch_checkpoint(
     model = meta_model(config, trust_remote_code=trust_remote_code)
     _refuse_part(source, config, model)
     refuse_lacking(source, model, _lacking(contents, model))
+    is_rewritten = replaces_weights(model)
+    if link and is_rewritten:
+        raise InvalidParameterError(
+            f"link: this {config.model_type} is extended by a longer table of positions, which is one of its weights. "
+            f"They are written anew; leave link out."
+        )
     extended = patch(model, method, **arguments).config
     description = describe_saved(extended.ctxext, extended.model_type)
     partial = hidden_beside(destination, f"{secrets.token_hex(4)}.partial")
@@ -111,9 +114,12 @@ def patch_checkpoint(
         with ending_cleanly():
             try:
                 partial.mkdir()
+                if is_rewritten:
+                    _write_weights(source, partial, contents, method, arguments, trust_remote_code)
                 changed = _write_small_files(source, partial, contents, extended, description)
                 _prove_readable(partial, extended, trust_remote_code)
-                linked, cloned = _place_weights(source, partial, contents.weights, link, progress)
+                weights = [] if is_rewritten else contents.weights
+                linked, cloned = _place_weights(source, partial, weights, link, progress)
                 _refuse_destination(source, destination)  # a rename would replace an empty directory made meanwhile
                 partial.rename(destination)
             finally:
@@ -128,7 +134,8 @@ def patch_checkpoint(
         description=description,
         linked=linked,
         cloned=cloned,
-        copied=len(contents.weights) - linked - cloned,
+        copied=len(weights) - linked - cloned,
+        rewritten=is_rewritten,
         changed=tuple(changed),
         left_out=tuple(contents.left_out),
     )
@@ -178,6 +185,20 @@ def _refuse_destination(source: Path, destination: Path) -> None:
         raise CheckpointError(f"{destination} lies inside the checkpoint that it is made from. Give a place outside.")
 
 
+def _write_weights(
+    source: Path,
+    target: Path,
+    contents: Contents,
+    method: str | Method,
+    arguments: dict[str, Any],
+    trust_remote_code: bool,
+) -> None:
+    """Load the weights, extend them and write them, with an index of their own where they need one."""
+    loading: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    load(source, method, **arguments, **loading).save_pretrained(target)
+    contents.others = [path for path in contents.others if not path.name.endswith(".safetensors.index.json")]
+
+
 def _write_small_files(
     source: Path, target: Path, contents: Contents, extended: Any, description: Description
 ) -> list[str]:
@@ -187,42 +208,10 @@ def _write_small_files(
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         if path.parent == source and path.name in LENGTH_FIELDS:
-            changed += _copy_raised(path, place, description.trained_length, description.target_length)
+            changed += copy_raised(path, place, description.trained_length, description.target_length)
         else:
             shutil.copyfile(path, place)
     return changed
-
-
-def _copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:
-    """Copy one of the files named in ``LENGTH_FIELDS``; a limit that was the old window becomes the new one.
-
-    A tokenizer's limit is raised wherever it is below the new window. The others may also hold a choice that has
-    nothing to do with the window, and then stay as they are.
-
-    Args:
-        path: the file.
-        place: where its copy goes.
-        trained: the old window, in tokens.
-        target: the new window, in tokens.
-
-    Returns:
-        What was changed, a line each.
-    """
-    settings, field = read_json(path), LENGTH_FIELDS[path.name]
-    limit = settings.get(field)
-    is_count = isinstance(limit, int | float) and not isinstance(limit, bool)
-    if (
-        target is None
-        or limit is None
-        or not is_count
-        or limit >= target
-        or (field != "model_max_length" and limit != trained)
-    ):
-        shutil.copyfile(path, place)
-        return []
-    settings[field] = target
-    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [f"{path.name}: {field} {limit:g} -> {target}"]
 
 
 def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> None:

@@ -16,7 +16,7 @@ from ctxext.checkpoints.export import TARGETS
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.cli.options import in_flags
-from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
@@ -80,7 +80,7 @@ def _pick(kind: type[Method]) -> str:
 def _stock_form(method: Method) -> str:
     form = method.rope_parameters(LLAMA) if isinstance(method, RopeMethod) else None
     if form is None:
-        return "none"
+        return "for tables" if isinstance(method, TableMethod) else "none"
     return "default, other base" if form["rope_type"] == "default" else str(form["rope_type"])
 
 
@@ -121,6 +121,8 @@ def show_written(written: Written) -> None:
         weights.append(f"{written.linked} linked (they are the source's: what writes into one writes into both)")
     if written.cloned:
         weights.append(f"{written.cloned} cloned (they take no space until they are written)")
+    if written.rewritten:
+        weights.append("written anew (the longer table of positions is one of them)")
     if written.copied:
         weights.append(f"{written.copied} copied")
     lines = [f"Wrote {written.directory}", str(written.description), f"weight files: {', '.join(weights)}"]

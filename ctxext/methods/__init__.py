@@ -10,14 +10,14 @@ from types import ModuleType
 from typing import Any, cast
 
 from ctxext.errors import CheckpointError
-from ctxext.methods.base import BiasMethod, BucketMethod, Method, RopeMethod
+from ctxext.methods.base import BiasMethod, BucketMethod, Method, RopeMethod, TableMethod
 from ctxext.registry import discover
 from ctxext.version import __version__
 
 METHODS: dict[str, type[Method]] = discover(sys.modules[__name__], Method)
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 
-__all__ = ["METHODS", "BiasMethod", "BucketMethod", "Method", "RopeMethod", "saved_class"]
+__all__ = ["METHODS", "BiasMethod", "BucketMethod", "Method", "RopeMethod", "TableMethod", "saved_class"]
 __all__ += sorted(_CLASSES)
 
 

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
@@ -23,6 +23,8 @@ __all__ = [
     "GrowingMethod",
     "Method",
     "RopeMethod",
+    "Rows",
+    "TableMethod",
     "is_number",
     "parameter_of",
     "positive_numbers",
@@ -31,6 +33,9 @@ __all__ = [
 
 # Beyond it, lengths leave the whole numbers that a float holds, and every text that there is.
 MOST = 10**6
+
+# What ``TableMethod.rows`` returns.
+Rows = tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]
 
 # Not typing.Self: the runtime shape checker of the tests decorates functions one by one and cannot resolve it.
 SomeMethod = TypeVar("SomeMethod", bound="Method")
@@ -193,6 +198,26 @@ class BucketMethod(Method):
     @abstractmethod
     def max_distance(self, spec: BucketSpec) -> int:
         """Tokens from which all distances shall share the last bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableMethod(Method):
+    """A method that makes a longer table of positions out of the one that a model has learned, row by row."""
+
+    @abstractmethod
+    def rows(self, trained: int, target: int) -> Rows:
+        """Which of the trained rows each new row mixes, and how much of each, in float64.
+
+        Rows that stand for no position (padding) are not counted. At most 3 rows are mixed into one; a row that counts
+        for 0 is not mixed in.
+
+        Args:
+            trained: rows that the model has learned, at least 1.
+            target: rows to make, at least ``trained``.
+
+        Raises:
+            InvalidParameterError: if the parameters do not fit the trained length, or do not reach the target.
+        """
 
 
 CHOICES = ("exact", "doubling")

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
@@ -22,6 +22,7 @@ __all__ = [
     "index_that_turns",
     "ntk_base",
     "plain_inv_freq",
+    "rows_between",
     "trained_slopes",
     "turns_ramp",
 ]
@@ -181,3 +182,17 @@ def trained_slopes(alibi: AlibiSpec) -> Float[Tensor, " heads"]:
     if alibi.slopes is None:
         return alibi_slopes(alibi.num_heads)
     return torch.tensor(alibi.slopes, dtype=torch.float64, device="cpu")
+
+
+def rows_between(
+    lower: Int[Tensor, " target"], rest: Float[Tensor, " target"], trained: int
+) -> tuple[Int[Tensor, "target 2"], Float[Tensor, "target 2"]]:
+    """What ``TableMethod.rows`` returns for places on the line through two neighbouring rows.
+
+    Args:
+        lower: the row before each place.
+        rest: how far behind that row the place is, in rows; above 1 it lies beyond the other one.
+        trained: rows that there are.
+    """
+    indices = torch.stack([lower, (lower + 1).clamp(max=trained - 1)], dim=1)
+    return indices, torch.stack([1.0 - rest, rest], dim=1)

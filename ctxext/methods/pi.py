@@ -5,32 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods.base import BiasMethod, RopeMethod
-from ctxext.methods.formulas import plain_inv_freq, trained_slopes
+from ctxext.methods.base import BiasMethod, RopeMethod, Rows, TableMethod
+from ctxext.methods.formulas import plain_inv_freq, rows_between, trained_slopes
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = ["PI"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PI(RopeMethod, BiasMethod):
+class PI(RopeMethod, BiasMethod, TableMethod):
     """Squeeze all positions evenly into the trained window.
 
     Pick it when you will fine-tune (a few hundred steps): it then matches YaRN inside the window. Without
-    training it degrades every position, short ones included. On an ALiBi model it divides the slopes.
+    training it degrades every position, short ones included. On an ALiBi model it divides the slopes. In a table
+    of learned positions new rows lie between two trained ones, and the last few repeat the last trained row.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
 
-    Source: Chen et al., arXiv:2306.15595, section 2.3; for ALiBi Al-Khateeb et al., arXiv:2310.13017, section 3.
-        Authors' code: none published; jquesnelle/yarn@995db5b, scaled_rope/LlamaLinearScaledRotaryEmbedding.py.
+    Source: Chen et al., arXiv:2306.15595, section 2.3; for ALiBi Al-Khateeb et al., arXiv:2310.13017, section 3; for
+        tables Zhu et al., arXiv:2404.12096, section 4.1.
+        Authors' code: none published; jquesnelle/yarn@995db5b, scaled_rope/LlamaLinearScaledRotaryEmbedding.py; for
+        tables dwzhu-pku/LongEmbed, issue 7.
     """
 
     name: ClassVar[str] = "pi"
-    summary: ClassVar[str] = "divide every frequency (or ALiBi slope) by the factor"
+    summary: ClassVar[str] = "divide frequencies (or ALiBi slopes, or places in a table) by the factor"
     source: ClassVar[str] = "arXiv:2306.15595"
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
@@ -41,3 +45,9 @@ class PI(RopeMethod, BiasMethod):
 
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         return trained_slopes(alibi) / self.factor
+
+    def rows(self, trained: int, target: int) -> Rows:
+        place = torch.arange(target, device="cpu") * trained  # in units of 1 / target, so that none is rounded
+        lower = place // target
+        rest = (place - lower * target).double() / target
+        return rows_between(lower, torch.where(lower < trained - 1, rest, 0.0), trained)

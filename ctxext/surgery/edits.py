@@ -32,7 +32,8 @@ class Edits:
     """Sets attributes and remembers what was there, so that ``undo`` restores it exactly, in reverse order.
 
     The journal holds data, never closures: ``copy.deepcopy`` and ``pickle`` of a patched model carry it along and
-    the copy can be undone by itself. Parameters are refused, so the keys and values of ``state_dict`` cannot change.
+    the copy can be undone by itself. Parameters are replaced by one verb and refused by all others, so that values of
+    ``state_dict`` cannot change by accident, and its keys not at all.
     """
 
     def __init__(self) -> None:
@@ -70,6 +71,18 @@ class Edits:
             self._entries.append((owner, name, old, False))
             delattr(owner, name)
 
+    def replace_weight(self, owner: nn.Module, name: str, weight: nn.Parameter) -> None:
+        """Put ``weight`` into the place of the parameter ``owner.name``, and remember that very object.
+
+        Raises:
+            TypeError: if ``owner`` has no such parameter of its own.
+        """
+        old = owner._parameters.get(name)
+        if old is None:
+            raise TypeError(f"{type(owner).__name__}.{name} is no weight; set it instead.")
+        self._entries.append((owner, name, old, False))
+        owner._parameters[name] = weight
+
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
         """Call ``before`` and ``after`` around each of a module's forward passes, as torch's hooks with keywords.
 
@@ -87,6 +100,8 @@ class Edits:
             if name == HOOKS and isinstance(owner, nn.Module):
                 for registry in (*BEFORE, *AFTER):
                     getattr(owner, registry).pop(HOOK, None)
+            elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
+                owner._parameters[name] = _followed(old, owner._parameters.get(name))
             elif unchecked:
                 if old is _Absent.ABSENT:
                     owner.__dict__.pop(name, None)
@@ -141,6 +156,13 @@ def _assign(owner: object, name: str, value: object) -> None:
 def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:
     same_form = (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)
     return same_form and not buffer.is_meta and not buffer.is_inference()
+
+
+def _followed(old: nn.Parameter, current: nn.Parameter | None) -> nn.Parameter:
+    """``old`` itself, brought to where the weight that stood in its place was moved, or cast, in the meantime."""
+    if current is not None and not current.is_meta and (old.device, old.dtype) != (current.device, current.dtype):
+        old.data = old.data.to(current.device, current.dtype)
+    return old
 
 
 def _beside(current: Any, old: object) -> object:

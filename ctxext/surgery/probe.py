@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ctxext.surgery.rebuild import without_weights
 
-__all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of"]
+__all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of", "readers_of"]
 
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
@@ -100,14 +100,18 @@ def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
 
 def reader_of(model: nn.Module, path: str) -> nn.Module | None:
     """The innermost module around ``path`` that reads tokens, which is the decoder; None where nothing does."""
+    return next(readers_of(model, path), None)
+
+
+def readers_of(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """Yield the modules around ``path`` that read tokens and need nothing else, from the innermost outwards."""
     while path:
         path = path.rpartition(".")[0]
         module: nn.Module = model.get_submodule(path)
         arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
         needed = [one.name for one in arguments if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
         if any(one.name == "input_ids" for one in arguments) and needed in ([], ["input_ids"]):
-            return module  # a layer that routes by tokens takes input_ids too, but needs hidden states
-    return None
+            yield module  # a layer that routes by tokens takes input_ids too, but needs hidden states
 
 
 def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> None:

@@ -36,6 +36,7 @@ from ctxext.runtimes.vllm import CLASSES
 from ctxext.runtimes.vllm import TABLE as VLLM_TABLE
 from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, TRAINED
+from tests._models import FOR_LLAMA
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
 TARGET = 4 * TRAINED
@@ -136,7 +137,7 @@ def same(found: Spectrum, expected: Spectrum) -> bool:
 
 
 VARIANTS: list[Method] = [
-    *(kind.example(SPEC) for kind in METHODS.values()),
+    *(kind.example(SPEC) for kind in FOR_LLAMA.values()),
     METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}),
     METHODS["yarn"].from_dict({"factor": 4.0, "truncate": False}),
     METHODS["yarn"].from_dict({"factor": 4.0, "attention_factor": 1.0}),

@@ -24,9 +24,9 @@ from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.check import Stock
-from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
+from tests._models import FOR_LLAMA, TRAINED_LENGTH, State, logits, tiny, tokens
 
-every_method = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize("name", FOR_LLAMA)
 
 
 def example(name: str) -> Method:

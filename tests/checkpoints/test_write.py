@@ -27,6 +27,7 @@ from ctxext.files import write_whole
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 from tests._checkpoints import TRAINED, contents
+from tests._models import FOR_LLAMA
 from tests._programs import ran
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
@@ -62,7 +63,7 @@ def patched_logits(source: Path, method: ctxext.methods.Method) -> torch.Tensor:
 def test_stock_transformers_loads_what_patching_in_place_gives(llama: Path, tmp_path: Path) -> None:
     """In a process that never imports ctxext: the same logits, or a hard error, for every method."""
     stock = {}
-    for name, kind in METHODS.items():
+    for name, kind in FOR_LLAMA.items():
         directory = tmp_path / name
         written = patch_checkpoint(llama, directory, kind.example(SPEC))
         stock[str(directory)] = written.description.stock

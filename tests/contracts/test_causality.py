@@ -17,13 +17,13 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.tiny import tiny_config, tiny_model
-from tests._models import RECENT, TRAINED_LENGTH, tiny, tokens
+from tests._models import FOR_LLAMA, RECENT, TRAINED_LENGTH, tiny, tokens
 
 CAUSAL = ("llama", "gemma2", "deepseek_v3", "bloom")
 TURNED = ("llama", "mistral")  # with is_causal=False in their config
 MASKED = ("eurobert", "modernbert", *(("nomic_bert",) if RECENT else ()))
 
-every_method = pytest.mark.parametrize("method", METHODS)
+every_method = pytest.mark.parametrize("method", FOR_LLAMA)
 
 
 def masked(model_type: str) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ctxext.methods
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
+from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod
 from ctxext.methods.alibi import ALiBi
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
@@ -33,10 +33,12 @@ SPECS = [
 ]
 BIAS_METHODS = [cls for cls in METHODS.values() if issubclass(cls, BiasMethod)]
 ROPE_METHODS = [cls for cls in METHODS.values() if issubclass(cls, RopeMethod)]
+TABLE_METHODS = [cls for cls in METHODS.values() if issubclass(cls, TableMethod)]
 
 every_method = pytest.mark.parametrize("cls", METHODS.values(), ids=METHODS)
 every_rope_method = pytest.mark.parametrize("cls", ROPE_METHODS, ids=[cls.name for cls in ROPE_METHODS])
 every_bias_method = pytest.mark.parametrize("cls", BIAS_METHODS, ids=[cls.name for cls in BIAS_METHODS])
+every_table_method = pytest.mark.parametrize("cls", TABLE_METHODS, ids=[cls.name for cls in TABLE_METHODS])
 every_spec = pytest.mark.parametrize("rope", SPECS, ids=lambda r: f"{r.rotary_dim}-{r.base:g}-{r.trained_length}")
 
 
@@ -178,6 +180,24 @@ def test_slopes_are_sound(cls: type[BiasMethod], given: tuple[float, ...] | None
     assert torch.equal(method.slopes(alibi, 1), at_trained), "the length mattered inside the trained window"
     assert method.dynamic == (not torch.equal(above, at_trained))
     assert torch.equal(dataclasses.replace(method, factor=1.0).slopes(alibi, 64), trained)
+
+
+@every_table_method
+@pytest.mark.parametrize(("trained", "target"), [(32, 32), (32, 33), (32, 128), (77, 248), (512, 4096), (512, 768)])
+def test_rows_are_sound(cls: type[TableMethod], trained: int, target: int) -> None:
+    indices, weights = cls.example(SPECS[0]).rows(trained, target)
+    assert (indices.dtype, weights.dtype) == (torch.int64, torch.float64)
+    assert indices.shape == weights.shape
+    assert indices.shape[0] == target
+    assert 1 <= indices.shape[1] <= 3
+    assert indices.min() >= 0
+    assert indices.max() < trained, "a row that the model has not learned"
+    torch.testing.assert_close(weights.sum(1), torch.ones(target, dtype=torch.float64), rtol=1e-12, atol=0)
+    dense = torch.zeros(target, trained, dtype=torch.float64).scatter_add_(1, indices, weights)
+    assert torch.equal(dense[0], torch.eye(trained, dtype=torch.float64)[0]), "the first position moved"
+    assert (dense.abs().sum(0) > 0).all(), "a learned row is used nowhere"
+    if target == trained:
+        assert torch.equal(dense, torch.eye(trained, dtype=torch.float64))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.surgery.old_form import OLD_GUARD, with_old_form
 from ctxext.surgery.rotary import find_sites
-from tests._models import RECENT, TRAINED_LENGTH, logits, tiny, tokens
+from tests._models import FOR_LLAMA, RECENT, TRAINED_LENGTH, logits, tiny, tokens
 
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}
 
@@ -92,7 +92,7 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "alibi"])
+@pytest.mark.parametrize("name", [name for name in FOR_LLAMA if name != "alibi"])
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 def test_an_older_reader_reads_the_same_or_fails(name: str, base: float, tmp_path: Path) -> None:
     model = tiny(rope_parameters={"rope_type": "default", "rope_theta": base})

@@ -211,7 +211,7 @@ def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
 
 def cost_of(jobs: Sequence[Job]) -> float:
     """The total for a bar."""
-    return sum(job.cost for job in jobs)
+    return sum((job.cost for job in jobs), 0.0)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,218 @@
+"""Models that have learned a vector for each position: GPT-2, OPT, BERT, RoBERTa, BART and many more."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ctxext.architectures.base import Architecture
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.methods import METHODS, Method, TableMethod, saved_class
+from ctxext.methods.base import Rows
+from ctxext.spec import Extension, Request
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.tables import (
+    PositionTable,
+    Twins,
+    field_of,
+    mixed,
+    prove,
+    replace_tables,
+    unmixed,
+    weight_of,
+)
+
+__all__ = ["LearnedTable"]
+
+# Configs of GPT-2's time say the length twice; transformers reads the other field, and some other readers this one.
+SAID_TWICE = "n_ctx"
+
+
+class LearnedTable(Architecture):
+    """Tables of learned positions, found by twins of the model that differ in one length.
+
+    The longer table is a weight as any other, and the config says how long it is: stock transformers loads the result.
+    """
+
+    name: ClassVar[str] = "table"
+    replaces_weights: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._twins: Twins | None = None  # of the one model that it was made for
+
+    def twins(self, model: PreTrainedModel) -> Twins:
+        """Twins of ``model``, built once until it is changed."""
+        if self._twins is None or self._twins.model is not model:
+            self._twins = Twins(model)
+        return self._twins
+
+    def matches(self, model: PreTrainedModel) -> bool:
+        return self.twins(model).has_learned
+
+    def tables(self, model: PreTrainedModel) -> list[PositionTable]:
+        """The tables that ``apply`` makes longer.
+
+        Raises:
+            IncompatibleError: if there is none of which it can be said which row stands for which position.
+        """
+        return self.twins(model).tables
+
+    def trained_length(self, model: PreTrainedModel) -> int | None:
+        return max(table.positions for table in self.tables(model))
+
+    def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
+        _refuse(model, method, request)
+        assert isinstance(method, TableMethod)
+        tables = self.tables(model)
+        lengths = {table.name: _trained(table, tables, request) for table in tables}
+        targets = {name: method.target_length(length) for name, length in lengths.items()}
+        rows = {table.name: method.rows(lengths[table.name], targets[table.name]) for table in tables}
+        fields = _fields(model, tables, targets)
+        original = {name: getattr(*field_of(model.config, name)) for name in fields}
+        new = {table.name: mixed(weight_of(model, table.name), table.first, rows[table.name]) for table in tables}
+        after, others = replace_tables(self.twins(model), new, fields, edits)
+        self._twins = None
+        longer = [table.of_rows(len(new[table.name])) for table in tables]
+        prove(after, longer)
+        longest = max(tables, key=lambda table: lengths[table.name]).name
+        return Extension(
+            trained_length=lengths[longest],
+            target_length=targets[longest],
+            stored_as=f"{', '.join(f'{name}={value}' for name, value in fields.items())} and a longer table of weights",
+            stock=True,
+            fingerprint=fingerprint(tables, rows),
+            notes=_notes(tables, lengths, targets, rows, others),
+            original=original,
+        )
+
+    def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
+        old, reason = _old_tables(model, self.tables(model))
+        if reason is not None:
+            raise IncompatibleError(reason)
+        fields = {name: value for name, value in original.items() if value is not None}
+        replace_tables(self.twins(model), old, fields, edits)
+        self._twins = None
+
+    def why_final(self, model: PreTrainedModel) -> str | None:
+        return _old_tables(model, self.tables(model))[1]
+
+    def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
+        return {table.name: weight_of(model, table.name) for table in self.tables(model)}
+
+
+def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
+    config = model.config
+    if not isinstance(method, TableMethod):
+        names = ", ".join(name for name, cls in METHODS.items() if issubclass(cls, TableMethod))
+        raise IncompatibleError(
+            f"This {config.model_type} has learned positions, one vector each, and nothing that method {method.name!r} "
+            f"could change. Methods for it: {names}."
+        )
+    for name in ("sliding_window", "attention"):
+        if (given := getattr(request, name)) is not None:
+            raise InvalidParameterError(
+                f"{name}={given!r}: a longer table of positions leaves attention to the model. Leave {name} out."
+            )
+
+
+def _trained(table: PositionTable, tables: list[PositionTable], request: Request) -> int:
+    """Rows of a table that the checkpoint was trained for."""
+    known = {one.positions for one in tables}
+    if request.trained_length is None or request.trained_length == max(known):
+        return table.positions
+    if len(known) > 1 or request.trained_length > table.positions:
+        raise InvalidParameterError(
+            f"trained_length={request.trained_length}: {' and '.join(one.name for one in tables)} have rows for "
+            f"{' and '.join(f'{one.positions:,}' for one in tables)} tokens. Leave trained_length out"
+            f"{'' if len(known) > 1 else ', or give less, if not all of them were trained'}."
+        )
+    return request.trained_length
+
+
+def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
+    """The config fields of the longer tables, by dotted name."""
+    fields: dict[str, int] = {}
+    for table in tables:
+        part, leaf = field_of(model.config, table.field)
+        more = targets[table.name] - table.positions
+        if more < 0:
+            raise InvalidParameterError(
+                f"The target of {targets[table.name]:,} tokens is below the {table.positions:,} that {table.name} has "
+                f"rows for, so nothing would be extended. Ask for more: target_length=... or a larger factor."
+            )
+        value = getattr(part, leaf) + more
+        if fields.setdefault(table.field, value) != value:
+            raise IncompatibleError(
+                f"{table.field} of this {model.config.model_type} sets the size of several tables, which would need "
+                f"different values of it."
+            )
+        if vars(part).get(SAID_TWICE) == getattr(part, leaf):
+            fields[table.field.removesuffix(leaf) + SAID_TWICE] = value
+    return fields
+
+
+def fingerprint(tables: list[PositionTable], rows: dict[str, Rows]) -> str:
+    """12 hexadecimal digits that two extensions share exactly when they mix the same rows alike."""
+    digest = hashlib.sha256()
+    for table in tables:
+        indices, weights = rows[table.name]
+        digest.update(f"{table.name} {table.first}".encode() + indices.numpy().tobytes() + weights.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _notes(
+    tables: list[PositionTable],
+    lengths: dict[str, int],
+    targets: dict[str, int],
+    rows: dict[str, Rows],
+    others: tuple[str, ...],
+) -> tuple[str, ...]:
+    """What a user must know before relying on the model, one sentence or two each."""
+    notes = []
+    if len(set(lengths.values())) > 1:
+        each = ", ".join(f"{one.name} {lengths[one.name]:,} -> {targets[one.name]:,} tokens" for one in tables)
+        notes.append(f"Its tables reach differently far: {each}.")
+    name = max(lengths, key=lambda one: lengths[one])
+    trained = lengths[name]
+    if is_kept(rows[name], trained):
+        notes.append(f"Texts of up to {trained:,} tokens are read exactly as before.")
+    else:
+        notes.append("Short texts are read at other positions than before, too: train before use, or compare.")
+    if others:
+        notes.append(
+            f"{others[0]} follows from the length too, so that its layers may compute otherwise ({len(others)} such "
+            f"attributes)."
+        )
+    return tuple(notes)
+
+
+def is_kept(rows: Rows, trained: int) -> bool:
+    """Whether the first rows are the trained ones."""
+    indices, weights = rows[0][:trained], rows[1][:trained]
+    places = indices == indices.new_tensor(range(trained))[:, None]
+    return bool(((weights * places).sum(1) == 1).all()) and bool((weights * ~places == 0).all())
+
+
+def _old_tables(model: PreTrainedModel, tables: list[PositionTable]) -> tuple[dict[str, Tensor], str | None]:
+    """The tables from before the extension that a model was loaded with, or why they are not to be had."""
+    saved = model.config.ctxext
+    method = saved_class(saved["method"]["method"]).from_dict(saved["method"])
+    assert isinstance(method, TableMethod)
+    found: dict[str, Tensor] = {}
+    for table in tables:
+        before = saved["original"][table.field]
+        grown = getattr(*field_of(model.config, table.field)) - before
+        kept = table.positions - grown
+        trained = min(saved["trained_length"], kept)
+        rows = method.rows(trained, table.positions)
+        old = unmixed(weight_of(model, table.name), table.first, trained, rows)
+        if old is None or trained != kept:
+            return {}, (
+                f"Its {trained:,} learned rows cannot be read back from the {table.positions:,} that method "
+                f"{method.name!r} (factor {method.factor:g}) made of them. Load the checkpoint from before that."
+            )
+        found[table.name] = old
+    return found, None

@@ -1,0 +1,90 @@
+"""What beside a model's config limits how long its texts may be: files of tokenizers, of generate, of pipelines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ctxext.checkpoints.source import read_json
+from ctxext.errors import InvalidParameterError
+
+__all__ = ["LENGTH_FIELDS", "copy_raised", "raise_limits", "refuse_tokenizer"]
+
+# Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'.
+LENGTH_FIELDS = {
+    "tokenizer_config.json": "model_max_length",
+    "generation_config.json": "max_length",
+    "sentence_bert_config.json": "max_seq_length",
+}
+
+
+def copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:
+    """Copy one of the files named in ``LENGTH_FIELDS``; a limit that was the old window becomes the new one.
+
+    A tokenizer's limit is raised wherever it is below the new window. The others may also hold a choice that has
+    nothing to do with the window, and then stay as they are.
+
+    Args:
+        path: the file.
+        place: where its copy goes.
+        trained: the old window, in tokens.
+        target: the new window, in tokens.
+
+    Returns:
+        What was changed, a line each.
+    """
+    settings = read_json(path)
+    line = _raised(settings, path.name, trained, target)
+    if line is None:
+        shutil.copyfile(path, place)
+        return []
+    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [line]
+
+
+def raise_limits(directory: Path, trained: int, target: int) -> list[str]:
+    """Raise what limits the length of texts in the files that already lie beside a model; return a line for each."""
+    lines = []
+    for name in LENGTH_FIELDS:
+        path = directory / name
+        if path.is_file():
+            settings = read_json(path)
+            line = _raised(settings, name, trained, target)
+            if line is not None:
+                path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+                lines.append(line)
+    return lines
+
+
+def _raised(settings: dict[str, Any], name: str, trained: int | None, target: int | None) -> str | None:
+    """Raise the limit in the contents of a file of this name; say how, or None where it stays."""
+    field = LENGTH_FIELDS[name]
+    limit = settings.get(field)
+    is_count = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if target is None or limit is None or not is_count or limit >= target:
+        return None
+    if field != "model_max_length" and limit != trained:
+        return None
+    settings[field] = target
+    return f"{name}: {field} {limit:g} -> {target}"
+
+
+def refuse_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Refuse a tokenizer whose padding is not the model's, where rows of its table of positions are counted from that.
+
+    Args:
+        tokenizer: to be saved beside the model.
+        config: of a model that gives tokens which are padding by their id no position.
+
+    Raises:
+        InvalidParameterError: with both ids.
+    """
+    ours, theirs = config.pad_token_id, getattr(tokenizer, "pad_token_id", None)
+    if theirs is not None and ours is not None and theirs != ours:
+        raise InvalidParameterError(
+            f"This tokenizer pads with the token {theirs} ({tokenizer.pad_token!r}), and the model counts positions of "
+            f"all tokens but {ours} (config.pad_token_id): padded texts would stand at other positions than they do "
+            f"alone. Give the tokenizer of this checkpoint, or set tokenizer.pad_token to its token {ours}."
+        )

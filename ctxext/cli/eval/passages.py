@@ -1,0 +1,104 @@
+"""``ctxext eval passages``: embedding models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Console
+from typer import Argument, Option
+
+from ctxext.cli.eval.common import amount_of_work, cost_of, first_document, told_on_interrupt
+from ctxext.cli.options import Column, Factors, Methods, OutputOptions, Seed, Split, Trained, Trust, grouped
+from ctxext.progress import StageBar
+
+if TYPE_CHECKING:
+    from ctxext.evaluation.journal import Journal
+
+__all__ = ["passages"]
+
+
+@grouped
+def passages(
+    checkpoint: Annotated[
+        str, Argument(help="An embedding model of sentence-transformers: a directory, or a name on the hub.")
+    ],
+    *,
+    method: Methods = None,
+    factor: Factors = None,
+    length: Annotated[
+        list[int] | None,
+        Option(
+            "--length",
+            "-l",
+            help="Tokens of each document. Repeatable. Default: the trained length and what each method reaches.",
+        ),
+    ] = None,
+    documents: Annotated[int, Option("--documents", "-n", help="Documents of each length.")] = 50,
+    text: Annotated[
+        str | None, Option("--text", "-t", help="Make documents of this text. Default: repeated noise.")
+    ] = None,
+    split: Split = None,
+    column: Column = None,
+    trained_length: Trained = None,
+    seed: Seed = 0,
+    dtype: Annotated[str, Option(help="auto (fp32), bf16, fp16 or fp32.")] = "auto",
+    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1, ...; default cuda if there is one.")] = None,
+    trust: Trust = False,
+    results: OutputOptions,
+) -> None:
+    """Find one person's document among long ones: by an extended embedding model, by its first tokens, and by chunks.
+
+    With --output, every finished part is kept: run the same command again after an interruption, and it goes on.
+
+    [bold]Example[/]: ctxext eval passages all-MiniLM-L6-v2 -m pi -m tile -f 4 -o passages.json -o passages.png
+    """
+    from ctxext.evaluation.haystack import noise, of_text
+    from ctxext.evaluation.labels import tokens_label
+    from ctxext.evaluation.passages import load_embedder, make_shelf, passage_jobs, passage_readers, passage_report
+    from ctxext.evaluation.provenance import provenance_of
+    from ctxext.evaluation.report.passages import save_passage_figure, show_passages
+    from ctxext.evaluation.report.sentences import all_of
+    from ctxext.evaluation.survey import Survey
+
+    results.check()
+    document = first_document(text, split, column)
+    console = Console(stderr=results.to_stdout, highlight=False)
+    with console.status("Loading the model ..."):
+        embedder = load_embedder(checkpoint, dtype=dtype, device=device, trust_remote_code=trust)
+    readers = passage_readers(
+        embedder, methods=method or (), factors=factor or (), lengths=length or (), trained_length=trained_length
+    )
+    tokenizer = embedder.checkpoint.tokenizer
+    haystack = noise(tokenizer) if document is None else of_text(tokenizer, document.name, document.text)
+    lengths = sorted({one for reader in readers for one in reader.lengths})
+    shelves = [make_shelf(tokenizer, length=one, documents=documents, seed=seed, haystack=haystack) for one in lengths]
+    survey = Survey(
+        "ctxext eval passages",
+        embedder.checkpoint,
+        passage_jobs(embedder, readers, shelves),
+        journal=_journal(results.output),
+    )
+    mine = survey.begin()
+    console.print(
+        f"[bold]{embedder.checkpoint.name}[/], trained to {tokens_label(readers[0].readings.trained_length)} tokens, "
+        f"reads {documents} documents each of {all_of(list(map(tokens_label, lengths)))} tokens; "
+        f"{amount_of_work(survey, mine)}."
+    )
+    with told_on_interrupt(console, survey), StageBar(Console(stderr=True), cost_of(mine)) as bar:
+        survey.measure(mine, progress=bar)
+    provenance = provenance_of(embedder.checkpoint, seed=seed)
+    if document is not None:
+        provenance = replace(provenance, documents=(document.name,))
+    report = passage_report(survey, haystack.name, provenance)
+    results.write(
+        report, show=lambda: show_passages(report, console), draw=lambda path: save_passage_figure(report, path)
+    )
+
+
+def _journal(output: list[Path] | None) -> Journal:
+    """What keeps finished parts, beside the first output."""
+    from ctxext.evaluation.journal import Journal
+
+    return Journal(output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None)

@@ -1,0 +1,467 @@
+"""Passage retrieval: does an embedding model find the one long document that names a person?
+
+Every document of a length is the same noise, or a stretch of the same text, with one sentence in it that gives a
+person's pass key; a query asks for one person's key. The document nearest to the query should be that person's. Only
+the one sentence tells documents apart, so what an embedding keeps of a single sentence is what counts, and where in the
+document it stood.
+
+Whoever has no longer context has two simple ways, and they are measured beside every extension: to embed the first
+tokens of the trained window and drop the rest, or to cut a document into windows and embed each, then to average the
+embeddings (one vector a document, as an index wants it) or to let the nearest window count (a vector a window).
+
+Source of the task: Zhu et al., arXiv:2404.12096, section 3 (personalised passkey retrieval); wording and construction
+are our own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
+from ctxext.evaluation.checkpoint import DTYPES, Checkpoint, checked_device
+from ctxext.evaluation.forward import Progress
+from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise, split_sentences
+from ctxext.evaluation.provenance import Provenance, Report
+from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.evaluation.statistics import PairedDifference, grouped_difference, wilson_interval
+from ctxext.evaluation.survey import Answer, Job, Survey
+from ctxext.evaluation.truncation import TRUNCATED
+
+__all__ = [
+    "AVERAGED",
+    "BASELINES",
+    "FIRST",
+    "LAST",
+    "NEAREST",
+    "Embedder",
+    "PassageReport",
+    "PassageResult",
+    "PassageTrial",
+    "Shelf",
+    "ShelfJob",
+    "load_embedder",
+    "make_shelf",
+    "passage_jobs",
+    "passage_readers",
+    "passage_report",
+]
+
+AVERAGED, NEAREST = "chunks, averaged", "chunks, nearest"
+BASELINES = (TRUNCATED, AVERAGED, NEAREST)
+"""Ways to read with the unextended model: its first window, and all windows, averaged or each by itself."""
+
+DOCUMENTS = 50
+LEAST = 2  # documents, of which one is to be found
+MARGIN = 4  # tokens by which a text may grow when it is written out and read again
+FIRST = ("Alma", "Bruno", "Clara", "Dario", "Edith", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karin", "Louis")
+LAST = ("Adler", "Baker", "Carver", "Fisher", "Glover", "Hunter", "Miller", "Porter", "Sawyer", "Tanner", "Weaver")
+SENTENCE = " The pass key of {name} is {key}. Remember that {key} is the pass key of {name}."
+QUERY = "What is the pass key of {name}?"
+
+
+@dataclass(frozen=True, eq=False)
+class Embedder:
+    """An embedding model of sentence-transformers, of which ctxext extends the transformer.
+
+    Args:
+        checkpoint: the transformer inside, with the tokenizer.
+        encoder: the whole ``SentenceTransformer``: pooling, normalisation and prompts are its own.
+    """
+
+    checkpoint: Checkpoint
+    encoder: Any
+
+    def embed(self, texts: Sequence[str], tokens: int, *, query: bool = False) -> Float[Tensor, "texts size"]:
+        """Unit vectors in float32, on the CPU.
+
+        Args:
+            texts: at least one.
+            tokens: what each is cut to, special tokens included.
+            query: whether they are questions; some models put other words in front of these.
+        """
+        before = self.encoder.max_seq_length
+        self.encoder.max_seq_length = tokens
+        try:
+            encode = self.encoder.encode_query if query else self.encoder.encode_document
+            # One text at a time: padding would decide which kernel computes it, and memory stays that of one text.
+            found = encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)
+        finally:
+            self.encoder.max_seq_length = before
+        return torch.nn.functional.normalize(found.float().cpu(), dim=-1)
+
+
+def load_embedder(
+    source: str, *, dtype: str = "auto", device: str | torch.device | None = None, trust_remote_code: bool = False
+) -> Embedder:
+    """Load an embedding model with sentence-transformers.
+
+    Args:
+        source: a directory, or a name on the hub.
+        dtype: ``auto`` (fp32: encoders are small, and similarities differ little), ``bf16``, ``fp16`` or ``fp32``.
+        device: ``cpu``, ``cuda``, ...; None for the first CUDA device or else the CPU.
+        trust_remote_code: run Python code that the checkpoint brings along.
+
+    Raises:
+        InvalidParameterError: sentence-transformers is not installed, or there is no such device.
+        CheckpointError: nothing that it can load.
+        UnknownNameError: an unknown dtype.
+    """
+    require_package("sentence_transformers", "embed", "Embedding models need")
+    from sentence_transformers import SentenceTransformer
+
+    if dtype not in ("auto", *DTYPES):
+        raise UnknownNameError.of("dtype", dtype, ["auto", *DTYPES])
+    chosen = "fp32" if dtype == "auto" else dtype
+    place = checked_device(device)
+    try:
+        encoder = SentenceTransformer(
+            source,
+            device=str(place),
+            trust_remote_code=trust_remote_code,
+            model_kwargs={"dtype": DTYPES[chosen]},
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"Cannot load an embedding model from {source}: {error}") from error
+    model = getattr(encoder[0], "auto_model", None)
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(
+            f"{source} begins with {type(encoder[0]).__name__}, not with a transformer whose positions could be "
+            f"extended."
+        )
+    name = source.rstrip("/").rsplit("/", 1)[-1]
+    return Embedder(Checkpoint(name, model.eval(), encoder.tokenizer, chosen), encoder)
+
+
+@dataclass(frozen=True, eq=False)
+class Shelf:
+    """Documents of one length, and a question for each.
+
+    Args:
+        length: tokens of each document, special tokens included; a few fewer where the tokenizer needs room.
+        documents: one person's key in each.
+        queries: that the document of the same number answers.
+        depths: where in each document its sentence stands, from 0 to 1.
+        haystack: what it is hidden in.
+    """
+
+    length: int
+    documents: tuple[str, ...]
+    queries: tuple[str, ...]
+    depths: tuple[float, ...]
+    haystack: str
+
+    @property
+    def sha256(self) -> str:
+        """The first 12 hexadecimal digits of a hash of all texts."""
+        return hashlib.sha256("\0".join((*self.documents, *self.queries)).encode()).hexdigest()[:12]
+
+
+def make_shelf(
+    tokenizer: Any, *, length: int, documents: int = DOCUMENTS, seed: int = 0, haystack: Haystack | None = None
+) -> Shelf:
+    """Documents of just so many tokens, their sentences at depths that are spread evenly.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        length: tokens, special ones included; at least what the sentence and some noise need.
+        documents: how many, from 2 to the number of names (132).
+        seed: decides names, keys, noise and which document has its sentence where.
+        haystack: from ``noise`` or ``of_text``, of the same tokenizer; None for noise.
+
+    Raises:
+        InvalidParameterError: a number of documents or a length out of range, or a text that is too short.
+    """
+    haystack = haystack or noise(tokenizer)
+    names = [f"{first} {last}" for first, last in itertools.product(FIRST, LAST)]
+    if not LEAST <= documents <= len(names):
+        raise InvalidParameterError(f"documents must be from {LEAST} to {len(names)}, found {documents}.")
+    generator = random.Random(f"passages {seed} {length} {documents}")
+    generator.shuffle(names)
+    depths = [place / (documents - 1) for place in range(documents)]
+    generator.shuffle(depths)
+    texts = [
+        _document(tokenizer, haystack, length, depth, name, generator)
+        for name, depth in zip(names, depths, strict=False)
+    ]
+    queries = [QUERY.format(name=name) for name in names[:documents]]
+    return Shelf(length, tuple(texts), tuple(queries), tuple(depths), haystack.name)
+
+
+def _document(
+    tokenizer: Any, haystack: Haystack, length: int, depth: float, name: str, generator: random.Random
+) -> str:
+    sentence = SENTENCE.format(name=name, key=generator.randrange(10_000, 100_000))
+    tokens = len(tokenizer(sentence, add_special_tokens=False).input_ids)
+    room = length - tokens - tokenizer.num_special_tokens_to_add() - MARGIN
+    least = haystack.tokens if haystack.repeated else 1
+    if room < least:
+        raise InvalidParameterError(
+            f"A document needs at least {length - room + least} tokens with this tokenizer, found length={length}."
+        )
+    sentences = haystack.take(room, generator)
+    before = nearest_boundary(sentences, depth)
+    head, tail = (
+        tokenizer.decode(list(itertools.chain.from_iterable(part))) for part in (sentences[:before], sentences[before:])
+    )
+    return f"{head}{sentence} {tail}".strip()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShelfJob(Job):
+    """One reader and one shelf.
+
+    Args:
+        embedder: whose transformer the reader reads with.
+        shelf: the documents and questions.
+    """
+
+    embedder: Embedder
+    shelf: Shelf
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """For each question, whether the document that answers it is the nearest."""
+        shelf, kind = self.shelf, self.reader.reading.name
+        window = self.reader.readings.trained_length
+        progress(self.name, 0.0)
+        queries = self.embedder.embed(shelf.queries, window, query=True)
+        nearness = []
+        for text in shelf.documents:
+            if kind in (AVERAGED, NEAREST):
+                chunks = self.embedder.embed(_chunks(self.embedder.checkpoint.tokenizer, text, window), window)
+                whole = torch.nn.functional.normalize(chunks.mean(dim=0), dim=-1)
+                nearness.append(queries @ whole if kind == AVERAGED else (queries @ chunks.T).amax(dim=1))
+            else:
+                nearness.append(queries @ self.embedder.embed([text], min(self.reads, shelf.length))[0])
+            progress(self.name, self.cost / len(shelf.documents))
+        scores = torch.stack(nearness, dim=1)
+        if not scores.isfinite().all():
+            raise IncompatibleError(f"The model computes embeddings that are no numbers: {self.name}.")
+        right = scores.diagonal()
+        # Two documents that cannot be told apart are not found: a tie counts as lost.
+        found = (scores >= right[:, None]).sum(dim=1) == 1
+        trial = {"length": shelf.length, "depths": list(shelf.depths), "found": found.tolist()}
+        return Answer({"trial": trial})
+
+    @property
+    def reads(self) -> int:
+        """Tokens that the reader reads at most."""
+        trained = self.reader.readings.trained_length
+        return trained if self.reader.reading.name == TRUNCATED else self.reader.reading.reach or trained
+
+
+def _chunks(tokenizer: Any, text: str, window: int) -> list[str]:
+    """A text in few pieces of about equal length, each of which a window holds, and which tear no sentence.
+
+    Of equal length, since a rest of a few words would count as much as a whole window.
+    """
+    room = window - tokenizer.num_special_tokens_to_add() - MARGIN
+    sentences = [tokenizer(one, add_special_tokens=False).input_ids for one in split_sentences(text)]
+    parts = [one[at : at + room] for one in sentences for at in range(0, len(one), room)]  # but what no window holds
+    whole = sum(map(len, parts))
+    target = whole / -(-whole // room)
+    chunks: list[list[int]] = [[]]
+    for part in parts:
+        if chunks[-1] and (len(chunks[-1]) >= target or len(chunks[-1]) + len(part) > room):
+            chunks.append([])
+        chunks[-1] += part
+    return [tokenizer.decode(one) for one in chunks]
+
+
+def passage_readers(
+    embedder: Embedder,
+    *,
+    methods: Sequence[str] = (),
+    factors: Sequence[float] = (),
+    lengths: Sequence[int] = (),
+    trained_length: int | None = None,
+) -> tuple[Reader, ...]:
+    """Who reads the shelves: the unextended model in three ways, then each method, up to its reach.
+
+    Args:
+        embedder: from ``load_embedder``.
+        methods: names, with parameters behind them where needed; empty for the unextended model alone.
+        factors: at which to extend; empty for what the greatest length needs.
+        lengths: tokens of the documents; empty for the trained length and the reach of every method.
+        trained_length: tokens that the weights were trained for; None where the config says so.
+
+    Raises:
+        InvalidParameterError: a length that nobody is meant for.
+        IncompatibleError: a method that cannot be right on this model.
+        UnknownNameError: an unknown method.
+    """
+    own = Readings(embedder.checkpoint, trained_length=trained_length, windows=())
+    trained = own.trained_length
+    needed = (max(lengths, default=trained) / trained,)
+    wanted = chosen_methods(own.model, methods, factors or needed) if methods else ()
+    readings, refusals = own.find(wanted)
+    if refusals:
+        raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
+    candidates = [reading for reading in readings if not reading.is_reference]
+    reaches = {reading.reach for reading in candidates if reading.reach is not None}
+    all_lengths = tuple(sorted({*lengths} or {trained, *reaches}))
+    furthest = max(reaches, default=all_lengths[-1])
+    if all_lengths[-1] > furthest:
+        raise InvalidParameterError(
+            f"A length of {all_lengths[-1]:,} tokens is beyond what any method here is patched for: the furthest "
+            f"reaches {furthest:,}. Raise --factor, or ask for a smaller --length."
+        )
+    simple = [Reader(Reading(name=name, label=_label(name, trained)), own, all_lengths) for name in BASELINES]
+    extended = [
+        Reader(one, own, tuple(length for length in all_lengths if length <= (one.reach or 0))) for one in candidates
+    ]
+    return (*simple, *extended)
+
+
+def _label(name: str, trained: int) -> str:
+    return f"first {trained:,}" if name == TRUNCATED else name
+
+
+def passage_jobs(embedder: Embedder, readers: Sequence[Reader], shelves: Sequence[Shelf]) -> list[ShelfJob]:
+    """Every reader and every shelf that it is meant for."""
+    return [
+        ShelfJob(
+            key=reader.readings.key(
+                [reader.reading.name, reader.reading.method, reader.reading.fingerprint], shelf=shelf.sha256
+            ),
+            cost=float(shelf.length * len(shelf.documents)),
+            reader=reader,
+            name=f"{reader.reading.label}, {shelf.length:,} tokens",
+            embedder=embedder,
+            shelf=shelf,
+        )
+        for reader in readers
+        for shelf in shelves
+        if shelf.length in reader.lengths
+    ]
+
+
+@dataclass(frozen=True)
+class PassageTrial:
+    """All questions about the documents of one length.
+
+    Args:
+        length: tokens of each document.
+        depths: where in its document each sentence stood, 0 to 1.
+        found: whether the document that answers was the nearest.
+    """
+
+    length: int
+    depths: tuple[float, ...]
+    found: tuple[bool, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of questions whose document was the nearest."""
+        return sum(self.found) / len(self.found)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the accuracy over endless questions would be, with 95 percent confidence (Wilson)."""
+        return wilson_interval(self.accuracy, len(self.found))
+
+
+@dataclass(frozen=True)
+class PassageResult:
+    """One way to read, at every length that it is meant for.
+
+    Args:
+        reading: ``truncated``, ``chunks, averaged``, ``chunks, nearest``, or how the model was extended.
+        label: the same, as a reader wants it.
+        trials: one for each length.
+    """
+
+    reading: str
+    label: str
+    trials: tuple[PassageTrial, ...]
+
+    def at(self, length: int) -> PassageTrial | None:
+        """The trial of a length; None where the reading is not meant for it."""
+        return next((trial for trial in self.trials if trial.length == length), None)
+
+    def beyond(self, other: PassageResult, length: int) -> PairedDifference | None:
+        """How much oftener this reading finds the document than another does, over the same questions.
+
+        The mean is a difference of shares, above 0 where this reading is the better one.
+        """
+        own, its = self.at(length), other.at(length)
+        if own is None or its is None:
+            return None
+        sides = [[torch.tensor([float(one)]) for one in trial.found] for trial in (own, its)]
+        return grouped_difference(*sides, over="questions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassageReport(Report):
+    """A whole measurement.
+
+    Args:
+        readings: the simple ones first.
+        trained_length: tokens that the model was trained for.
+        haystack: what the sentences were hidden in.
+        provenance: what was measured, on what, with what.
+    """
+
+    TITLE, KIND, FORMAT = "a passage report", "passages", 1
+
+    readings: tuple[PassageResult, ...]
+    trained_length: int
+    haystack: str
+    provenance: Provenance
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """All lengths, increasing."""
+        return tuple(sorted({trial.length for reading in self.readings for trial in reading.trials}))
+
+    def best_baseline(self, length: int) -> PassageResult:
+        """The simple way that finds most at a length."""
+        simple = [reading for reading in self.readings if reading.reading in BASELINES]
+
+        def accuracy(reading: PassageResult) -> float:
+            trial = reading.at(length)
+            return -1.0 if trial is None else trial.accuracy
+
+        return max(simple, key=accuracy)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per question, for CSV."""
+        return [
+            {
+                "checkpoint": self.provenance.checkpoint,
+                "reading": reading.reading,
+                "haystack": self.haystack,
+                "length": trial.length,
+                "depth": depth,
+                "found": found,
+            }
+            for reading in self.readings
+            for trial in reading.trials
+            for depth, found in zip(trial.depths, trial.found, strict=True)
+        ]
+
+
+def passage_report(survey: Survey[ShelfJob], haystack: str, provenance: Provenance) -> PassageReport:
+    """What a finished survey found."""
+    readings = [
+        PassageResult(
+            reader.reading.name,
+            reader.reading.label,
+            tuple(PassageTrial(one["length"], tuple(one["depths"]), tuple(one["found"])) for one in trials),
+        )
+        for reader, trials in survey.trials()
+    ]
+    return PassageReport(
+        readings=tuple(readings),
+        trained_length=survey.readers[0].readings.trained_length,
+        haystack=haystack,
+        provenance=replace(survey.with_extensions(provenance), seed=provenance.seed),
+    )

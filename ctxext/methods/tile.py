@@ -1,0 +1,38 @@
+"""A table of positions laid end to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ctxext.methods.base import Rows, TableMethod
+
+__all__ = ["Tile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile(TableMethod):
+    """Repeat the learned rows from the first on, as often as it takes.
+
+    Pick it for a masked model or an encoder that will be trained on: every row is one that the weights know, texts of
+    up to the trained length are read exactly as before, and neighbours stay neighbours except where one copy ends and
+    the next begins. What is lost without training: tokens a whole trained length apart stand at the same position.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+
+    Source: Beltagy et al., arXiv:2004.05150, section 5. Authors' code: allenai/longformer@caefee6,
+        scripts/convert_model_to_long.ipynb, which leaves the rows for padding unset and needs whole copies; here they
+        are kept, and the last copy may end early.
+    """
+
+    name: ClassVar[str] = "tile"
+    summary: ClassVar[str] = "repeat the learned rows from the first on"
+    source: ClassVar[str] = "arXiv:2004.05150"
+
+    def rows(self, trained: int, target: int) -> Rows:
+        return (torch.arange(target, device="cpu") % trained)[:, None], torch.ones(
+            target, 1, dtype=torch.float64, device="cpu"
+        )

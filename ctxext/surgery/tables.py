@@ -1,0 +1,549 @@
+"""Tables of positions: found in any model, made longer in place, read back.
+
+A table is a weight whose rows grow by as much as a field of the config that counts positions. Two twins of the model
+that differ in that field show which weights those are and what else has to grow along (ids of positions and of token
+types, causal masks). Which row stands for the first token is watched by letting a twin read tokens, never assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ctxext.errors import IncompatibleError, VerificationError
+from ctxext.methods.base import Rows
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.old_form import REFUSALS, drop_old_form
+from ctxext.surgery.probe import FAILURES, readers_of
+from ctxext.surgery.rebuild import restoring
+from ctxext.surgery.wrappers import is_zero3
+
+__all__ = [
+    "Growth",
+    "PositionTable",
+    "Twins",
+    "field_of",
+    "is_sinusoidal",
+    "mixed",
+    "prove",
+    "put_weights",
+    "replace_tables",
+    "unmixed",
+    "weight_of",
+]
+
+# Fields of a config that count positions of tokens; kinds of distances and places on a page are counted otherwise.
+FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_length|max_source|max_target|max_text")
+NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")
+STEP = 8  # by how much twins differ
+TOKENS = 6  # that a twin reads to show its first row
+SINUSOIDAL = 1e-3  # spread along the diagonals of a Gram matrix: at most 3e-6 of sinusoids, at least 0.028 of others
+FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")  # what puts values into weights
+BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """A weight with a row for each position.
+
+    Args:
+        name: the weight's name in the model.
+        field: the config field that sets its size, with dots for parts of the config.
+        rows: rows that it has.
+        first: the row of the first token; rows before it stand for no position.
+        token: one that is not padding.
+        skips_padding: whether tokens that are padding by their id are given no position, so that rows start behind
+            the id of padding.
+    """
+
+    name: str
+    field: str
+    rows: int
+    first: int
+    token: int
+    skips_padding: bool
+
+    @property
+    def positions(self) -> int:
+        """Tokens that it has a row for."""
+        return self.rows - self.first
+
+    def of_rows(self, rows: int) -> PositionTable:
+        """The same table with another number of rows."""
+        return replace(self, rows=rows)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What differs between a model and its twin with more positions.
+
+    Args:
+        field: the config field in which they differ.
+        tables: weights with more rows, by name, with the rows that they have now.
+        others: weights that differ in another way.
+    """
+
+    field: str
+    tables: dict[str, int]
+    others: tuple[str, ...]
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """While active, what is allocated to be filled with weights takes no memory; all other tensors are real.
+
+    Args:
+        real: shapes that are allocated all the same.
+    """
+
+    def __init__(self, real: Iterable[tuple[int, ...]] = ()) -> None:
+        super().__init__()
+        self.real = set(real)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.rand, torch.randn) and kwargs.get("device") is None:
+            size = args[0] if args and isinstance(args[0], list | tuple) else args
+            if tuple(size) not in self.real:
+                kwargs["device"] = "meta"
+        if getattr(func, "__name__", "") in FILLS:
+            filled = args[0] if args else kwargs["tensor"]
+            if filled.is_meta:  # torch takes long over nothing
+                return filled
+        return func(*args, **kwargs)
+
+
+def twin_of(model: PreTrainedModel, fields: dict[str, int], real: Iterable[tuple[int, ...]] = ()) -> PreTrainedModel:
+    """The model that transformers would build from the config with other fields: real buffers, weights without memory.
+
+    Raises:
+        REFUSALS, RuntimeError: where transformers cannot build it.
+    """
+    changed = copy.deepcopy(model.config)
+    drop_old_form(changed)
+    for name, value in fields.items():
+        part, leaf = field_of(changed, name)
+        setattr(part, leaf, value)
+    with tempfile.TemporaryDirectory() as directory:
+        changed.to_json_file(Path(directory) / "config.json")
+        config = type(changed).from_pretrained(directory)
+    config._attn_implementation_internal = "eager"
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), restoring(), _WeightsOnMeta(real):
+        return type(model)(config).eval()
+
+
+def field_of(config: Any, name: str) -> tuple[Any, str]:
+    """The part of a config that holds the field of a dotted name, and the field's own name."""
+    *parts, leaf = name.split(".")
+    for part in parts:
+        config = getattr(config, part)
+    return config, leaf
+
+
+def fields_of_positions(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the fields of a config, and of its parts, that may count positions, with their values."""
+    for name, value in vars(config).items():
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1
+        if is_count and FIELD.search(name) and not NO_FIELD.search(name):
+            yield prefix + name, value
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from fields_of_positions(part, f"{prefix}{name}.")
+
+
+@dataclass(eq=False)
+class Twins:
+    """What twins of a model show of its tables; each is built when it is first asked for, of the model as it then is.
+
+    Args:
+        model: any model; it is not touched.
+    """
+
+    model: PreTrainedModel
+
+    @functools.cached_property
+    def plain(self) -> PreTrainedModel:
+        """The model as it is."""
+        return twin_of(self.model, {})
+
+    @functools.cached_property
+    def growths(self) -> list[Growth]:
+        """Every field that weights grow with."""
+        fields = list(fields_of_positions(self.model.config))
+        try:
+            before = weights_of(self.plain) if fields else {}
+        except (*REFUSALS, RuntimeError):  # nothing can be said of a model that transformers does not build
+            return []
+        found = []
+        for field, value in fields:
+            try:
+                after = weights_of(twin_of(self.model, {field: value + STEP}))
+            except (*REFUSALS, AssertionError, RuntimeError):  # a field that is not free counts something else
+                continue
+            changed = {name: shape for name, shape in before.items() if after.get(name) != shape}
+            grown = [name for name, shape in changed.items() if after.get(name) == (shape[0] + STEP, *shape[1:])]
+            if grown:
+                others = tuple(name for name in changed if name not in grown)
+                found.append(Growth(field, {name: changed[name][0] for name in grown}, others))
+        return found
+
+    @functools.cached_property
+    def tables(self) -> list[PositionTable]:
+        """Every table whose rows tokens ask for in order.
+
+        Raises:
+            IncompatibleError: if there is none, or one of which it cannot be said which rows stand for which positions.
+        """
+        found: list[PositionTable] = []
+        passed_over: list[str] = []
+        kind = self.model.config.model_type
+        for growth in self.growths:
+            seen = [_watched(self.plain, growth, name) for name in growth.tables]
+            tables = [one for one in seen if isinstance(one, PositionTable)]
+            reasons = [one for one in seen if isinstance(one, str)]
+            reasons += [f"{name} changes with it in another way" for name in growth.others]
+            if tables and reasons:
+                raise IncompatibleError(
+                    f"{growth.field} of this {kind} sets the size of {tables[0].name}, but not of that alone: "
+                    f"{reasons[0]}. Both would have to be extended, and it is not known how."
+                )
+            found += tables
+            passed_over += reasons
+        if not found:
+            why = passed_over[0] if passed_over else "no weight grows with a field of its config that counts positions"
+            raise IncompatibleError(f"This {kind} has no table of positions that can be made longer: {why}.")
+        return found
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a row for each position was learned."""
+        return any(not is_sinusoidal(_values(self, name)) for growth in self.growths for name in growth.tables)
+
+
+def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights by their names; one that has several names has one here."""
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def weight_of(model: PreTrainedModel, name: str) -> nn.Parameter:
+    """The weight of this name, as transformers makes it.
+
+    Raises:
+        IncompatibleError: where something else stands in its place.
+    """
+    path, _, leaf = name.rpartition(".")
+    modules = dict(model.named_modules())
+    weight = modules[path]._parameters.get(leaf) if path in modules else None
+    refusal = f"The table of positions {name} of this {model.config.model_type} cannot be made longer"
+    if weight is None:
+        raise IncompatibleError(
+            f"{refusal}: {type(modules[path]).__name__ if path in modules else 'nothing'} stands in its place. Extend "
+            f"the model before an adapter, or anything else, is put around its embeddings."
+        )
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        kind = f"{type(weight).__name__} of {weight.dtype}"
+        raise IncompatibleError(
+            f"{refusal}: it is quantised or sharded ({kind}). Extend the checkpoint as it was before, and quantise the "
+            f"result; or leave its embeddings out of the quantisation."
+        )
+    if is_zero3(model):
+        raise IncompatibleError(f"{refusal}: DeepSpeed ZeRO-3 has shared it out. Extend the model before that.")
+    if weight.is_meta and any(not other.is_meta for other in model.parameters()):
+        raise IncompatibleError(f"{refusal}: it is offloaded. Load the model onto a device, extend it, and save it.")
+    return weight
+
+
+def _values(twins: Twins, name: str) -> Tensor:
+    """A weight of a model; for a model without memory what its class fills it with."""
+    weight: Tensor | None = dict(twins.model.named_parameters()).get(name)
+    if weight is not None and not weight.is_meta and weight.is_floating_point():
+        return weight
+    shape = weights_of(twins.plain)[name]
+    made: Tensor = twin_of(twins.model, {}, real=[shape]).get_parameter(name)
+    return made
+
+
+def is_sinusoidal(weight: Tensor) -> bool:
+    """Whether a table holds sinusoids: then the product of two rows depends on their distance alone."""
+    rows = weight.detach()[2 : 2 + 64].to("cpu", torch.float64)  # some begin with a row of zeros
+    gram = rows @ rows.T
+    spread = [gram.diagonal(distance).std(correction=0) for distance in range(1, len(rows) - 1)]
+    size = gram.diagonal().mean()
+    return bool(spread) and bool(size > 0) and bool(max(spread) / size < SINUSOIDAL)
+
+
+def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable | str:
+    """The table of this name, or why its rows are not those of tokens in order."""
+    padding = getattr(field_of(twin.config, growth.field)[0], "pad_token_id", None)
+    token = 5 if padding != 5 else 6
+    asked = lookups(twin, name, [token] * TOKENS)
+    if not asked:
+        return f"reading tokens never asks for a row of {name}"
+    runs = {tuple(one.flatten()[:TOKENS].tolist()) for one in asked}
+    first = int(asked[0].flatten()[0])
+    if runs != {tuple(range(first, first + TOKENS))}:
+        shown = " and ".join(str(list(run)) for run in sorted(runs))
+        return f"{TOKENS} tokens ask {name} for the rows {shown}, not for one row after the other, once"
+    skips_padding = False
+    if padding is not None:
+        padded = lookups(twin, name, [padding] * 2 + [token] * TOKENS, only_first=True)
+        skips_padding = bool(padded) and padded[0].flatten()[2:3].tolist() == [first]
+    table = PositionTable(name, growth.field, growth.tables[name], first, token, skips_padding)
+    return unread(twin, table) or table
+
+
+def unread(twin: PreTrainedModel, table: PositionTable) -> str | None:
+    """Why a text that fills a table does not read its rows to the last one, None where it does."""
+    asked = lookups(twin, table.name, [table.token] * table.positions, only_first=True)
+    found = asked[0].flatten()[: table.positions].tolist() if asked else []
+    if found == list(range(table.first, table.rows)):
+        return None
+    return f"a text of {table.positions:,} tokens does not read the rows of {table.name} to the last one"
+
+
+class _Enough(Exception):
+    """Ends a forward pass of which the rest does not matter."""
+
+
+class _Lookups(TorchFunctionMode):
+    """Notes which rows of a weight are asked for, and computes with zeros in the place of weights without memory."""
+
+    def __init__(self, table: nn.Parameter, only_first: bool) -> None:
+        super().__init__()
+        self.table, self.only_first = table, only_first
+        self.asked: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding and _argument(args, kwargs, 1, "weight") is self.table:
+            self._note(_argument(args, kwargs, 0, "input"))
+        elif func is Tensor.__getitem__ and args[0] is self.table:
+            self._note(args[1] if isinstance(args[1], Tensor) else torch.arange(len(self.table))[args[1]])
+        if str(kwargs.get("device")) == "meta":  # made where the weights are, but read for its values
+            kwargs = {**kwargs, "device": "cpu"}
+        if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        return _mapped(func(*_mapped(args, _on_meta), **_mapped(kwargs, _on_meta)), _zeros)
+
+    def _note(self, rows: Any) -> None:
+        self.asked.append(torch.as_tensor(rows).detach().clone())
+        if self.only_first:
+            raise _Enough
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(part, change) for part in value)
+    if isinstance(value, dict):
+        return {key: _mapped(part, change) for key, part in value.items()}
+    return value
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape) if tensor.is_meta else tensor
+
+
+def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bool = False) -> list[Tensor]:
+    """The rows of a weight that a text asks for, one tensor for each time.
+
+    Args:
+        twin: a model from ``twin_of``.
+        name: of the weight.
+        text: tokens.
+        only_first: whether to stop at the first time.
+    """
+    readers = [one for one in readers_of(twin, name) if BOTH_SIDES not in inspect.signature(one.forward).parameters]
+    for reader in reversed(readers):  # a whole model first: it may tell its parts which positions
+        watch = _Lookups(twin.get_parameter(name), only_first)
+        behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
+        with behind, torch.inference_mode(False), torch.no_grad(), watch:
+            reader(input_ids=torch.tensor([text]))
+        if watch.asked:
+            return watch.asked
+    return []
+
+
+def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
+    """The rows before ``first`` as they are, and behind them what a method makes, rounded once.
+
+    Args:
+        table: rows of a table, in any dtype.
+        first: how many stand for no position.
+        rows: from ``TableMethod.rows``.
+    """
+    indices, weights = rows
+    if table.is_meta:
+        return table.new_empty((first + len(indices), *table.shape[1:]))
+    old = table.detach().to("cpu", torch.float64)
+    made = torch.zeros(len(indices), *old.shape[1:], dtype=torch.float64)
+    for index, weight in zip(indices.unbind(1), weights.unbind(1), strict=True):
+        made += weight[:, None] * old[first + index]
+    return torch.cat([old[:first], made]).to(table.dtype).to(table.device)
+
+
+def unmixed(table: Tensor, first: int, trained: int, rows: Rows) -> Tensor | None:
+    """The rows that ``mixed`` was given, where each can still be read; None where one is in mixtures only."""
+    indices, weights = rows
+    dense = torch.zeros(len(indices), trained, dtype=torch.float64).scatter_add_(1, indices, weights)
+    whole = (dense == 1) & ((dense != 0).sum(1, keepdim=True) == 1)
+    if not bool(whole.any(0).all()):
+        return None
+    places = torch.cat([torch.arange(first), first + whole.int().argmax(0)])
+    return table.detach()[places.to(table.device)]
+
+
+def replace_tables(
+    twins: Twins, tables: dict[str, Tensor], fields: dict[str, int], edits: Edits
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """Put other tables into a model, with all that depends on how many rows they have.
+
+    Args:
+        twins: of the model, which is changed through ``edits`` only.
+        tables: the new values of weights, by name.
+        fields: the config fields that go with them, by dotted name.
+        edits: the journal.
+
+    Returns:
+        A twin of the model as it is then, and attributes of layers that changed with it: they own neither a table nor a
+        buffer that grew, and so may compute otherwise.
+
+    Raises:
+        IncompatibleError: if something that would have to grow is not as the model's class makes it.
+        VerificationError: if the model would not have the new tables when it is loaded again.
+    """
+    model, before, after = twins.model, twins.plain, twin_of(twins.model, fields)
+    shapes = weights_of(after)
+    for name, value in tables.items():
+        if shapes[name] != tuple(value.shape):
+            raise VerificationError(
+                f"{name} would have the shape {tuple(value.shape)}, and transformers would build {shapes[name]} from "
+                f"the config."
+            )
+    put_weights(model, tables, edits)
+    grown = _set_buffers(model, before, after, edits)
+    others = _set_attributes(model, before, after, {name.rpartition(".")[0] for name in tables} | grown, edits)
+    _set_fields(model, after, fields, edits)
+    return after, others
+
+
+def put_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], edits: Edits) -> None:
+    """Put others into the place of weights, under every name that those have; a parameter goes in as it is.
+
+    Args:
+        model: changed through ``edits`` only.
+        weights: by name.
+        edits: the journal.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in weights.items():
+        old = names[name]
+        with torch.inference_mode(False):
+            new = value.clone() if value.is_inference() else value
+            if not isinstance(new, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=old.requires_grad)
+        for alias in [alias for alias, weight in names.items() if weight is old]:  # tied, or shared by two modules
+            path, _, leaf = alias.rpartition(".")
+            edits.replace_weight(model.get_submodule(path), leaf, new)
+
+
+def _set_buffers(model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, edits: Edits) -> set[str]:
+    """Let buffers grow along; return the paths of their modules."""
+    olds, lives, owners = dict(before.named_buffers()), dict(model.named_buffers()), set()
+    for name, new in after.named_buffers():
+        old, live = olds[name], lives.get(name)
+        if not new.is_meta and old.shape == new.shape and torch.equal(old, new):
+            continue
+        if new.is_meta or live is None or not (live.is_meta or _same(live, old)):
+            raise IncompatibleError(
+                f"The buffer {name} has to grow with the table of positions, and is not what {type(model).__name__} "
+                f"makes of its config. Load the checkpoint anew, and extend that before anything else."
+            )
+        path, _, leaf = name.rpartition(".")
+        edits.set(model.get_submodule(path), leaf, new.to(live.device, live.dtype))
+        owners.add(path)
+    return owners
+
+
+def _same(live: Tensor, made: Tensor) -> bool:
+    return live.shape == made.shape and torch.equal(live.to("cpu", made.dtype), made)
+
+
+def _set_attributes(
+    model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, owners: set[str], edits: Edits
+) -> tuple[str, ...]:
+    """Set the plain attributes that differ; return those of modules that hold none of the ``owners``."""
+    olds, others = dict(before.named_modules()), []
+    for path, module in after.named_modules():
+        for name, new in vars(module).items():
+            old = vars(olds[path]).get(name)
+            if isinstance(new, int | float) and isinstance(old, int | float) and old != new:
+                edits.set(model.get_submodule(path), name, new)
+                if not any(owner == path or owner.startswith(f"{path}.") for owner in owners):
+                    others.append(f"{path}.{name}")
+    return tuple(others)
+
+
+def _set_fields(model: PreTrainedModel, after: PreTrainedModel, fields: dict[str, int], edits: Edits) -> None:
+    """Set the fields, also in configs of modules that are changed copies of the model's."""
+    done = set()
+    for name, value in fields.items():
+        part, leaf = field_of(model.config, name)
+        edits.set(part, leaf, value)
+        done.add(id(part))
+    made = dict(after.named_modules())
+    for path, module in model.named_modules():
+        config = vars(module).get("config")
+        if not isinstance(config, PreTrainedConfig) or id(config) in done:
+            continue
+        done.add(id(config))
+        for leaf in {name.rpartition(".")[2] for name in fields}:
+            new = getattr(getattr(made.get(path), "config", None), leaf, None)
+            if new is not None and leaf in vars(config) and getattr(config, leaf) != new:
+                edits.set(config, leaf, new)
+
+
+def prove(twin: PreTrainedModel, tables: Iterable[PositionTable]) -> None:
+    """Raise ``VerificationError`` unless a text that fills each table reads it to its last row.
+
+    Args:
+        twin: of the model as it is extended.
+        tables: as they are then.
+    """
+    for table in tables:
+        if reason := unread(twin, table):
+            raise VerificationError(f"The extended {type(twin).__name__} would not read its positions: {reason}.")

@@ -1,0 +1,44 @@
+"""Su's positions of two digits, by the formula of his post."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.hierarchical import Hierarchical
+
+
+def posts_formula(table: np.ndarray, alpha: float, target: int) -> np.ndarray:
+    """``q_(i, j) = alpha u_i + (1 - alpha) u_j`` with ``u = (p - alpha p_0) / (1 - alpha)``, row by row."""
+    basis = (table - alpha * table[0]) / (1 - alpha)
+    pairs = [alpha * high + (1 - alpha) * low for high in basis for low in basis]
+    return np.stack(pairs[:target])
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.1, 0.7])
+@pytest.mark.parametrize(("trained", "target"), [(8, 64), (5, 7), (20, 113)])
+def test_rows_are_those_of_the_post(alpha: float, trained: int, target: int) -> None:
+    table = np.random.default_rng(0).normal(size=(trained, 3))
+    indices, weights = Hierarchical(factor=target / trained, alpha=alpha).rows(trained, target)
+    found = np.einsum("ij,ijd->id", weights.numpy(), table[indices.numpy()])
+    np.testing.assert_allclose(found, posts_formula(table, alpha, target), rtol=1e-12, atol=1e-12)
+    assert np.array_equal(found[:trained], table), "the learned rows stay bit for bit"
+
+
+def test_rows_are_all_different() -> None:
+    table = np.random.default_rng(0).normal(size=(6, 4))
+    indices, weights = Hierarchical(factor=6).rows(6, 36)
+    found = np.einsum("ij,ijd->id", weights.numpy(), table[indices.numpy()])
+    assert len(np.unique(found.round(9), axis=0)) == 36
+
+
+def test_beyond_the_square_of_the_trained_length() -> None:
+    with pytest.raises(InvalidParameterError, match="reaches 64 positions with two digits of 8 learned rows, found a"):
+        Hierarchical(factor=9).rows(8, 65)
+
+
+@pytest.mark.parametrize("alpha", [0, 1, 0.5, -0.1, "0.4", True, None])
+def test_alpha_is_a_share(alpha: object) -> None:
+    with pytest.raises(InvalidParameterError, match=r"alpha must be a number between 0 and 1 other than 0\.5, found"):
+        Hierarchical(factor=2, alpha=alpha)  # type: ignore[arg-type]
