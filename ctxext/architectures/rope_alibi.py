@@ -7,11 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ctxext.architectures.alibi import refuse_halves
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
-from ctxext.surgery.attend import Backends, install_attention, why_install_fails, why_no_custom_attention
+from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
@@ -21,6 +22,10 @@ from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["replace_rotation"]
 
+BOTH_WAYS = {
+    False: "Its tokens see both ways: the score falls with distance, alike to both sides.",
+    True: "Its tokens see both ways: half of the heads see what came before, the other half what comes after.",
+}
 NOTE = "Rotation is gone and ALiBi took its place: the weights do not know it yet. Train before use."
 
 
@@ -46,8 +51,11 @@ def replace_rotation(
         raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
     place, target = places[0], method.target_length(trained_length)
     rebuild = _unrotated(model, method, place, target, window_fields(text, request, target))
-    if reason := why_install_fails(rebuild, place):
-        raise IncompatibleError(f"{refusal}: {reason}.")
+    tried = try_install(rebuild, place)
+    if tried.failure:
+        raise IncompatibleError(f"{refusal}: {tried.failure}.")
+    if not tried.sees_both_ways:
+        refuse_halves(text.model_type, method)
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     rebuild.apply(edits)
     rotary = model.get_submodule(place.path)
@@ -58,13 +66,14 @@ def replace_rotation(
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
+    ways = [BOTH_WAYS[method.splits_heads]] if tried.sees_both_ways else []
     return Extension(
         trained_length=trained_length,
         target_length=target,
         stored_as=f"rope_type {UNROTATED_TYPE!r}, which only ctxext loads",
         stock=False,
         fingerprint=bias_fingerprint(method, alibi),
-        notes=(NOTE, *attend.backends.notes(), *([window] if window else [])),
+        notes=(NOTE, *ways, *attend.backends.notes(), *([window] if window else [])),
         sliding_window=request.sliding_window,
         scaling=request.scaling,
         attention=request.attention or "auto",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -403,12 +403,22 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             f"config.json was changed by hand, or ctxext {saved['versions']['ctxext']} that saved it computed "
             f"otherwise."
         )
-    if not same_rope(getattr(text, "rope_parameters", None), rope):
+    if not same_rope(getattr(text, "rope_parameters", None), _with_new_parameters(rope)):
         raise VerificationError(
             f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
             f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
         )
     return model
+
+
+def _with_new_parameters(rope: Any) -> Any:
+    """A saved rope dict in which a method also has the parameters that it did not have yet, at their defaults."""
+    if not isinstance(rope, dict):
+        return rope
+    found = {name: _with_new_parameters(value) for name, value in rope.items()}
+    known = METHODS.get(found["method"]) if isinstance(found.get("method"), str) else None
+    defaults = [] if known is None else [field for field in fields(known) if field.default is not MISSING]
+    return {field.name: field.default for field in defaults} | found
 
 
 def _load_adapter(

@@ -20,11 +20,12 @@ from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 
 __all__ = [
     "Backends",
+    "Tried",
     "as_autocast_wants",
     "attention_layers",
     "decoder_of",
     "install_attention",
-    "why_install_fails",
+    "try_install",
     "why_no_custom_attention",
 ]
 
@@ -83,8 +84,8 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in decoder.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and hasattr(module, "scaling")
+        if hasattr(module, "scaling")
+        and (isinstance(getattr(module, "layer_idx", None), int) or hasattr(module, "is_causal"))
         and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
     ]
 
@@ -113,19 +114,32 @@ def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], s
     return None
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What came of letting a model without data run on ctxext's attention.
+
+    Args:
+        failure: why it would not; None if it would.
+        sees_both_ways: whether tokens see what comes after them.
+    """
+
+    failure: str | None = None
+    sees_both_ways: bool = False
+
+
 @dataclass
 class _Witness:
-    """Stands in for the attention of one layer in a proof: gives the shape of its result, and knows if it was asked."""
+    """Stands in for the attention of one layer in a proof: gives the shape of its result, and knows what was asked."""
 
-    asked: bool = False
+    sees: str | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-        self.asked = True
+        self.sees = mask.layout.sees
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def why_install_fails(rebuild: Rebuild, place: RotaryPlace) -> str | None:
-    """Why a rebuilt model would not run on ctxext's attention; None if it would.
+def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
+    """Whether a rebuilt model would run on ctxext's attention.
 
     Proven by one forward pass without data: a model's own code may compute with the mask that a layout takes the place
     of, or may want attention that a layout cannot say.
@@ -139,11 +153,13 @@ def why_install_fails(rebuild: Rebuild, place: RotaryPlace) -> str | None:
     try:
         forward_without_data(decoder)
     except IncompatibleError as error:
-        return str(error).removesuffix(" Unpatch the model for such inputs.").rstrip(".")
+        return Tried(str(error).removesuffix(" Unpatch the model for such inputs.").rstrip("."))
     except FAILURES as error:
-        return f"its own code fails on what takes the place of a mask ({type(error).__name__}: {error})"
-    asked = sum(witness.asked for witness in witnesses)
-    return None if asked == len(witnesses) else f"{asked} of its {len(witnesses)} layers ask ctxext's attention"
+        return Tried(f"its own code fails on what takes the place of a mask ({type(error).__name__}: {error})")
+    asked = [witness.sees for witness in witnesses if witness.sees is not None]
+    if len(asked) != len(witnesses):
+        return Tried(f"{len(asked)} of its {len(witnesses)} layers ask ctxext's attention")
+    return Tried(sees_both_ways="both" in asked)
 
 
 def install_attention(model: PreTrainedModel, place: RotaryPlace, attend: Any, edits: Edits) -> None:

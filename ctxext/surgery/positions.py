@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ctxext.attention import Layout
 from ctxext.attention.spans import require_no_hole
@@ -246,15 +246,21 @@ def _layout_mask(
         )
     device = attention_mask.device if attention_mask is not None and device is None else device
     slots = _Slots(batch_size, q_length, kv_length, q_offset, kv_offset, device)
-    if not allow_is_causal_skip:  # transformers itself does not vouch for a plain causal mask here
+    sees_both_ways = mask_function is bidirectional_mask_function
+    if not allow_is_causal_skip and not sees_both_ways:  # transformers does not vouch for a plain causal mask here
         _require_causal(mask_function, slots)
     call = _current.call
     if call is None:  # masks are prepared ahead of the decoder, by generate() too: leave the padding as it is for then
         return attention_mask
     if call.shard is not None:
+        if sees_both_ways:
+            raise IncompatibleError(
+                "Its tokens see both ways, and an engine around a shard of a sequence (ctxext_sharded=True) makes "
+                "attention causal. Give the model whole texts."
+            )
         return call.shard
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
-    return LayoutMask(layout, call.length, local_size)
+    return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size)
 
 
 def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
@@ -271,10 +277,10 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
 
 
 def _require_causal(mask_function: Callable[..., Any], slots: _Slots) -> None:
-    """Raise if a token may see the one that follows it.
+    """Raise if a token may see the one that follows it, by another rule than that all see all.
 
-    Encoders, prefixes and the blocks of images let tokens see what comes later. Whoever sees further ahead sees the
-    next token too, so neighbours are enough to ask about.
+    Prefixes, the blocks of images and windows to both sides let tokens see what comes later. Whoever sees further ahead
+    sees the next token too, so neighbours are enough to ask about.
     """
     if mask_function is causal_mask_function or torch.compiler.is_compiling():
         return
@@ -284,9 +290,9 @@ def _require_causal(mask_function: Callable[..., Any], slots: _Slots) -> None:
     rows = torch.arange(slots.batch, device=where)[:, None]
     if at.numel() and bool(mask_function(rows, torch.zeros_like(rows), at, at + 1).any()):
         raise IncompatibleError(
-            "Its attention is not causal here: tokens see others that come after them (an encoder, is_causal=False, a "
-            "prefix, or the block of an image). ctxext's attention and the distances of ALiBi are for causal models "
-            "only. Unpatch the model for such inputs."
+            "Its attention is not causal here, nor does every token see all others: tokens see some that come after "
+            "them (a prefix, the block of an image, or a window to both sides). ctxext's attention is for tokens that "
+            "see what came before them, or everything. Unpatch the model for such inputs."
         )
 
 

@@ -22,7 +22,7 @@ from ctxext.surgery.attend import (
     attention_layers,
     decoder_of,
     install_attention,
-    why_install_fails,
+    try_install,
     why_no_custom_attention,
 )
 from ctxext.surgery.caches import outside_graphs
@@ -33,6 +33,8 @@ from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 
 __all__ = ["RemapAttend", "as_it_rotates", "in_words", "install_pieces", "require_remappable"]
+
+BOTH_WAYS = "its attention is not causal, and the pieces are for keys that come before their query only"
 
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces is cut at positions that it reads from the values of position_ids, which one "
@@ -67,6 +69,10 @@ class RemapAttend:
         if dropout:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
+            )
+        if mask.layout.sees != "past":
+            raise IncompatibleError(
+                f"Method {self.method.name!r} cannot serve this call: {BOTH_WAYS}. Unpatch the model for it."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         precise = torch.promote_types(k.dtype, torch.float32)
@@ -250,8 +256,9 @@ def install_pieces(
         IncompatibleError: if its layers do not ask for attention as ctxext gives it, or rotate in an unknown way.
     """
     refusal = f"Method {method.name!r} cannot take the place of the attention of this {rebuild.text.model_type}"
-    if reason := why_install_fails(rebuild, site):
-        raise IncompatibleError(f"{refusal}: {reason}.")
+    tried = try_install(rebuild, site)
+    if tried.failure or tried.sees_both_ways:
+        raise IncompatibleError(f"{refusal}: {tried.failure or BOTH_WAYS}.")
     attend = RemapAttend(method, site.spec, False, Backends(backend))
     attend.interleaved = _is_interleaved(model, site, attend, refusal)
     install_attention(model, site, attend, edits)
