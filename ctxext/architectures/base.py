@@ -16,6 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.texts import text_of
 
 __all__ = ["Architecture", "learned_positions", "why_absent"]
 
@@ -55,7 +56,7 @@ class Architecture(ABC):
 
     def trained_length(self, config: Any) -> int | None:
         """Tokens that ``config`` says the checkpoint was trained for, None where it does not say."""
-        length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        length = getattr(text_of(config), "max_position_embeddings", None)
         return int(length) if length else None
 
     def known_length(self, config: Any, request: Request) -> int:

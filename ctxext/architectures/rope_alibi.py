@@ -18,6 +18,7 @@ from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
 from ctxext.surgery.rope_types import UNROTATED_TYPE
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
+from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["replace_rotation"]
@@ -43,7 +44,7 @@ def replace_rotation(
     Raises:
         IncompatibleError: if ctxext's attention cannot take the place of the model's own.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
     if reason := why_no_custom_attention(model, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
@@ -62,7 +63,7 @@ def replace_rotation(
     edits.set(rotary, "_apply", PinnedApply(rotary))
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     attend = AlibiAttend(method, alibi, Backends(request.attention or "auto"))
-    install_attention(model, place, attend, edits)
+    install_attention(model, place, attend, edits, tried.crossing)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
@@ -85,7 +86,7 @@ def _unrotated(
     model: PreTrainedModel, method: BiasMethod, place: RotaryPlace, target: int, windows: dict[str, Any]
 ) -> Rebuild:
     """The model as it is built without rotation."""
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     base = text.rope_parameters["rope_theta"]
     form = {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()}
     rope = place.rescaled(text.rope_parameters, form)

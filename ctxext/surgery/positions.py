@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ctxext.attention import Layout
+from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.override import ForwardOverride
@@ -46,12 +47,15 @@ class LayoutMask:
         layout: where queries and keys stand.
         length: the sequence's global length in tokens, where a caller that holds only a shard of it said so.
         window: tokens that the mask in whose place this is would have let a query see; None for all.
+        crosses: whether the keys are an encoder's, of another text than the queries.
     """
 
     ndim = 2
 
-    def __init__(self, layout: Layout, length: int | None = None, window: int | None = None) -> None:
-        self.layout, self.length, self.window = layout, length, window
+    def __init__(
+        self, layout: Layout, length: int | None = None, window: int | None = None, *, crosses: bool = False
+    ) -> None:
+        self.layout, self.length, self.window, self.crosses = layout, length, window, crosses
 
     def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
         """Models and device hooks move masks like tensors; a dtype means nothing here."""
@@ -59,7 +63,7 @@ class LayoutMask:
         if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
             return self
         layout = self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target)))
-        return LayoutMask(layout, self.length, self.window)
+        return LayoutMask(layout, self.length, self.window, crosses=self.crosses)
 
 
 def layout_of(attention_mask: Any) -> LayoutMask:
@@ -88,6 +92,7 @@ class _DecoderCall:
     length: int | None
     shard: LayoutMask | None = None
     cache: Any = None
+    has_encoder: bool = False
 
 
 class _CurrentCall(threading.local):
@@ -130,6 +135,8 @@ class PositionedForward(ForwardOverride):
             call = replace(call, cache=given["past_key_values"])
         if given.get("position_ids") is not None:
             call = replace(call, position_ids=given["position_ids"])
+        if given.get("encoder_hidden_states") is not None:
+            call = replace(call, has_encoder=True)
         if ctxext_length is not None:
             call = replace(call, length=ctxext_length)
         if ctxext_sharded:
@@ -259,8 +266,21 @@ def _layout_mask(
                 "attention causal. Give the model whole texts."
             )
         return call.shard
+    if sees_both_ways and call.has_encoder:
+        return LayoutMask(_across(slots, attention_mask), call.length, crosses=True)
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
     return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size)
+
+
+def _across(slots: _Slots, attention_mask: Tensor | None) -> Layout:
+    """Every query sees every token of another text, which stand at no distance of each other."""
+    queries = torch.zeros(slots.batch, slots.query, dtype=torch.long, device=slots.device)
+    keys = torch.zeros(slots.batch, slots.key, dtype=torch.long, device=slots.device)
+    compiling = torch.compiler.is_compiling()
+    if attention_mask is None or (not compiling and _hides_nothing(attention_mask, slots.key)):
+        everything = Span((0, slots.batch), (0, slots.query), (0, slots.key))
+        return Layout(queries, keys, spans=(everything,), sees="both")
+    return Layout(queries, keys, queries, _keep(attention_mask, slots.key, 0).long() - 1, sees="both")
 
 
 def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:

@@ -31,6 +31,7 @@ from ctxext.surgery.positions import LayoutMask, cache_layer_of
 from ctxext.surgery.probe import FAILURES, Layers
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
+from ctxext.surgery.texts import text_of
 
 __all__ = ["RemapAttend", "as_it_rotates", "in_words", "install_pieces", "require_remappable"]
 
@@ -235,7 +236,7 @@ def require_remappable(
         IncompatibleError: if they cannot, saying why.
         InvalidParameterError: if the method's parameters do not fit the model.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     refusal = f"Method {method.name!r} cannot take the place of the attention of this {text.model_type}"
     if reason := why_no_custom_attention(model, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
@@ -259,6 +260,8 @@ def install_pieces(
     tried = try_install(rebuild, site)
     if tried.failure or tried.sees_both_ways:
         raise IncompatibleError(f"{refusal}: {tried.failure or BOTH_WAYS}.")
+    if tried.crossing:
+        raise IncompatibleError(f"{refusal}: its layers attend to an encoder's text too, where no distance is.")
     attend = RemapAttend(method, site.spec, False, Backends(backend))
     attend.interleaved = _is_interleaved(model, site, attend, refusal)
     install_attention(model, site, attend, edits)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.texts import text_of
 
 __all__ = ["base_model", "give_own_config", "is_zero3", "unwrapped"]
 
@@ -57,7 +58,7 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
     """
     config = model.config
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     own = sum(value is config for module in model.modules() for value in vars(module).values())
     if text is config and sys.getrefcount(config) == own + 3:  # two names here, and the argument: nobody else holds it
         return
