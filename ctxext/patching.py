@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +14,16 @@ from transformers import PreTrainedModel
 from ctxext.adapters import keep_extension
 from ctxext.architectures import Architecture, architecture_of, find_architecture
 from ctxext.attention import Call, select
-from ctxext.errors import BackendUnavailableError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.errors import (
+    BackendUnavailableError,
+    IncompatibleError,
+    InvalidParameterError,
+    PatchStateError,
+    UnknownNameError,
+)
 from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
 from ctxext.methods.base import is_number, require
+from ctxext.methods.remap import RemapMethod
 from ctxext.saved import (
     checked_scaling,
     checked_trained_length,
@@ -23,6 +32,8 @@ from ctxext.saved import (
     refuse_shrinking,
     saved_extension,
     saved_form,
+    saved_sides,
+    saved_sides_form,
     scaling_of,
 )
 from ctxext.spec import Description, Extension, Request
@@ -31,6 +42,8 @@ from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.rebuild import own_defaults
+from ctxext.surgery.sides import SIDES, Side, sides_of
+from ctxext.surgery.texts import text_of
 from ctxext.surgery.wrappers import base_model, give_own_config, unwrapped
 
 __all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]
@@ -40,11 +53,48 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @dataclass
 class Patched:
-    """What a patched model carries: enough to describe it and to undo it."""
+    """What a patched model carries: enough to describe it and to undo it.
+
+    Args:
+        method: the extension; of an encoder-decoder, that of the text that is read.
+        extension: what came of it.
+        edits: how to undo it.
+        sides: of an encoder-decoder, what each side was given, by name.
+    """
 
     method: Method
     extension: Extension
     edits: Edits
+    sides: dict[str, SideExtension] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SideExtension:
+    """What one side of an encoder-decoder was given.
+
+    Args:
+        side: the side.
+        method: its method.
+        extension: what came of it.
+    """
+
+    side: Side
+    method: Method
+    extension: Extension
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What ``patch`` was asked to do to one model, or to one side of an encoder-decoder; see there."""
+
+    method: str | Method
+    parameters: dict[str, Any]
+    factor: float | None = None
+    target_length: int | None = None
+    trained_length: int | None = None
+    sliding_window: str | None = None
+    scaling: str | None = None
+    attention: str | None = None
 
 
 def method(name: str, *, factor: float | None = None, **parameters: Any) -> Method:
@@ -66,14 +116,16 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
 
 def patch(
     model: ModelT,
-    method: str | Method,
+    method: str | Method | None = None,
     *,
-    factor: float | None = None,
-    target_length: int | None = None,
-    trained_length: int | None = None,
-    sliding_window: str | None = None,
-    scaling: str | None = None,
-    attention: str | None = None,
+    encoder: str | Method | None = None,
+    decoder: str | Method | None = None,
+    factor: float | Mapping[str, float] | None = None,
+    target_length: int | Mapping[str, int] | None = None,
+    trained_length: int | Mapping[str, int] | None = None,
+    sliding_window: str | Mapping[str, str] | None = None,
+    scaling: str | Mapping[str, str] | None = None,
+    attention: str | Mapping[str, str] | None = None,
     **parameters: Any,
 ) -> ModelT:
     """Give a loaded model a longer context, in place, and prove that it took effect.
@@ -87,7 +139,12 @@ def patch(
 
     Args:
         model: a transformers model, or a PEFT, compiled or data-parallel wrapper around one.
-        method: a name (``ctxext.methods()`` lists them) or a method object such as ``YaRN(factor=4)``.
+        method: a name (``ctxext.methods()`` lists them) or a method object such as ``YaRN(factor=4)``. On an
+            encoder-decoder it is for both sides.
+        encoder: a method for the encoder of an encoder-decoder, instead of ``method``. A side that is given none stays
+            as it is. Where the sides need other numbers, give method objects, or a dict in the place of any argument
+            below: ``patch(model, encoder="yarn", decoder="alibi", factor={"encoder": 8, "decoder": 2})``.
+        decoder: likewise, for the decoder. What it reads of the encoder's text has no positions in most models.
         factor: target_length / trained_length, at least 1. With a name only, and needed there for every rotary method
             unless ``target_length`` is given.
         target_length: tokens to extend to, instead of ``factor``.
@@ -121,55 +178,202 @@ def patch(
             f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
             f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
         )
-    architecture = architecture_of(base)
-    if trained_length is not None:
-        _require_tokens("trained_length", trained_length)
+    asked = _asked_of(
+        base,
+        {"method": method, "encoder": encoder, "decoder": decoder},
+        parameters,
+        {
+            "factor": factor,
+            "target_length": target_length,
+            "trained_length": trained_length,
+            "sliding_window": sliding_window,
+            "scaling": scaling,
+            "attention": attention,
+        },
+    )
     with own_defaults(), Edits() as edits:
-        taken_off = _take_off(base, architecture, trained_length, edits)
-        scaling = scaling or taken_off
-        carried = scaling_of(base.config)
-        scaling, trained_length = checked_scaling(base.config.model_type, carried, scaling, trained_length)
-        known_length = trained_length or architecture.trained_length(base)
-        chosen = resolve(method, factor, target_length, known_length, parameters)
-        if known_length is not None:
-            refuse_shrinking(carried, chosen.target_length(known_length))
-        request = Request(
-            trained_length=trained_length, sliding_window=sliding_window, scaling=scaling, attention=attention
-        )
-        give_own_config(base, edits)
-        extension = architecture.apply(base, chosen, request, edits)
-        if chosen.dynamic:
-            recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
+        if isinstance(asked, Asked):
+            saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
+            chosen, request = _resolved(base, asked, saved, edits)
+            give_own_config(base, edits)
+            extension = architecture_of(base).apply(base, chosen, request, edits)
+            if chosen.dynamic:
+                recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
+            patched = Patched(chosen, extension, edits)
+            form = saved_form(chosen, extension)
+        else:
+            sides = _extended_sides(base, asked, edits)
+            first = next(iter(sides.values()))
+            patched = Patched(first.method, first.extension, edits, sides)
+            form = saved_form_of(sides)
         follow_replicas(base.modules(), edits)
-        edits.set(base.config, "ctxext", saved_form(chosen, extension))
-        write_old_form(base.config, edits)
-        _raise_generation_limit(base, extension, edits)
-        edits.set(base, "_ctxext", Patched(chosen, extension, edits))
+        edits.set(base.config, "ctxext", form)
+        for part in [side.side.model for side in patched.sides.values()] or [base]:
+            write_old_form(part.config, edits)
+        _raise_generation_limit(base, patched, edits)
+        edits.set(base, "_ctxext", patched)
         keep_extension(model, edits)
-        _guard_caches(model, chosen, edits)
+        _guard_caches(model, patched.method, edits)
     return model
 
 
+def _asked_of(
+    base: PreTrainedModel, methods: dict[str, str | Method | None], parameters: dict[str, Any], shared: dict[str, Any]
+) -> Asked | dict[str, Asked]:
+    """What is asked of a model, or of each side of an encoder-decoder, from what the user wrote.
+
+    Raises:
+        InvalidParameterError: for a method where none belongs, or none at all, or a number for a side without one.
+        IncompatibleError: for an encoder-decoder whose sides cannot be told apart.
+    """
+    given = {name: method for name, method in methods.items() if method is not None}
+    rotating = sides_of(base)
+    named = [name for name in given if name != "method"]
+    if not given or (named and "method" in given):
+        found = ", ".join(f"{name}={method!r}" for name, method in given.items()) or "none"
+        raise InvalidParameterError(f"patch needs a method, or one for the encoder and/or the decoder; found {found}.")
+    if not rotating:
+        if named:
+            raise InvalidParameterError(
+                f"{named[0]}={given[named[0]]!r} is for encoder-decoders with rotary positions on both sides, and this "
+                f"{base.config.model_type} is none. Give the method alone."
+            )
+        if split := [name for name, value in shared.items() if isinstance(value, Mapping)]:
+            raise InvalidParameterError(
+                f"{split[0]}={shared[split[0]]!r} says something for each side of an encoder-decoder, and this "
+                f"{base.config.model_type} is none."
+            )
+        return Asked(method=given["method"], parameters=parameters, **shared)
+    wanted = {name: given.get(name, given.get("method")) for name in SIDES if name in given or "method" in given}
+    if missing := [name for name in wanted if name not in rotating]:
+        raise IncompatibleError(
+            f"The {missing[0]} of this {base.config.model_type} does not rotate; those that do: "
+            f"{', '.join(rotating)}. Name the side: {next(iter(rotating))}=..."
+        )
+    for name, value in shared.items():
+        if isinstance(value, Mapping) and (extra := [side for side in value if side not in wanted]):
+            raise InvalidParameterError(
+                f"{name}={dict(value)!r} speaks of {extra[0]!r}, which is given no method here; methods are given for: "
+                f"{', '.join(wanted)}."
+            )
+    asked = {}
+    for name, method in wanted.items():
+        own = {key: value.get(name) if isinstance(value, Mapping) else value for key, value in shared.items()}
+        if isinstance(method, Method) and not isinstance(shared["factor"], Mapping) and len(wanted) > 1:
+            own |= _not_for_objects(shared, list(wanted.values()))
+        if own["attention"] is not None and not isinstance(shared["attention"], Mapping) and _rotates(method):
+            own["attention"] = None if not all(map(_rotates, wanted.values())) else own["attention"]
+        assert method is not None
+        asked[name] = Asked(method=method, parameters={} if isinstance(method, Method) else parameters, **own)
+    return asked
+
+
+def _not_for_objects(shared: dict[str, Any], methods: list[Any]) -> dict[str, Any]:
+    """How far to reach, as said for both sides, is for a method that is named and not for one that knows it."""
+    if all(isinstance(method, Method) for method in methods):
+        return {}
+    return {name: None for name in ("factor", "target_length") if not isinstance(shared[name], Mapping)}
+
+
+def _rotates(chosen: Any) -> bool:
+    """Whether a method leaves attention to the model."""
+    kind = type(chosen) if isinstance(chosen, Method) else METHODS.get(chosen)
+    return kind is not None and issubclass(kind, RopeMethod) and not issubclass(kind, RemapMethod)
+
+
+def _resolved(
+    part: PreTrainedModel, asked: Asked, saved: dict[str, Any] | None, edits: Edits
+) -> tuple[Method, Request]:
+    """The method that is meant, and the rest of what was asked; what ``saved`` extended is taken off."""
+    architecture, trained_length = architecture_of(part), asked.trained_length
+    if trained_length is not None:
+        _require_tokens("trained_length", trained_length)
+    taken_off = _take_off(part, architecture, saved, trained_length, edits)
+    carried = scaling_of(part.config)
+    scaling, trained_length = checked_scaling(
+        part.config.model_type, carried, asked.scaling or taken_off, trained_length
+    )
+    known_length = trained_length or architecture.trained_length(part)
+    chosen = resolve(asked.method, asked.factor, asked.target_length, known_length, asked.parameters)
+    if known_length is not None:
+        refuse_shrinking(carried, chosen.target_length(known_length))
+    request = Request(
+        trained_length=trained_length,
+        sliding_window=asked.sliding_window,
+        scaling=scaling,
+        attention=asked.attention,
+    )
+    return chosen, request
+
+
+def _extended_sides(base: PreTrainedModel, asked: dict[str, Asked], edits: Edits) -> dict[str, SideExtension]:
+    """Extend each side of an encoder-decoder as the model that it is."""
+    give_own_config(base, edits)
+    where = f"the config of this {type(base).__name__}"
+    before = saved_sides(saved_extension(base.config, where) or {})
+    for name, saved in before.items():
+        checked_trained_length(saved, asked[name].trained_length if name in asked else None)
+    if before:
+        edits.delete(base.config, "ctxext")
+    sides, done = sides_of(base), {}
+    for name, one in asked.items():
+        part = sides[name].model
+        chosen, request = _resolved(part, one, before.get(name), edits)
+        if chosen.dynamic:
+            _refuse_to_follow(name, part, chosen)
+        done[name] = SideExtension(sides[name], chosen, architecture_of(part).apply(part, chosen, request, edits))
+    return done
+
+
+def _refuse_to_follow(name: str, part: PreTrainedModel, chosen: Method) -> None:
+    """Raise where positions that follow the length of a text could not do so on one side of an encoder-decoder."""
+    if name == "decoder":
+        raise IncompatibleError(
+            f"Method {chosen.name!r} follows the length of the text, and the cache of an encoder-decoder's decoder "
+            f"cannot be recomputed when that changes. Give the decoder a method of fixed positions, such as yarn."
+        )
+    if "position_ids" not in inspect.signature(type(part).forward).parameters:
+        raise IncompatibleError(
+            f"Method {chosen.name!r} follows the length of the text, and {type(part).__name__} takes no position_ids "
+            f"by which it could tell a text from its padding. Give the encoder a method of fixed positions."
+        )
+
+
+def saved_form_of(sides: dict[str, SideExtension]) -> dict[str, Any]:
+    """What ``config.ctxext`` of an encoder-decoder holds."""
+    return saved_sides_form(
+        {name: (one.side.place, saved_form(one.method, one.extension)) for name, one in sides.items()}
+    )
+
+
 def _take_off(
-    base: PreTrainedModel, architecture: Architecture, trained_length: int | None, edits: Edits
+    base: PreTrainedModel,
+    architecture: Architecture,
+    saved: dict[str, Any] | None,
+    trained_length: int | None,
+    edits: Edits,
 ) -> str | None:
     """Take off the extension that a model was loaded with, so that the new one takes its place and not its top.
 
     Returns:
         What that extension did to a scaling that the checkpoint had before; None where there was none, or no extension.
     """
-    saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
     if saved is None:
         return None
     checked_trained_length(saved, trained_length)
     architecture.revert(base, saved["original"], edits)
-    edits.delete(base.config, "ctxext")
+    if getattr(base.config, "ctxext", None) is not None:  # a side's is in the config of the whole
+        edits.delete(base.config, "ctxext")
     did: str | None = choices(saved)["scaling"]
     return did
 
 
-def _raise_generation_limit(base: PreTrainedModel, extension: Extension, edits: Edits) -> None:
+def _raise_generation_limit(base: PreTrainedModel, patched: Patched, edits: Edits) -> None:
     """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
+    writer = patched.sides.get("decoder")
+    if patched.sides and writer is None:
+        return
+    extension = patched.extension if writer is None else writer.extension
     settings = getattr(base, "generation_config", None)
     if settings is not None and settings.max_length == extension.trained_length < extension.target_length:
         edits.set(settings, "max_length", extension.target_length)
@@ -213,6 +417,9 @@ def describe(model: nn.Module) -> Description:
     """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
     base = base_model(model)
     patched, model_type = patched_state(base), base.config.model_type
+    if patched is not None and patched.sides:
+        found = describe_saved(saved_form_of(patched.sides), model_type, tuple(patched.edits.lines()))
+        return replace(found, sides=tuple(_with_attention(patched, name, side) for name, side in found.sides))
     if patched is not None:
         extension, notes = patched.extension, list(patched.extension.notes)
         found = describe_saved(saved_form(patched.method, extension), model_type, tuple(patched.edits.lines()))
@@ -226,15 +433,34 @@ def describe(model: nn.Module) -> Description:
     if saved:
         return describe_saved(saved, model_type)
     architecture = find_architecture(base)
-    length = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = getattr(text_of(base.config), "max_position_embeddings", None)
     if architecture is not None and (length is None or architecture.replaces_weights):
         length = architecture.trained_length(base)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 
 
+def _with_attention(patched: Patched, name: str, side: Description) -> tuple[str, Description]:
+    """The description of a side with the backend that serves it."""
+    one = patched.sides[name]
+    return name, replace(side, attention=attention_line(one.side.model, one.extension.attention))
+
+
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
     """The description of an extension in its saved form, ``config.ctxext``."""
-    known = {field.name for field in fields(Description)} - {"method", "notes", "attention"}
+    if sides := saved_sides(saved):
+        each = {name: describe_saved(side, f"{model_type} {name}") for name, side in sides.items()}
+        return Description(
+            model_type=model_type,
+            method={name: side["method"] for name, side in sides.items()},
+            trained_length=saved["trained_length"],
+            target_length=saved["target_length"],
+            stored_as="; ".join(f"{name}: {side.stored_as}" for name, side in each.items()),
+            stock=all(side.stock for side in each.values()),
+            fingerprint="-".join(side.fingerprint for side in each.values()),
+            edits=edits,
+            sides=tuple(each.items()),
+        )
+    known = {field.name for field in fields(Description)} - {"method", "notes", "attention", "sides"}
     values = {key: value for key, value in saved.items() if key in known}
     notes = tuple(saved["notes"])
     return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
@@ -244,7 +470,7 @@ def attention_line(base: PreTrainedModel, name: str | None) -> str:
     """Which backend serves a whole text on this model as it is now, and why those before it in order do not."""
     if name is None:
         return ""
-    config = base.config.get_text_config(decoder=True)
+    config = text_of(base.config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import transformers
 
-from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method, saved_class
 from ctxext.methods.formulas import NEVER
 from ctxext.spec import Extension
 from ctxext.surgery.old_form import drop_old_form, rope_dicts
+from ctxext.surgery.sides import SIDES, part_of_config
+from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import is_windowed
-from ctxext.surgery.wrappers import own_text_config
 from ctxext.version import __version__
 
 __all__ = [
@@ -25,11 +26,13 @@ __all__ = [
     "SCALED",
     "Scaling",
     "already_extended",
+    "as_arguments",
     "checked_extension",
     "checked_scaling",
     "checked_trained_length",
     "choices",
     "differences",
+    "extended_texts",
     "holder_of",
     "identity",
     "plain_config",
@@ -38,10 +41,15 @@ __all__ = [
     "saved_extension",
     "saved_form",
     "saved_method",
+    "saved_sides",
+    "saved_sides_form",
     "scaling_of",
+    "version_of",
 ]
 
 FORMAT = 1
+# Of an encoder-decoder: under "sides", what each side would hold if it were a model of its own, and its "place".
+SIDES_FORMAT = 2
 # What no logit depends on: who wrote it and how it is expressed, what to tell a user, how to undo it, which of several
 # exact kernels computes it, and what follows from the rest. Whatever else a saved form holds, now or later, counts.
 NOT_IDENTITY = ("format", "versions", "stored_as", "stock", "notes", "original", "attention", "target_length")
@@ -66,6 +74,46 @@ def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
     return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
 
 
+def saved_sides_form(sides: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """What the ``config.ctxext`` of an encoder-decoder holds.
+
+    Args:
+        sides: by name, the encoder first: where its config lies in the whole one, and its own saved form.
+    """
+    held = {name: saved | {"place": place} for name, (place, saved) in sides.items()}
+    first = next(iter(held.values()))
+    lengths = {name: first[name] for name in ("trained_length", "target_length")}  # of the text that is read
+    return {"format": SIDES_FORMAT, **lengths, "sides": held}
+
+
+def saved_sides(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The extensions of the sides of an encoder-decoder, by name; empty where there is one extension for all."""
+    found: dict[str, dict[str, Any]] = saved.get("sides", {})
+    return {name: found[name] for name in SIDES if name in found}  # files have them by the alphabet
+
+
+def version_of(saved: dict[str, Any]) -> str:
+    """The version of ctxext that wrote an extension."""
+    one = next(iter(saved_sides(saved).values()), saved)
+    return str(one["versions"]["ctxext"])
+
+
+def as_arguments(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
+    """The arguments of ``patch`` that give a model this extension anew."""
+    sides = saved_sides(saved)
+    if not sides:
+        return {"method": saved_method(saved)} | choices(saved, attention)
+    told = {name: choices(side, attention if side["attention"] else None) for name, side in sides.items()}
+    shared = {key: {name: own[key] for name, own in told.items()} for key in next(iter(told.values()))}
+    return {name: saved_method(side) for name, side in sides.items()} | shared
+
+
+def extended_texts(config: Any) -> list[Any]:
+    """The parts of a config that its extension is written into: one, or one for each side of an encoder-decoder."""
+    sides = saved_sides(getattr(config, "ctxext", None) or {})
+    return [part_of_config(config, side["place"]) for side in sides.values()] or [text_of(config)]
+
+
 def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
     """The extension that a config carries, None where it is plain.
 
@@ -85,6 +133,10 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
         CheckpointError: if it is not.
     """
     found = saved.get("format") if isinstance(saved, dict) else saved
+    if found == SIDES_FORMAT and isinstance(saved.get("sides"), dict):
+        whole: dict[str, Any] = saved
+        sides = {name: checked_extension(side, f"{place} ({name})") for name, side in whole["sides"].items()}
+        return whole | {"sides": sides}
     if not isinstance(saved, dict) or found != FORMAT:
         raise CheckpointError(
             f"The extension in {place} has format {found!r}; ctxext {__version__} reads format {FORMAT}. It was "
@@ -113,7 +165,13 @@ def saved_method(saved: dict[str, Any]) -> Method:
 
     Raises:
         CheckpointError: if no method of its name is known in this process.
+        IncompatibleError: if its two sides have an extension each.
     """
+    if saved_sides(saved):
+        raise IncompatibleError(
+            "This is an encoder-decoder whose sides have an extension each, and what was asked is for models with one. "
+            "Use patch, load, describe and save."
+        )
     return saved_class(saved["method"]["method"]).from_dict(saved["method"])
 
 
@@ -123,6 +181,8 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
     Args:
         saved: ``config.ctxext`` of a model, or what was stored of it.
     """
+    if sides := saved_sides(saved):
+        return {name: identity(side) for name, side in sides.items()}
     rest = {name: value for name, value in _complete(saved).items() if name not in (*NOT_IDENTITY, "method")}
     kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
     # A method of the user's own, passed as an object, cannot be rebuilt from its name: it is compared as it was saved.
@@ -138,6 +198,8 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
         there: what was saved, None for a model that was not extended.
         here: what is compared with it, None for a model that is not extended.
     """
+    if (there and saved_sides(there)) or (here and saved_sides(here)):
+        return _differing_sides(saved_sides(there or {}), saved_sides(here or {}))
     one, other = (None if saved is None else identity(saved) for saved in (there, here))
     if one is None or other is None:
         names = ["not extended" if choice is None else f"method {choice['method']!r}" for choice in (one, other)]
@@ -150,6 +212,11 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
     return "; ".join(
         f"{name} {reprlib.repr(one.get(name))} there, {reprlib.repr(other.get(name))} here" for name in different
     )
+
+
+def _differing_sides(there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> str:
+    found = {name: differences(there.get(name), here.get(name)) for name in there | here}
+    return "; ".join(f"{name}: {said}" for name, said in found.items() if said)
 
 
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
@@ -186,27 +253,21 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
 
 def holder_of(config: Any, name: str) -> tuple[Any, str]:
     """The part of a config that has the field of this name: in the text part, or where dots in the name say."""
-    *parts, leaf = name.split(".")
-    if not parts:
-        text = config.get_text_config(decoder=True)
-        # Of an encoder-decoder with one config for both sides, transformers answers with a copy for one side.
-        return (config if config.is_encoder_decoder and text.model_type == config.model_type else text), leaf
-    for part in parts:
-        config = getattr(config, part)
-    return config, leaf
+    place, _, leaf = name.rpartition(".")
+    return (part_of_config(config, place) if place else text_of(config)), leaf
 
 
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
-    text = own_text_config(plain)
-    drop_old_form(text)
-    for name, value in saved["original"].items():
-        part, leaf = holder_of(plain, name)
-        if value is None and leaf in vars(part):
-            delattr(part, leaf)
-        elif value is not None:
-            setattr(part, leaf, copy.deepcopy(value))
+    for text, own in zip(extended_texts(plain), saved_sides(saved).values() or [saved], strict=True):
+        drop_old_form(text)
+        for name, value in own["original"].items():
+            part, leaf = holder_of(plain, name) if "." in name else (text, name)
+            if value is None and leaf in vars(part):
+                delattr(part, leaf)
+            elif value is not None:
+                setattr(part, leaf, copy.deepcopy(value))
     del plain.ctxext
     return plain
 
@@ -250,7 +311,7 @@ class Scaling:
 
 def scaling_of(config: Any) -> Scaling | None:
     """The scaling of the layers that reach beyond a sliding window; None where their positions are plain."""
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     for layer_type, rope in rope_dicts(text):
         kind = rope.get("rope_type", "default")
         is_plain = kind == "linear" and rope.get("factor") == 1

@@ -239,6 +239,9 @@ class Description:
         attention: which attention backend serves the model and why others do not; empty where it keeps its own.
         notes: sentences that a user must know.
         edits: attributes of this model that ctxext changed; empty for a model loaded already extended.
+        sides: of an encoder-decoder that is extended: each side's name and its own description. The lengths are then
+            those of the text that is read (of the decoder, where the encoder is not extended), and ``method`` has each
+            side's method under its name.
     """
 
     model_type: str
@@ -251,6 +254,7 @@ class Description:
     attention: str = ""
     notes: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
+    sides: tuple[tuple[str, Description], ...] = ()
 
     def __repr__(self) -> str:  # what an interactive session shows
         return str(self)
@@ -259,14 +263,20 @@ class Description:
         if self.method is None:
             reach = "its config names no length" if self.target_length is None else f"{self.target_length} tokens"
             return f"{self.model_type}: not extended by ctxext, {reach}"
-        parameters = ", ".join(f"{key}={_short(value)}" for key, value in self.method.items() if key != "method")
-        lines = [
-            f"{self.model_type} extended by {self.method['method']} ({parameters})",
-            f"  length       {self.trained_length} -> {self.target_length} tokens",
-            f"  stored as    {self.stored_as}",
-            f"  loads with   {'stock transformers' if self.stock else 'ctxext.load only'}",
-            f"  fingerprint  {self.fingerprint}",
-        ]
+        loads = f"  loads with   {'stock transformers' if self.stock else 'ctxext.load only'}"
+        if self.sides:
+            lines = [f"{self.model_type}: an encoder-decoder, {len(self.sides)} of its 2 sides extended"]
+            lines += [f"{name}: {side}" for name, side in self.sides]
+            lines += [f"{self.model_type} as a whole", loads]
+        else:
+            parameters = ", ".join(f"{key}={_short(value)}" for key, value in self.method.items() if key != "method")
+            lines = [
+                f"{self.model_type} extended by {self.method['method']} ({parameters})",
+                f"  length       {self.trained_length} -> {self.target_length} tokens",
+                f"  stored as    {self.stored_as}",
+                loads,
+                f"  fingerprint  {self.fingerprint}",
+            ]
         lines += [f"  attention    {self.attention}"] if self.attention else []
         lines += [f"  note         {note}" for note in self.notes]
         lines += [f"  edited       {', '.join(self.edits)}"] if self.edits else []

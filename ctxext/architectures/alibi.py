@@ -20,7 +20,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, PositionedForward, layout_of
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 
-__all__ = ["AlibiArchitecture", "AlibiForward"]
+__all__ = ["AlibiArchitecture", "AlibiForward", "refuse_halves"]
 
 
 @dataclass
@@ -44,6 +44,11 @@ class AlibiForward(ABC):
     ) -> Tensor:
         """Attention over what is cached and new, ``[batch, heads, seq, head_dim]`` to ``[batch, seq, hidden]``."""
         mask = layout_of(attention_mask)
+        if mask.layout.sees != "past":
+            raise IncompatibleError(
+                "Its attention is not causal here (is_causal=False), and what ALiBi says of a key that comes after the "
+                "query is nothing that its weights were trained with. Unpatch the model for such inputs."
+            )
         if cache is not None:
             k, v = cache.update(k, v, self.attention.layer_idx)
         out = self.attention_of(q, k, v, mask, scale, float(dropout) if self.attention.training else 0.0)
@@ -87,6 +92,7 @@ class AlibiArchitecture(Architecture):
         """Raise ``IncompatibleError`` for what this family cannot do."""
         if getattr(method, "bias", "exact") == "stock":
             raise IncompatibleError("bias='stock' is for BLOOM: it reproduces the rounding of BLOOM's own bias.")
+        refuse_halves(model.config.model_type, method)
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         config = model.config
@@ -136,6 +142,15 @@ class AlibiArchitecture(Architecture):
                 edits.delete(model.config, name)
             else:
                 edits.set(model.config, name, value)
+
+
+def refuse_halves(model_type: str, method: BiasMethod) -> None:
+    """Raise ``InvalidParameterError`` where half the heads would look ahead of tokens that see the past only."""
+    if method.splits_heads:
+        raise InvalidParameterError(
+            f"both_ways='halves' is for encoders, whose tokens see both ways; the attention of this {model_type} is "
+            f"causal, and half of its heads would see nothing but their own token. Leave both_ways out."
+        )
 
 
 def slopes_differ(ours: Tensor, theirs: Tensor) -> str | None:

@@ -16,6 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.texts import text_of
 
 __all__ = ["Architecture", "learned_positions", "why_absent"]
 
@@ -65,7 +66,7 @@ class Architecture(ABC):
 
     def trained_length(self, model: PreTrainedModel) -> int | None:
         """Tokens that the config says the checkpoint was trained for, None where it does not say."""
-        length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        length = getattr(text_of(model.config), "max_position_embeddings", None)
         return int(length) if length else None
 
     def known_length(self, model: PreTrainedModel, request: Request) -> int:

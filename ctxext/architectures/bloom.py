@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor
 
-from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
+from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward, refuse_halves
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
@@ -98,6 +98,7 @@ class Bloom(AlibiArchitecture):
         return int(getattr(model.config, "seq_length", None) or TRAINED_LENGTH)
 
     def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
+        refuse_halves(model.config.model_type, method)
         if model.config.slow_but_exact and model.config.pretraining_tp > 1:
             raise IncompatibleError("BLOOM's slow_but_exact=True sums in slices; set it to False before patching.")
 

@@ -18,7 +18,7 @@ from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec, Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
-from ctxext.surgery.wrappers import own_text_config
+from ctxext.surgery.texts import text_of
 
 __all__ = ["Buckets"]
 
@@ -36,12 +36,12 @@ class Buckets(Architecture):
     def matches(self, model: PreTrainedModel) -> bool:
         return any(True for _ in _tables(model))
 
-    def trained_length(self, config: Any) -> int | None:
-        length = getattr(own_text_config(config), LENGTH, None) or super().trained_length(config)
+    def trained_length(self, model: PreTrainedModel) -> int | None:
+        length = getattr(text_of(model.config), LENGTH, None) or super().trained_length(model)
         return int(length) if length else None
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        config, kind = own_text_config(model.config), model.config.model_type
+        config, kind = text_of(model.config), model.config.model_type
         if not isinstance(method, BucketMethod):
             path, _, table = next(_tables(model))
             raise IncompatibleError(
@@ -49,7 +49,7 @@ class Buckets(Architecture):
                 f", and has no positions that method {method.name!r} could change. Method for it: stretch_buckets."
             )
         _refuse_choices(request, kind)
-        trained_length = self.known_length(model.config, request)
+        trained_length = self.known_length(model, request)
         old = getattr(config, FIELD, None)
         if not isinstance(old, int):
             raise IncompatibleError(
@@ -124,7 +124,7 @@ def _rebuilt(model: PreTrainedModel, fields: dict[str, Any]) -> Rebuild:
 
 def _follow(model: PreTrainedModel, fields: dict[str, Any], edits: Edits) -> None:
     """Let the copies of the config that encoder and decoder hold say the same: each of them may be saved alone."""
-    done = {id(own_text_config(model.config))}
+    done = {id(text_of(model.config))}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if config is not None and id(config) not in done and hasattr(config, FIELD):

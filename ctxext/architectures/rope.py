@@ -22,6 +22,7 @@ from ctxext.surgery.rebuild import Rebuild, rotaries
 from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
 from ctxext.surgery.rotary import UNSEEN, LatentSpec, PinnedApply, ProportionalSpec, disagreement, find_sites, survey
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
+from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["Rope"]
@@ -36,7 +37,7 @@ class Rope(Architecture):
         return any(True for _ in rotaries(model))
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
-        text = model.config.get_text_config(decoder=True)
+        text = text_of(model.config)
         places, layers = survey(model)
         trained_length = self.known_length(model, request)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):

@@ -7,20 +7,26 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ctxext.architectures.alibi import refuse_halves
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
-from ctxext.surgery.attend import Backends, install_attention, why_install_fails, why_no_custom_attention
+from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
 from ctxext.surgery.rope_types import UNROTATED_TYPE
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
+from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["replace_rotation"]
 
+BOTH_WAYS = {
+    False: "Its tokens see both ways: the score falls with distance, alike to both sides.",
+    True: "Its tokens see both ways: half of the heads see what came before, the other half what comes after.",
+}
 NOTE = "Rotation is gone and ALiBi took its place: the weights do not know it yet. Train before use."
 
 
@@ -38,7 +44,7 @@ def replace_rotation(
     Raises:
         IncompatibleError: if ctxext's attention cannot take the place of the model's own.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
     if reason := why_no_custom_attention(model, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
@@ -46,25 +52,29 @@ def replace_rotation(
         raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
     place, target = places[0], method.target_length(trained_length)
     rebuild = _unrotated(model, method, place, target, window_fields(text, request, target))
-    if reason := why_install_fails(rebuild, place):
-        raise IncompatibleError(f"{refusal}: {reason}.")
+    tried = try_install(rebuild, place)
+    if tried.failure:
+        raise IncompatibleError(f"{refusal}: {tried.failure}.")
+    if not tried.sees_both_ways:
+        refuse_halves(text.model_type, method)
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     rebuild.apply(edits)
     rotary = model.get_submodule(place.path)
     edits.set(rotary, "_apply", PinnedApply(rotary))
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     attend = AlibiAttend(method, alibi, Backends(request.attention or "auto"))
-    install_attention(model, place, attend, edits)
+    install_attention(model, place, attend, edits, tried.crossing)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
+    ways = [BOTH_WAYS[method.splits_heads]] if tried.sees_both_ways else []
     return Extension(
         trained_length=trained_length,
         target_length=target,
         stored_as=f"rope_type {UNROTATED_TYPE!r}, which only ctxext loads",
         stock=False,
         fingerprint=bias_fingerprint(method, alibi),
-        notes=(NOTE, *attend.backends.notes(), *([window] if window else [])),
+        notes=(NOTE, *ways, *attend.backends.notes(), *([window] if window else [])),
         sliding_window=request.sliding_window,
         scaling=request.scaling,
         attention=request.attention or "auto",
@@ -76,7 +86,7 @@ def _unrotated(
     model: PreTrainedModel, method: BiasMethod, place: RotaryPlace, target: int, windows: dict[str, Any]
 ) -> Rebuild:
     """The model as it is built without rotation."""
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     base = text.rope_parameters["rope_theta"]
     form = {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()}
     rope = place.rescaled(text.rope_parameters, form)

@@ -1,12 +1,12 @@
-"""The contract of a backend: one way to compute causal attention with positions.
+"""The contract of a backend: one way to compute attention with positions.
 
 Layout of tensors is ``[batch, heads, seq, head_dim]``. Keys and values may have fewer heads (GQA): query head ``h``
 reads key head ``h // (heads / kv_heads)``. The result of every backend is::
 
-    score(i, j) = scale * q_i . k_j  -  slopes[h] * (query_positions[i] - key_positions[j])
+    score(i, j) = scale * q_i . k_j  -  slopes[h] * distance(i, j)
     out_i       = sum over visible j of softmax_j(score(i, j)) * v_j,      0 where nothing is visible
 
-What is visible is the ``Layout``'s rule. Slopes are constants: they get no gradient.
+What is visible, and the distance of two tokens, is the ``Layout``'s rule. Slopes are constants: they get no gradient.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class Need:
         order: ``"consecutive"``: blocks of plain causal attention, positions stepping by one; ``"increasing"``: such
             blocks, other steps; ``"free"``: anything else; ``"external"``: an engine decides (``Layout.shard``).
         blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
-        window: tokens that a query sees, itself included; None for all.
+        window: tokens that a query sees to each side that it sees, itself included; None for all.
         dropout: probability, in [0, 1).
         compiling: whether torch.compile is tracing.
         lse: whether the log-sum-exp of the scores is wanted too, to merge the call with others (``with_lse``).
+        sees: ``"past"``, or ``"both"`` where tokens see what comes after them.
     """
 
     device: str = "cpu"
@@ -75,6 +76,7 @@ class Need:
     dropout: float = 0.0
     compiling: bool = False
     lse: bool = False
+    sees: Literal["past", "both"] = "past"
 
     @property
     def cached(self) -> bool:
@@ -157,6 +159,7 @@ class Call:
             dropout=dropout,
             compiling=torch.compiler.is_compiling(),
             lse=lse,
+            sees=layout.sees,
         )
         return cls(q=q, k=k, v=v, layout=layout, scale=scale, slopes=slopes, window=window, dropout=dropout, need=need)
 
@@ -179,6 +182,8 @@ class AttentionBackend(ABC):
         """``why_not``, after what no backend can do and what one that knows nothing of ``lse`` cannot."""
         if need.lse and type(self).with_lse is AttentionBackend.with_lse:
             return "it does not return the log-sum-exp, by which attention in pieces is merged."
+        if need.lse and need.sees == "both":
+            return "attention in pieces is for tokens that see the past alone."
         if need.lse and need.order == "external":
             return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
         return self.why_not(need)

@@ -131,6 +131,7 @@ def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     number of query heads because each of these has a slope of its own.
     """
     assert call.slopes is not None
+    assert call.layout.sees == "past", "columns know the sign of a distance only"
     columns = layout_columns(call.layout, call.slopes, scale=call.scale, dtype=call.q.dtype)
     heads = call.q.shape[1]
     return (

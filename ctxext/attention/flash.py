@@ -43,7 +43,7 @@ INSTALLED: dict[str, bool] = {
 
 
 class _FlashFamily(AttentionBackend):
-    """What the three versions share: they take 16-bit tensors on CUDA, and blocks of plain causal attention."""
+    """What the three versions share: they take 16-bit tensors on CUDA, and blocks of plain attention."""
 
     module: ClassVar[str]
     install: ClassVar[str]
@@ -79,9 +79,10 @@ class _FlashFamily(AttentionBackend):
         """Return what this version, beyond the family, cannot do for ``need``."""
 
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
-        options: dict[str, Any] = {"softmax_scale": call.scale, "causal": True}
+        causal = call.layout.sees == "past"
+        options: dict[str, Any] = {"softmax_scale": call.scale, "causal": causal}
         if call.window is not None:
-            options["window_size"] = (call.window - 1, 0)
+            options["window_size"] = (call.window - 1, 0 if causal else call.window - 1)
         q, k, v, extra = self.with_bias(call)
         module = importlib.import_module(self.module)
         options |= extra
@@ -136,6 +137,8 @@ class _Columned(_FlashFamily):
     """Versions without ALiBi: eight columns carry it, so any positions inside a block are right."""
 
     def lacks(self, need: Need) -> str | None:
+        if need.biased and need.sees == "both":
+            return "columns carry ALiBi here, and they know no distance that is alike to both sides. 'sdpa' does."
         wide = need.head_dim + (COLUMNS if need.biased else 0)
         if need.head_dim % 8 or wide > self.widest_for(need):
             why = f" ({COLUMNS} of them carry ALiBi, which this version has no kernel for)" if need.biased else ""

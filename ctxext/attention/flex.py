@@ -164,7 +164,11 @@ def _score_mod(slopes: Tensor, layout: Layout) -> Callable[..., Tensor]:
     def subtract_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[h] * (queries[b, i] - keys[b, j])
 
-    score_mod: Callable[..., Tensor] = subtract_bias
+    @no_type_check
+    def subtract_both_ways(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (queries[b, i] - keys[b, j]).abs()
+
+    score_mod: Callable[..., Tensor] = subtract_both_ways if layout.sees == "both" else subtract_bias
     return score_mod
 
 
@@ -172,10 +176,13 @@ def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
     """Return ``Layout.visible`` as a function of indices."""
     queries, keys = layout.query_positions, layout.key_positions
     query_documents, key_documents = layout.query_documents, layout.key_documents
+    both_ways = layout.sees == "both"
 
     @no_type_check
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = queries[b, i] - keys[b, j]
+        if both_ways:
+            distance = distance.abs()
         seen = distance >= 0
         if window is not None:
             seen = seen & (distance < window)
@@ -200,14 +207,19 @@ def block_mask(
     keys = _extremes(layout.key_positions, layout.key_documents)
     q_low, q_high, q_first, q_last, q_whole = (x[:, :, None] for x in queries)
     k_low, k_high, k_first, k_last, k_whole = (x[:, None, :] for x in keys)
-    some = (k_low <= q_high) & (k_first <= q_last) & (q_first <= k_last)
-    every = (k_high <= q_low) & (k_first == k_last) & (q_first == q_last) & (k_first == q_first) & q_whole & k_whole
+    nearest, farthest = q_low - k_high, q_high - k_low  # between a query and a key of each pair of blocks
+    some = (k_first <= q_last) & (q_first <= k_last)
+    every = (k_first == k_last) & (q_first == q_last) & (k_first == q_first) & q_whole & k_whole
+    if layout.sees == "both":
+        nearest, farthest = torch.maximum(nearest, k_low - q_high), torch.maximum(farthest, k_high - q_low)
+    else:
+        some, every = some & (farthest >= 0), every & (nearest >= 0)
     if window is not None:
-        some = some & (q_low - k_high < window)
-        every = every & (q_high - k_low < window)
+        some = some & (nearest < window)
+        every = every & (farthest < window)
     some, every = some[:, None], (every & some)[:, None]
     if slopes is not None and cutoff is not None:
-        near = (q_low - k_high)[:, None] * slopes.double()[None, :, None, None] <= cutoff
+        near = nearest[:, None] * slopes.double()[None, :, None, None] <= cutoff
         some, every = some & near, every & near
     partial_count, partial = _ordered(some & ~every)
     full_count, full = _ordered(every)

@@ -1,11 +1,14 @@
 """Where the queries and keys of one attention call stand: the only thing that decides who sees whom.
 
-A query sees a key iff both are tokens of the same document and the key's position is not after the query's::
+A query sees a key iff both are tokens of the same document and the key's position is not after the query's, or, in
+an encoder (``sees="both"``), wherever it stands::
 
     visible(i, j) = key_documents[j] >= 0
                     and key_documents[j] == query_documents[i]
-                    and key_positions[j] <= query_positions[i]
-                    and (window is None or query_positions[i] - key_positions[j] < window)
+                    and (sees == "both" or key_positions[j] <= query_positions[i])
+                    and (window is None or distance(i, j) < window)
+
+    distance(i, j) = query_positions[i] - key_positions[j], without its sign where sees == "both"
 
 A negative document says "this slot holds no token": padding, or a static-cache slot that is not filled yet. This
 one rule covers left and right padding, packing, dynamic and static caches, chunked prefill and permuted shards.
@@ -15,8 +18,8 @@ A query that sees nothing gets zeros, forward and gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +38,8 @@ class Span(NamedTuple):
     """A block inside which kernel-side causality is right: the last query stands where the last key stands.
 
     Rows ``rows`` (start, stop) of the batch; queries ``query``; keys ``key``. With Q queries and K >= Q keys in the
-    block, query ``i`` of the block sees exactly keys ``0 .. K - Q + i`` of the block, and no other key at all.
+    block, query ``i`` of the block sees exactly keys ``0 .. K - Q + i`` of the block, or all of them where tokens see
+    both ways, and no other key at all.
     """
 
     rows: tuple[int, int]
@@ -54,9 +58,10 @@ class Layout:
         key_positions: ``[batch, key]``, likewise.
         query_documents: ``[batch, query]`` ids; negative is no token. None: everything is document 0.
         key_documents: ``[batch, key]``; given iff ``query_documents`` is.
-        spans: the same information as blocks of plain causal attention, if it has that form and the host knows it.
+        spans: the same information as blocks of plain attention, if it has that form and the host knows it.
         consecutive: whether, inside every span, positions step by exactly one.
         external_causality: whether an engine around the kernel (context parallelism) decides who sees whom.
+        sees: ``"past"``: a token sees itself and what came before it; ``"both"``: what comes after it as well.
     """
 
     query_positions: Int[Tensor, "batch query"]
@@ -66,6 +71,7 @@ class Layout:
     spans: tuple[Span, ...] | None = None
     consecutive: bool = False
     external_causality: bool = False
+    sees: Literal["past", "both"] = "past"
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -234,27 +240,76 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Whether plain causal attention over all of q and k is this layout: one span that covers everything."""
+        """Whether plain attention over all of q and k is this layout: one span that covers everything."""
         return self.spans == (Span((0, self.batch), (0, self.query_length), (0, self.key_length)),)
 
     def rows(self, start: int, stop: int) -> Layout:
         """Return the layout of some rows of the batch."""
         qp, kp, qd, kd = self._each(lambda part: part[start:stop])
-        return Layout.shard(qp) if self.external_causality else Layout.of(qp, kp, qd, kd)
+        if self.external_causality:
+            return Layout.shard(qp)
+        return replace(Layout.of(qp, kp, qd, kd), sees=self.sees)
+
+    @property
+    def both_ways(self) -> Layout:
+        """The same tokens, each of which sees what comes after it as well.
+
+        Raises:
+            InvalidParameterError: for a ``shard``, whose engine makes it causal.
+        """
+        if self.external_causality:
+            raise InvalidParameterError("This layout is a shard: its engine makes it causal. Use Layout.of.")
+        return replace(self, sees="both", _memo={})
+
+    @property
+    def past(self) -> Layout:
+        """The same tokens, each of which sees itself and what came before it."""
+        return replace(self, sees="past", _memo={})
+
+    @property
+    def mirrored(self) -> Layout:
+        """The rows read from their end, for tokens that see themselves and what comes *after* them.
+
+        Slots stand in reverse order and positions are counted from the last token of the row, so attention over the
+        past of this layout, on flipped queries, keys and values, is attention over the future.
+
+        Raises:
+            InvalidParameterError: where there are keys that no query stands at: what comes after those is not known.
+        """
+        if self.query_length != self.key_length or self.external_causality:
+            raise InvalidParameterError(
+                f"A layout of {self.query_length} queries and {self.key_length} keys cannot be read from its end: "
+                f"heads that look ahead need the whole text at once, so no cache and no shard of it."
+            )
+        qp, kp, qd, kd = self._each(lambda part: part.flip(1))
+        last = kp.amax(1, keepdim=True) if kd is None else torch.where(kd >= 0, kp, 0).amax(1, keepdim=True)
+        qp, kp = (last - part if qd is None else torch.where(qd >= 0, last - part, 0) for part in (qp, kp))
+        stop = self.key_length
+        spans = None
+        if self.spans is not None and all(query == key for _, query, key in self.spans):
+            turned = [Span(r, (stop - q[1], stop - q[0]), (stop - k[1], stop - k[0])) for r, q, k in self.spans]
+            spans = tuple(sorted(turned))
+        return Layout(qp, kp, qd, kd, spans, self.consecutive)
 
     def to(self, device: torch.device) -> Layout:
         """Return the layout with its tensors on another device."""
-        return Layout(*self._each(lambda part: part.to(device)), self.spans, self.consecutive, self.external_causality)
+        moved = self._each(lambda part: part.to(device))
+        return Layout(*moved, self.spans, self.consecutive, self.external_causality, self.sees)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         qd, kd = (None if part is None else change(part) for part in (self.query_documents, self.key_documents))
         return change(self.query_positions), change(self.key_positions), qd, kd
 
+    def distances(self, *, queries: slice = slice(None)) -> Int[Tensor, "batch query key"]:
+        """Return how many positions each key stands before each query; without sign where tokens see both ways."""
+        apart = self.query_positions[:, queries, None] - self.key_positions[:, None, :]
+        return apart.abs() if self.sees == "both" else apart
+
     def visible(self, window: int | None = None, *, queries: slice = slice(None)) -> Bool[Tensor, "batch query key"]:
         """Return who sees whom, by the rule in the module's docstring. Quadratic memory: one byte per pair.
 
         Args:
-            window: tokens that a query sees, itself included; None for all.
+            window: tokens that a query sees to each side, itself included; None for all.
             queries: which queries are asked about.
 
         Raises:
@@ -262,10 +317,10 @@ class Layout:
         """
         if self.external_causality:
             raise InvalidParameterError("This layout is a shard: its engine decides who sees whom. Use Layout.of.")
-        asking, keys = self.query_positions[:, queries, None], self.key_positions[:, None, :]
-        seen = keys <= asking
+        distance = self.distances(queries=queries)
+        seen = distance >= 0
         if window is not None:
-            seen = seen & (asking - keys < window)
+            seen = seen & (distance < window)
         if self.query_documents is not None and self.key_documents is not None:
             same = self.query_documents[:, queries, None] == self.key_documents[:, None, :]
             seen = seen & same & (self.key_documents >= 0)[:, None, :]

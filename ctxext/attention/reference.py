@@ -34,8 +34,7 @@ class Reference(AttentionBackend):
         k, v = expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
         scores = q.to(dtype) @ k.transpose(-1, -2) * call.scale
         if call.slopes is not None:
-            distance = layout.query_positions[:, None, :, None] - layout.key_positions[:, None, None, :]
-            scores = scores - call.slopes.to(dtype)[None, :, None, None] * distance
+            scores = scores - call.slopes.to(dtype)[None, :, None, None] * layout.distances()[:, None]
         hidden = ~layout.visible(call.window)[:, None]
         # A row of -inf only would be NaN in the softmax and in its gradient: let it see everything, then erase it.
         nothing = hidden.all(-1, keepdim=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
 from ctxext.attention.columns import with_columns
@@ -19,6 +20,9 @@ from ctxext.attention.layout import Layout, Span
 __all__ = ["Sdpa", "kernel_order"]
 
 aten = torch.ops.aten
+
+BIAS_BYTES = 64 * 2**20
+"""Memory for the bias of tokens that see both ways, which is written out for as many queries at a time as fit."""
 
 
 def kernel_order(need: Need) -> list[SDPBackend]:
@@ -38,7 +42,8 @@ class Sdpa(AttentionBackend):
 
     One would pick it nearly always. Blocks of plain causal attention (padding, packing, caches) run without a mask,
     each on its own; a short query over a long cache takes a bias of one row per query; what is left takes a mask of
-    one byte per pair. With slopes, key heads are repeated to the number of query heads (linear memory).
+    one byte per pair. With slopes, key heads are repeated to the number of query heads (linear memory). Where tokens
+    see both ways, slopes are a bias that is written out for some queries at a time (linear memory, slower kernels).
 
     Args:
         block_overhead: pairs of tokens that one more kernel call is worth; blocks are used where they save more.
@@ -70,10 +75,12 @@ class Sdpa(AttentionBackend):
         q, k, v, layout = call.q, call.k, call.v, call.layout
         if q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]:
             return _dense(kernel, call)
+        if call.slopes is not None and layout.sees == "both":
+            return _by_distance(kernel, call)
         if call.slopes is not None:
             q, k, v = with_columns(call)
         if call.window is None and layout.spans is not None and self._blocks_pay(layout):
-            out = _by_blocks(kernel, q, k, v, layout.spans)
+            out = _by_blocks(kernel, q, k, v, layout.spans, layout.sees == "past")
         else:
             out = _masked(kernel, q, k, v, layout, call.window)
         return out[..., : call.need.head_dim] if call.slopes is not None else out
@@ -178,13 +185,13 @@ class _Kernel:
         return contextlib.nullcontext()
 
 
-def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> Tensor:
+def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...], causal: bool) -> Tensor:
     """Run every span by itself and put zeros where there is none. Splits, so that the backward stays linear."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         groups.setdefault(span.rows, []).append(span)
     if list(groups) == [(0, q.shape[0])] and len(spans) == 1 and _covers(spans[0], q, k):
-        return _block(kernel, q, k, v)
+        return _block(kernel, q, k, v, causal)
     rows, covered = _sections(list(groups), q.shape[0])
     parts: list[Tensor] = []
     row_parts = zip(covered, torch.split(q, rows), torch.split(k, rows), torch.split(v, rows), strict=True)
@@ -192,11 +199,11 @@ def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Sp
         if where is None:
             parts.append(torch.zeros_like(q_rows))
         else:
-            parts.append(_row_blocks(kernel, q_rows, k_rows, v_rows, groups[where]))
+            parts.append(_row_blocks(kernel, q_rows, k_rows, v_rows, groups[where], causal))
     return torch.cat(parts)
 
 
-def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
+def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Span], causal: bool) -> Tensor:
     """``_by_blocks`` for rows that share their spans."""
     q_sizes, q_covered = _sections([span.query for span in spans], q.shape[2])
     k_sizes, k_covered = _sections(sorted(span.key for span in spans), k.shape[2])
@@ -206,18 +213,18 @@ def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Sp
     parts = [
         torch.zeros_like(part)
         if where is None
-        else _block(kernel, part, k_parts[key_of[where]], v_parts[key_of[where]])
+        else _block(kernel, part, k_parts[key_of[where]], v_parts[key_of[where]], causal)
         for where, part in zip(q_covered, torch.split(q, q_sizes, 2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain causal attention with the last query at the last key."""
+def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Plain attention; if causal, with the last query at the last key."""
     query, key = q.shape[2], k.shape[2]
-    if query == key:
+    if query == key and causal:
         return kernel(q, k, v, causal=True)
-    if query == 1:
+    if query == 1 or not causal:
         return kernel(q, k, v)
     # is_causal would align the *first* query with the first key.
     mask = torch.ones(query, key, dtype=torch.bool, device=q.device).tril(key - query)
@@ -265,6 +272,50 @@ def _masked(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, wi
     return torch.where(some, kernel(q, k, v, mask), 0.0)
 
 
+def _bias(distances: Tensor, slopes: Tensor, q: Tensor) -> Tensor:
+    """What is added to scores, ``[batch, heads, query, key]``."""
+    bias = -slopes.double()[None, :, None, None] * distances[:, None].double()
+    # CPU kernels add a float32 bias to 16-bit scores; CUDA's want q's dtype, where this relative form is as
+    # good: a rounding of 2^-9 of the bias matters only where the weight is already small.
+    return bias.to(q.dtype if q.device.type != "cpu" or q.dtype == torch.float64 else torch.float32)
+
+
+def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
+    """ALiBi for tokens that see both ways, whose bias no columns can carry: written out for some queries at a time.
+
+    Where that is once for all queries, the layers of a forward share it; else a backward pass makes it anew.
+    """
+    q, layout, slopes, window = call.q, call.layout, call.slopes, call.window
+    assert slopes is not None
+    heads, length = q.shape[1], q.shape[2]
+    k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
+    shared = layout
+    if layout.whole and layout.consecutive:  # distances are the same in all rows
+        shared = Layout(layout.query_positions[:1], layout.key_positions[:1], sees="both")
+    size = max(1, BIAS_BYTES // (4 * heads * shared.batch * k.shape[2]))
+
+    def some_rows(rows: slice) -> tuple[Tensor, Tensor]:
+        visible = shared.visible(window, queries=rows)[:, None]
+        some = visible.any(-1, keepdim=True)
+        bias = _bias(shared.distances(queries=rows), slopes, q)
+        return bias.masked_fill(~(visible | ~some), -torch.inf), some
+
+    def attend(rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias, some = some_rows(rows)
+        return torch.where(some, kernel(q, k, v, bias), 0.0)
+
+    if size >= length:
+        bias, some = layout.memo(("both ways", q.dtype, window), lambda: some_rows(slice(None)), owner=slopes)
+        return torch.where(some, kernel(q, k, v, bias), 0.0)
+    parts = []
+    for start in range(0, length, size):
+        rows = slice(start, start + size)
+        arguments = (rows, q[:, :, rows], k, v)
+        found = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
+        parts.append(found)
+    return torch.cat(parts, 2)
+
+
 def _dense(kernel: _Kernel, call: Call) -> Tensor:
     """Few queries over a long cache: k and v are read in place, the bias is as small as the scores.
 
@@ -282,12 +333,7 @@ def _dense(kernel: _Kernel, call: Call) -> Tensor:
         return torch.where(some, kernel(folded, k, v, shared).reshape(q.shape), 0.0)
 
     def build() -> Tensor:
-        distance = layout.query_positions[:, :, None] - layout.key_positions[:, None, :]
-        bias = -slopes.double()[None, :, None, None] * distance[:, None].double()
-        # CPU kernels add a float32 bias to 16-bit scores; CUDA's want q's dtype, where this relative form is as
-        # good: a rounding of 2^-9 of the bias matters only where the weight is already small.
-        dtype = q.dtype if q.device.type != "cpu" or q.dtype == torch.float64 else torch.float32
-        return bias.to(dtype).masked_fill(~mask, -torch.inf)
+        return _bias(layout.distances(), slopes, q).masked_fill(~mask, -torch.inf)
 
     bias = layout.memo(("bias", q.device, q.dtype, window), build, owner=slopes)
     rows = bias.reshape(batch, kv_heads, folded.shape[2], -1)

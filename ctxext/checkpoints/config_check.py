@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.base import is_number
-from ctxext.saved import rope_dicts, saved_extension, saved_method
+from ctxext.saved import extended_texts, rope_dicts, saved_extension, saved_method, saved_sides
 
 __all__ = ["UNFIT", "building", "check_config"]
 
@@ -61,11 +61,17 @@ def check_config(config: Any, place: str) -> None:
     """
     saved = saved_extension(config, place)
     if saved is not None:
-        saved_method(saved)
+        for own in saved_sides(saved).values() or [saved]:
+            saved_method(own)
     named = config.architectures
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(f"The config of {place} has architectures={named!r}; it should be a list of class names.")
-    text = config.get_text_config(decoder=True)
+    for text in extended_texts(config):
+        _check_text(config, text, place)
+
+
+def _check_text(config: Any, text: Any, place: str) -> None:
+    """``check_config`` of the part of a config that says how text is read, or of one such part."""
     for dtype in (config.dtype, getattr(text, "dtype", None)):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise CheckpointError(

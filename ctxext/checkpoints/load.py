@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import re
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,22 @@ from ctxext.errors import (
 from ctxext.methods import METHODS, Method
 from ctxext.patching import patch, patched_state
 from ctxext.saved import (
+    as_arguments,
     checked_extension,
     checked_trained_length,
     choices,
     differences,
+    extended_texts,
     plain_config,
     saved_extension,
-    saved_method,
+    saved_sides,
+    version_of,
 )
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
+from ctxext.surgery.sides import sides_of
 from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model, unwrapped
 
@@ -71,12 +76,14 @@ def load(
     path: str | os.PathLike[str],
     method: str | Method | None = None,
     *,
-    factor: float | None = None,
-    target_length: int | None = None,
-    trained_length: int | None = None,
-    sliding_window: str | None = None,
-    scaling: str | None = None,
-    attention: str | None = None,
+    encoder: str | Method | None = None,
+    decoder: str | Method | None = None,
+    factor: float | Mapping[str, float] | None = None,
+    target_length: int | Mapping[str, int] | None = None,
+    trained_length: int | Mapping[str, int] | None = None,
+    sliding_window: str | Mapping[str, str] | None = None,
+    scaling: str | Mapping[str, str] | None = None,
+    attention: str | Mapping[str, str] | None = None,
     base: Any = None,
     auto_class: Any = None,
     **loading: Any,
@@ -89,7 +96,9 @@ def load(
 
     Args:
         path: a checkpoint or adapter directory, a ``.gguf`` file (which is dequantised), or a name on the hub.
-        method: as for ``ctxext.patch``; None restores the extension that the checkpoint or adapter carries.
+        method: as for ``ctxext.patch``; without any, the extension that the checkpoint or adapter carries is restored.
+        encoder: as for ``ctxext.patch``.
+        decoder: as for ``ctxext.patch``.
         factor: as for ``ctxext.patch``.
         target_length: as for ``ctxext.patch``.
         trained_length: as for ``ctxext.patch``.
@@ -117,8 +126,10 @@ def load(
     _refuse_arguments(path, loading)
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
-    known = METHODS.get(method) if isinstance(method, str) else None
-    parameters = set() if known is None else {field.name for field in fields(known)}
+    methods = {"method": method, "encoder": encoder, "decoder": decoder}
+    named = [METHODS[name] for name in methods.values() if isinstance(name, str) and name in METHODS]
+    parameters = {field.name for known in named for field in fields(known)}
+    has_method = any(name is not None for name in methods.values())
     own = {name: loading.pop(name) for name in list(loading) if name in parameters}
     if base is not None and "base" in parameters:
         own["base"], base = base, None
@@ -128,34 +139,35 @@ def load(
         "trained_length": trained_length,
         "sliding_window": sliding_window,
     }
-    if method is None:
+    if not has_method:
         _refuse_without_method(asked | {"scaling": scaling})
     if is_adapter(place):
-        if method is not None:
+        if has_method:
             raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
-        return _load_adapter(Path(place), base, attention, loading, auto_class)
+        return _load_adapter(Path(place), base, _one_backend(attention), loading, auto_class)
     if base is not None:
         given = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
         raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
     config = _read_config(place, loading)
     saved = saved_extension(config, place)
-    if method is None:
+    if not has_method:
         if saved is None:
             raise CheckpointError(
                 f"{place} carries no extension to restore. Say which one to apply, as in "
                 f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
             )
-        return attached(_read_model(place, config, loading, auto_class), place, attention)
+        return attached(_read_model(place, config, loading, auto_class), place, _one_backend(attention))
     if saved is not None:
-        checked_trained_length(saved, trained_length)
+        sides = saved_sides(saved)
+        for name, one in sides.items() or [("", saved)]:
+            told = trained_length.get(name) if isinstance(trained_length, Mapping) else trained_length
+            checked_trained_length(one, told)
         config = plain_config(config, saved)
-        scaling = scaling or choices(saved)["scaling"]
-    asked |= {"attention": attention, "scaling": scaling}
+        scaling = scaling or {name: one["scaling"] for name, one in sides.items()} or choices(saved)["scaling"]
+    asked |= {"attention": attention, "scaling": scaling, "encoder": encoder, "decoder": decoder}
     trusted = bool(loading.get("trust_remote_code", False))
     if replaces_weights(meta_model(config, auto_class=auto_class, trust_remote_code=trusted)):
-        written = _read_config(place, loading)
-        model = patch(_read_model(place, written, loading, auto_class), method, **asked, **own)
-        return model
+        return patch(_read_model(place, _read_config(place, loading), loading, auto_class), method, **asked, **own)
     asked |= {"auto_class": auto_class}
     extended = extended_config(config, method, trust_remote_code=trusted, **asked, **own)
     return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
@@ -170,7 +182,8 @@ def replaces_weights(model: PreTrainedModel) -> bool:
 def _buildable(extended: Any, config: Any) -> Any:
     """Take out of an extended config what only a live model, or stock code that must refuse it, is to see."""
     extended._attn_implementation_internal = config._attn_implementation_internal
-    drop_old_form(extended.get_text_config(decoder=True))
+    for text in extended_texts(extended):
+        drop_old_form(text)
     if getattr(extended, GUARDED_FIELD, None) == GUARD:
         setattr(extended, GUARDED_FIELD, extended.ctxext["original"][GUARDED_FIELD])
     return extended
@@ -189,6 +202,13 @@ def _refuse_arguments(path: Any, loading: dict[str, Any]) -> None:
             "output_loading_info=True: load returns the model alone. For the keys that were missing, load with "
             "from_pretrained(path, output_loading_info=True) and call ctxext.patch on the model."
         )
+
+
+def _one_backend(attention: Any) -> str | None:
+    """The backend that an extension is restored on; all sides of an encoder-decoder are restored on the same."""
+    if attention is not None and not isinstance(attention, str):
+        raise InvalidParameterError(f"attention={attention!r}: what was saved is restored on one backend, by its name.")
+    return attention
 
 
 def _refuse_without_method(asked: dict[str, Any]) -> None:
@@ -358,7 +378,12 @@ def meta_model(
 
 
 def extended_config(
-    config: Any, method: str | Method, *, trust_remote_code: bool = False, auto_class: Any = None, **arguments: Any
+    config: Any,
+    method: str | Method | None,
+    *,
+    trust_remote_code: bool = False,
+    auto_class: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trust_remote_code)
@@ -415,31 +440,49 @@ def counts_from_padding(model: PreTrainedModel) -> bool:
 @own_defaults()
 def attached(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
     """Patch a model that was built extended, so that it is proven, complete and reversible."""
-    text = model.config.get_text_config(decoder=True)
-    drop_old_form(text)  # a config that was not read from a file still has it
-    saved, rope = checked_extension(model.config.ctxext, place), getattr(text, "rope_parameters", None)
-    chosen, architecture = saved_method(saved), architecture_of(model)
-    if architecture.why_final(model) is not None:  # it is in the weights, and complete without us
-        return model
-    loaded = architecture.replaced_weights(model)
-    architecture.revert(model, saved["original"], Edits())
+    saved, texts = checked_extension(model.config.ctxext, place), extended_texts(model.config)
+    for text in texts:
+        drop_old_form(text)  # a config that was not read from a file still has it
+    ropes = [getattr(text, "rope_parameters", None) for text in texts]
+    arguments = as_arguments(saved, attention)
+    loaded: dict[str, nn.Parameter] = {}
+    if sides := saved_sides(saved):
+        parts = {name: side.model for name, side in sides_of(model).items()}
+        for name, one in sides.items():
+            architecture_of(parts[name]).revert(parts[name], one["original"], Edits())
+    else:
+        architecture = architecture_of(model)
+        if architecture.why_final(model) is not None:  # it is in the weights, and complete without us
+            return model
+        loaded = architecture.replaced_weights(model)
+        architecture.revert(model, saved["original"], Edits())
     del model.config.ctxext
-    patch(model, chosen, **choices(saved, attention))
+    patch(model, **arguments)
     different = differences(saved, model.config.ctxext)
     if different:
         raise VerificationError(
-            f"The {chosen.name!r} restored from {place} is not the one that was saved: {different}. Either its "
-            f"config.json was changed by hand, or ctxext {saved['versions']['ctxext']} that saved it computed "
-            f"otherwise."
+            f"The extension restored from {place} is not the one that was saved: {different}. Either its config.json "
+            f"was changed by hand, or ctxext {version_of(saved)} that saved it computed otherwise."
         )
-    if not same_rope(getattr(text, "rope_parameters", None), rope):
-        raise VerificationError(
-            f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
-            f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
-        )
+    for text, rope in zip(extended_texts(model.config), ropes, strict=True):
+        if not same_rope(getattr(text, "rope_parameters", None), _with_new_parameters(rope)):
+            raise VerificationError(
+                f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
+                f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
+            )
     if (patched := patched_state(model)) is not None:  # what was trained since the extension stays
         put_weights(model, loaded, patched.edits)
     return model
+
+
+def _with_new_parameters(rope: Any) -> Any:
+    """A saved rope dict in which a method also has the parameters that it did not have yet, at their defaults."""
+    if not isinstance(rope, dict):
+        return rope
+    found = {name: _with_new_parameters(value) for name, value in rope.items()}
+    known = METHODS.get(found["method"]) if isinstance(found.get("method"), str) else None
+    defaults = [] if known is None else [field for field in fields(known) if field.default is not MISSING]
+    return {field.name: field.default for field in defaults} | found
 
 
 def _load_adapter(
@@ -491,7 +534,7 @@ def _load_base(
     if carried is not None and not differences(saved, carried):
         model: PreTrainedModel = load(place, attention=attention, **loading)
     elif carried is None or named:  # trained on what that one's weights are, with its own extension in its place
-        model = load(place, saved_method(saved), **choices(saved, attention), **loading)
+        model = load(place, **as_arguments(saved, attention), **loading)
     else:
         raise CheckpointError(
             f"The adapter in {directory} was trained on another extension than its base {place} has: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import re
@@ -23,6 +24,7 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
+from ctxext.saved import extended_texts, saved_sides
 from ctxext.spec import Description
 from ctxext.surgery.old_form import same_rope, with_old_form
 
@@ -65,7 +67,7 @@ class Written:
 def patch_checkpoint(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    method: str | Method,
+    method: str | Method | None = None,
     *,
     link: bool = False,
     trust_remote_code: bool = False,
@@ -79,14 +81,14 @@ def patch_checkpoint(
     Args:
         source: a directory with config.json and safetensors weights; stays as it is.
         destination: a path where nothing exists yet.
-        method: as for ``ctxext.patch``.
+        method: as for ``ctxext.patch``; sides of an encoder-decoder may be given their own, see ``arguments``.
         link: hard-link the weights. It takes no space, and whatever writes into a weight file of ``destination``
             writes into the source's: safetensors before 0.8 does so when a model is saved over it. By default the
             weights are cloned where the file system can (btrfs, XFS), else copied.
         trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
         progress: called with (bytes copied, bytes to copy) while weights are copied.
-        **arguments: ``factor``, ``target_length``, ``trained_length``, ``sliding_window`` and the method's own
-            parameters, as for ``ctxext.patch``.
+        **arguments: ``encoder``, ``decoder``, ``factor``, ``target_length``, ``trained_length``, ``sliding_window``
+            and the method's own parameters, as for ``ctxext.patch``.
 
     Raises:
         CheckpointError: the source is not a safetensors checkpoint, the destination is in the way, or the disk is full.
@@ -189,7 +191,7 @@ def _write_weights(
     source: Path,
     target: Path,
     contents: Contents,
-    method: str | Method,
+    method: str | Method | None,
     arguments: dict[str, Any],
     trust_remote_code: bool,
 ) -> None:
@@ -202,7 +204,7 @@ def _write_weights(
 def _write_small_files(
     source: Path, target: Path, contents: Contents, extended: Any, description: Description
 ) -> list[str]:
-    (target / "config.json").write_text(with_old_form(extended).to_json_string(use_diff=True), encoding="utf-8")
+    (target / "config.json").write_text(_in_old_form_too(extended).to_json_string(use_diff=True), encoding="utf-8")
     changed = []
     for path in contents.others:
         place = target / path.relative_to(source)
@@ -214,14 +216,25 @@ def _write_small_files(
     return changed
 
 
+def _in_old_form_too(extended: Any) -> Any:
+    """A copy of an extended config, each part of which that is extended also speaks to older readers."""
+    if not saved_sides(extended.ctxext):
+        return with_old_form(extended)
+    copied = copy.deepcopy(extended)
+    for text in extended_texts(copied):
+        vars(text).update(vars(with_old_form(text)))
+    return copied
+
+
 def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> None:
     read = read_any_config(directory, trust_remote_code=trust_remote_code)
     if (type(read), read.architectures) != (type(extended), extended.architectures):
         raise VerificationError(f"config.json would read back as a {read.model_type} of {read.architectures}.")
-    for name in ("rope_parameters", "max_position_embeddings"):
-        found, meant = (getattr(part.get_text_config(decoder=True), name, None) for part in (read, extended))
-        if not same_rope(found, meant):
-            raise VerificationError(f"config.json would read back as {name}={found}, not as {meant}.")
+    for text, own in zip(extended_texts(read), extended_texts(extended), strict=True):
+        for name in ("rope_parameters", "max_position_embeddings"):
+            found, meant = (getattr(part, name, None) for part in (text, own))
+            if not same_rope(found, meant):
+                raise VerificationError(f"config.json would read back as {name}={found}, not as {meant}.")
     if read.ctxext != extended.ctxext:
         raise VerificationError("config.json would not read back the extension that was written into it.")
 

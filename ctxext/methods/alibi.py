@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.methods.base import BiasMethod, require
-from ctxext.methods.formulas import trained_slopes
+from ctxext.methods.formulas import alibi_slopes, trained_slopes
 from ctxext.spec import AlibiSpec
 
 __all__ = ["ALiBi"]
@@ -20,15 +20,21 @@ class ALiBi(BiasMethod):
     """Replace positions by a score that falls with distance, at one slope per head.
 
     Pick it on BLOOM, MPT or ALiBi Falcon for exact distances and fused kernels: the mathematics stays what the
-    checkpoint was trained with. On a rotary model it takes the place of rotation, and the model needs training.
+    checkpoint was trained with. On a rotary model it takes the place of rotation, and the model needs training. That
+    may be an encoder, whose tokens see both ways.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the slopes do not depend on it.
         bias: "exact" computes distances in float32 or better. "stock" rounds as transformers' own code does, for
             parity with it inside the trained window (BLOOM only; full score matrices).
+        both_ways: what distance is where tokens see both ways (encoders; decoders have no use for it). "symmetric": the
+            same to both sides, so that a head cannot tell what came before from what comes after. "halves": the first
+            half of the heads sees itself and what came before, the other half itself and what comes after, each with
+            the slopes of half as many heads; an even number of heads, and the whole text at once.
 
-    Source: Press et al., arXiv:2108.12409, section 3.
+    Source: Press et al., arXiv:2108.12409, section 3; for encoders, the author's proposals in
+        ofirpress/attention_with_linear_biases#5 ("symmetric", and "nonsymmetric with mask").
         Authors' code: ofirpress/attention_with_linear_biases@4b92f28, fairseq/models/transformer.py.
     """
 
@@ -37,10 +43,19 @@ class ALiBi(BiasMethod):
     source: ClassVar[str] = "arXiv:2108.12409"
 
     bias: str = "exact"
+    both_ways: str = "symmetric"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.bias in ("exact", "stock"), "bias", self.bias, "'exact' or 'stock'")
+        require(self.both_ways in ("symmetric", "halves"), "both_ways", self.both_ways, "'symmetric' or 'halves'")
+
+    @property
+    def splits_heads(self) -> bool:
+        return self.both_ways == "halves"
 
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
-        return trained_slopes(alibi)
+        if not self.splits_heads:
+            return trained_slopes(alibi)
+        require(alibi.num_heads % 2 == 0, "both_ways", self.both_ways, f"'symmetric' for {alibi.num_heads} heads")
+        return alibi_slopes(alibi.num_heads // 2).repeat(2)

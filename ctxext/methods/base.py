@@ -186,6 +186,11 @@ class RopeMethod(Method):
 class BiasMethod(Method):
     """A method whose positions are a score term that depends on head and distance: ALiBi and its kin."""
 
+    @property
+    def splits_heads(self) -> bool:
+        """Whether, where tokens see both ways, the first half of the heads looks back and the other half ahead."""
+        return False
+
     @abstractmethod
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""

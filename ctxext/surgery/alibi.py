@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from ctxext.attention import Call, Layout
+from ctxext.attention.base import expand_heads
+from ctxext.errors import IncompatibleError
 from ctxext.methods import BiasMethod
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.attend import Backends, as_autocast_wants
@@ -46,6 +48,8 @@ class AlibiAttend:
 
         def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, length: int) -> Tensor:
             slopes = self.slopes(length, q.device)
+            if self.method.splits_heads:
+                return self._halves(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout)
             call = Call.of(q, k, v, layout, slopes=slopes, scale=scale, window=window, dropout=dropout)
             return self.backends.for_(call.need).run(call)
 
@@ -65,6 +69,33 @@ class AlibiAttend:
                 out = torch.where(_standing_in(one, documents, fitted), found, out)
             parts.append(out)
         return torch.cat(parts)
+
+    def _halves(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, slopes: Tensor, **how: Any) -> Tensor:
+        """Attention of which the first half of the heads looks back, and the other half, read from the end, ahead."""
+        if layout.sees != "both":
+            raise IncompatibleError(
+                "both_ways='halves' is for attention that sees both ways, and it is causal here. Unpatch the model for "
+                "such inputs."
+            )
+        if layout.query_length != layout.key_length:
+            raise IncompatibleError(
+                f"both_ways='halves' needs the whole text at once, found {layout.query_length} queries and "
+                f"{layout.key_length} keys: heads that look ahead cannot use a cache. Call the model with "
+                f"use_cache=False."
+            )
+        half = q.shape[1] // 2
+        if k.shape[1] % 2:  # a key head serves queries of both halves
+            k, v = (expand_heads(part, q.shape[1]) for part in (k, v))
+        (q, q_ahead), (k, k_ahead), (v, v_ahead) = (part.chunk(2, 1) for part in (q, k, v))
+        # The slopes of a half are kept: what layers share is found again by them.
+        first, second = layout.memo("half the slopes", lambda: (slopes[:half], slopes[half:]), owner=slopes)
+        past = layout.memo("past", lambda: layout.past)
+        mirrored = layout.memo("mirrored", lambda: layout.mirrored)
+        call = Call.of(q, k, v, past, slopes=first, **how)
+        back = self.backends.for_(call.need).run(call)
+        call = Call.of(q_ahead.flip(2), k_ahead.flip(2), v_ahead.flip(2), mirrored, slopes=second, **how)
+        ahead = self.backends.for_(call.need).run(call)
+        return torch.cat([back, ahead.flip(2)], 1)
 
     def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:
         """For each row, the fitted length of each document; padding and unfilled cache slots are in none."""

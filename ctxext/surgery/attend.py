@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,21 +11,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.attention import AttentionBackend, Need, named, require_usable, select
+from ctxext.attention import AttentionBackend, Call, Need, named, require_usable, select
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
-from ctxext.surgery.probe import FAILURES, Layers, forward_without_data
+from ctxext.surgery.probe import FAILURES, Layers, forward_without_data, reads_an_encoder
 from ctxext.surgery.rebuild import Rebuild, without_weights
 from ctxext.surgery.rotary import UNSEEN, RotaryPlace
+from ctxext.surgery.texts import text_of
 
 __all__ = [
     "Backends",
+    "CrossAttend",
+    "Tried",
     "as_autocast_wants",
     "attention_layers",
     "decoder_of",
     "install_attention",
-    "why_install_fails",
+    "try_install",
     "why_no_custom_attention",
 ]
 
@@ -83,21 +87,21 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in decoder.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and hasattr(module, "scaling")
+        if hasattr(module, "scaling")
+        and (isinstance(getattr(module, "layer_idx", None), int) or hasattr(module, "is_causal"))
         and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
     ]
 
 
 def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], seen: Layers) -> str | None:
     """Why ctxext's attention cannot take the place of this model's own; None if it can."""
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     if len(places) != 1 or places[0].layer_type is not None:
         return "its positions differ by layer type"
     layers = attention_layers(decoder_of(model, places[0]))
     if not layers or not type(model)._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
-    if len(layers) != text.num_hidden_layers:
+    if len(layers) != text.num_hidden_layers * (2 if reads_an_encoder(decoder_of(model, places[0])) else 1):
         return "not all of its layers are attention layers"
     for layer in layers:
         if getattr(layer, "kv_lora_rank", None) is not None:
@@ -108,24 +112,39 @@ def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], s
         return "it caps attention scores (attn_logit_softcapping), which no backend here does"
     if seen.failure:
         return f"which of its layers rotate could not be seen: {UNSEEN.format(seen.failure).rstrip('.')}"
-    if len(seen.rotating) != len(layers):
+    if len(seen.rotating) != text.num_hidden_layers:
         return "some of its layers have no positions at all"
     return None
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What came of letting a model without data run on ctxext's attention.
+
+    Args:
+        failure: why it would not; None if it would.
+        sees_both_ways: whether tokens see what comes after them.
+        crossing: paths, below the decoder, of attention whose keys are an encoder's.
+    """
+
+    failure: str | None = None
+    sees_both_ways: bool = False
+    crossing: tuple[str, ...] = ()
+
+
 @dataclass
 class _Witness:
-    """Stands in for the attention of one layer in a proof: gives the shape of its result, and knows if it was asked."""
+    """Stands in for the attention of one layer in a proof: gives the shape of its result, and knows what was asked."""
 
-    asked: bool = False
+    mask: LayoutMask | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-        self.asked = True
+        self.mask = mask
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-def why_install_fails(rebuild: Rebuild, place: RotaryPlace) -> str | None:
-    """Why a rebuilt model would not run on ctxext's attention; None if it would.
+def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
+    """Whether a rebuilt model would run on ctxext's attention.
 
     Proven by one forward pass without data: a model's own code may compute with the mask that a layout takes the place
     of, or may want attention that a layout cannot say.
@@ -133,23 +152,64 @@ def why_install_fails(rebuild: Rebuild, place: RotaryPlace) -> str | None:
     twin = without_weights(rebuild.model, rebuild.config).eval()
     decoder, edits = decoder_of(twin, place), Edits()
     install_attention(twin, place, None, edits)
-    witnesses = [_Witness() for _ in attention_layers(decoder)]
-    for layer, witness in zip(attention_layers(decoder), witnesses, strict=True):
-        edits.set(layer, "_ctxext_attend", witness)
+    witnesses = {path: _Witness() for path in _paths(decoder)}
+    for path, witness in witnesses.items():
+        edits.set(decoder.get_submodule(path), "_ctxext_attend", witness)
     try:
         forward_without_data(decoder)
     except IncompatibleError as error:
-        return str(error).removesuffix(" Unpatch the model for such inputs.").rstrip(".")
+        return Tried(str(error).removesuffix(" Unpatch the model for such inputs.").rstrip("."))
     except FAILURES as error:
-        return f"its own code fails on what takes the place of a mask ({type(error).__name__}: {error})"
-    asked = sum(witness.asked for witness in witnesses)
-    return None if asked == len(witnesses) else f"{asked} of its {len(witnesses)} layers ask ctxext's attention"
+        return Tried(f"its own code fails on what takes the place of a mask ({type(error).__name__}: {error})")
+    masks = {path: witness.mask for path, witness in witnesses.items() if witness.mask is not None}
+    if len(masks) != len(witnesses):
+        return Tried(f"{len(masks)} of its {len(witnesses)} layers ask ctxext's attention")
+    return Tried(
+        sees_both_ways=any(mask.layout.sees == "both" and not mask.crosses for mask in masks.values()),
+        crossing=tuple(path for path, mask in masks.items() if mask.crosses),
+    )
 
 
-def install_attention(model: PreTrainedModel, place: RotaryPlace, attend: Any, edits: Edits) -> None:
-    """Give every attention layer ``attend`` and let the decoder hand it a layout."""
+def _paths(decoder: nn.Module) -> list[str]:
+    """Where the attention layers of a decoder are."""
+    layers = attention_layers(decoder)
+    return [path for path, module in decoder.named_modules() if any(module is layer for layer in layers)]
+
+
+@dataclass
+class CrossAttend:
+    """Attention to what an encoder has read: no distance, and nothing hidden but padding.
+
+    Args:
+        backends: compute it.
+    """
+
+    backends: Backends
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        if not mask.crosses:
+            raise IncompatibleError(
+                "A layer that attends to an encoder's text was called without one (encoder_hidden_states), which "
+                "ctxext's attention cannot serve. Give the model the encoder's output, or unpatch it for such inputs."
+            )
+        q, k, v = as_autocast_wants(q, k, v)
+        call = Call.of(q, k, v, mask.layout, scale=scale, dropout=dropout)
+        return self.backends.for_(call.need).run(call)
+
+
+def install_attention(
+    model: PreTrainedModel, place: RotaryPlace, attend: Any, edits: Edits, crossing: Sequence[str] = ()
+) -> None:
+    """Give every attention layer ``attend`` and let the decoder hand it a layout.
+
+    Those at the paths ``crossing``, which attend to an encoder's text, get an attention without distance.
+    """
     decoder = decoder_of(model, place)
-    edits.set(model.config.get_text_config(decoder=True), "_attn_implementation_internal", ATTENTION)
+    edits.set(text_of(model.config), "_attn_implementation_internal", ATTENTION)
     edits.set(decoder, "forward", SharedForward.around(decoder))
-    for layer in attention_layers(decoder):
-        edits.set(layer, "_ctxext_attend", attend)
+    across = CrossAttend(attend.backends) if crossing else None
+    for path in _paths(decoder):
+        edits.set(decoder.get_submodule(path), "_ctxext_attend", across if path in crossing else attend)

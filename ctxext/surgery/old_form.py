@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.texts import text_of
 
 __all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "rope_dicts", "same_rope", "with_old_form", "write_old_form"]
 
@@ -42,7 +43,7 @@ def write_old_form(config: Any, edits: Edits) -> None:
     Where the Trainer, which reads the config.json of its checkpoints as one of no type, could not read both, a guard
     stands there: an older reader then refuses what ``save_pretrained`` writes. ``with_old_form`` has no such reader.
     """
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     for name in _consumed(text):  # of an earlier extension, where the config is another model's
         edits.delete_unchecked(text, name)
     for name, value in old_form(text, of_any_type=True).items():
@@ -54,7 +55,7 @@ def write_old_form(config: Any, edits: Edits) -> None:
 def with_old_form(config: Any) -> Any:
     """A copy of an extended config for a config.json of its own, with the old form wherever its own class reads it."""
     copied = copy.deepcopy(config)
-    text = copied.get_text_config(decoder=True)
+    text = text_of(copied)
     drop_old_form(text)
     vars(text).update(old_form(text))
     return copied

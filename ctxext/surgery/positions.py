@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicLayer, StaticLayer
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ctxext.attention import Layout
+from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.override import ForwardOverride
@@ -46,12 +47,15 @@ class LayoutMask:
         layout: where queries and keys stand.
         length: the sequence's global length in tokens, where a caller that holds only a shard of it said so.
         window: tokens that the mask in whose place this is would have let a query see; None for all.
+        crosses: whether the keys are an encoder's, of another text than the queries.
     """
 
     ndim = 2
 
-    def __init__(self, layout: Layout, length: int | None = None, window: int | None = None) -> None:
-        self.layout, self.length, self.window = layout, length, window
+    def __init__(
+        self, layout: Layout, length: int | None = None, window: int | None = None, *, crosses: bool = False
+    ) -> None:
+        self.layout, self.length, self.window, self.crosses = layout, length, window, crosses
 
     def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
         """Models and device hooks move masks like tensors; a dtype means nothing here."""
@@ -59,7 +63,7 @@ class LayoutMask:
         if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
             return self
         layout = self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target)))
-        return LayoutMask(layout, self.length, self.window)
+        return LayoutMask(layout, self.length, self.window, crosses=self.crosses)
 
 
 def layout_of(attention_mask: Any) -> LayoutMask:
@@ -88,6 +92,7 @@ class _DecoderCall:
     length: int | None
     shard: LayoutMask | None = None
     cache: Any = None
+    has_encoder: bool = False
 
 
 class _CurrentCall(threading.local):
@@ -130,6 +135,8 @@ class PositionedForward(ForwardOverride):
             call = replace(call, cache=given["past_key_values"])
         if given.get("position_ids") is not None:
             call = replace(call, position_ids=given["position_ids"])
+        if given.get("encoder_hidden_states") is not None:
+            call = replace(call, has_encoder=True)
         if ctxext_length is not None:
             call = replace(call, length=ctxext_length)
         if ctxext_sharded:
@@ -246,15 +253,34 @@ def _layout_mask(
         )
     device = attention_mask.device if attention_mask is not None and device is None else device
     slots = _Slots(batch_size, q_length, kv_length, q_offset, kv_offset, device)
-    if not allow_is_causal_skip:  # transformers itself does not vouch for a plain causal mask here
+    sees_both_ways = mask_function is bidirectional_mask_function
+    if not allow_is_causal_skip and not sees_both_ways:  # transformers does not vouch for a plain causal mask here
         _require_causal(mask_function, slots)
     call = _current.call
     if call is None:  # masks are prepared ahead of the decoder, by generate() too: leave the padding as it is for then
         return attention_mask
     if call.shard is not None:
+        if sees_both_ways:
+            raise IncompatibleError(
+                "Its tokens see both ways, and an engine around a shard of a sequence (ctxext_sharded=True) makes "
+                "attention causal. Give the model whole texts."
+            )
         return call.shard
+    if sees_both_ways and call.has_encoder:
+        return LayoutMask(_across(slots, attention_mask), call.length, crosses=True)
     layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
-    return LayoutMask(layout, call.length, local_size)
+    return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size)
+
+
+def _across(slots: _Slots, attention_mask: Tensor | None) -> Layout:
+    """Every query sees every token of another text, which stand at no distance of each other."""
+    queries = torch.zeros(slots.batch, slots.query, dtype=torch.long, device=slots.device)
+    keys = torch.zeros(slots.batch, slots.key, dtype=torch.long, device=slots.device)
+    compiling = torch.compiler.is_compiling()
+    if attention_mask is None or (not compiling and _hides_nothing(attention_mask, slots.key)):
+        everything = Span((0, slots.batch), (0, slots.query), (0, slots.key))
+        return Layout(queries, keys, spans=(everything,), sees="both")
+    return Layout(queries, keys, queries, _keep(attention_mask, slots.key, 0).long() - 1, sees="both")
 
 
 def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
@@ -271,10 +297,10 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
 
 
 def _require_causal(mask_function: Callable[..., Any], slots: _Slots) -> None:
-    """Raise if a token may see the one that follows it.
+    """Raise if a token may see the one that follows it, by another rule than that all see all.
 
-    Encoders, prefixes and the blocks of images let tokens see what comes later. Whoever sees further ahead sees the
-    next token too, so neighbours are enough to ask about.
+    Prefixes, the blocks of images and windows to both sides let tokens see what comes later. Whoever sees further ahead
+    sees the next token too, so neighbours are enough to ask about.
     """
     if mask_function is causal_mask_function or torch.compiler.is_compiling():
         return
@@ -284,9 +310,9 @@ def _require_causal(mask_function: Callable[..., Any], slots: _Slots) -> None:
     rows = torch.arange(slots.batch, device=where)[:, None]
     if at.numel() and bool(mask_function(rows, torch.zeros_like(rows), at, at + 1).any()):
         raise IncompatibleError(
-            "Its attention is not causal here: tokens see others that come after them (an encoder, is_causal=False, a "
-            "prefix, or the block of an image). ctxext's attention and the distances of ALiBi are for causal models "
-            "only. Unpatch the model for such inputs."
+            "Its attention is not causal here, nor does every token see all others: tokens see some that come after "
+            "them (a prefix, the block of an image, or a window to both sides). ctxext's attention is for tokens that "
+            "see what came before them, or everything. Unpatch the model for such inputs."
         )
 
 

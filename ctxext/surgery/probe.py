@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ctxext.surgery.rebuild import without_weights
 
-__all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of", "readers_of"]
+__all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of", "readers_of", "reads_an_encoder"]
 
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
@@ -116,8 +116,30 @@ def readers_of(model: nn.Module, path: str) -> Iterator[nn.Module]:
 
 def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> None:
     """Run a decoder that has no memory on a few tokens. What its code asks of data is answered as for a plain text."""
-    with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), _Lists(), marks or _Marks():
-        decoder(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+    marks, config = marks or _Marks(), getattr(decoder, "config", None)
+    channels = getattr(config, "num_channels", None)  # some read several tokens at each place
+    arguments: dict[str, Any] = {"use_cache": False}
+    with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), _Lists(), marks:
+        if reads_an_encoder(decoder):
+            width = next(size for name in WIDTHS if (size := getattr(config, name, None)))
+            arguments["encoder_hidden_states"] = torch.zeros(1, TOKENS, width)
+        try:
+            decoder(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), **arguments)
+        except FAILURES:
+            if not channels:
+                raise
+            marks.entered.clear()
+            decoder(input_ids=torch.zeros(1, TOKENS, channels, dtype=torch.long), **arguments)
+
+
+def reads_an_encoder(decoder: nn.Module) -> bool:
+    """Whether a decoder's layers attend to what an encoder has read."""
+    takes_it = "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
+    return takes_it and any(getattr(getattr(decoder, "config", None), name, None) for name in WIDTHS)
+
+
+# Where configs say how wide the encoder's states are.
+WIDTHS = ("cross_attention_hidden_size", "cross_hidden_size", "hidden_size")
 
 
 def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
-from ctxext.surgery.wrappers import own_text_config
+from ctxext.surgery.texts import text_of
 
 __all__ = ["REFUSALS", "RESTORING", "Rebuild", "own_defaults", "restoring", "rotaries", "without_weights"]
 
@@ -48,14 +48,14 @@ class Rebuild:
     def __init__(self, model: PreTrainedModel, fields: dict[str, Any] | None = None) -> None:
         self.model, self.fields = model, fields or {}
         changed = copy.deepcopy(model.config)
-        text = own_text_config(changed)
+        text = text_of(changed)
         drop_old_form(text)
         for name, value in self.fields.items():
             setattr(text, name, copy.deepcopy(value))
         with tempfile.TemporaryDirectory() as directory:
             changed.to_json_file(Path(directory) / "config.json")
             self.config = type(changed).from_pretrained(directory)
-        self.text = own_text_config(self.config)
+        self.text = text_of(self.config)
 
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
@@ -67,7 +67,7 @@ class Rebuild:
 
         Almost always the text part itself; some models hand their modules changed copies of it.
         """
-        if self.model.get_submodule(path).config is self.model.config.get_text_config(decoder=True):
+        if self.model.get_submodule(path).config is text_of(self.model.config):
             return self.text
         return self.whole.get_submodule(path).config
 
@@ -100,7 +100,7 @@ class Rebuild:
                 f"transformers {transformers.__version__} cannot build {type(model).__name__} from its extended "
                 f"config: {type(error).__name__}: {error}"
             ) from error
-        text = own_text_config(model.config)
+        text = text_of(model.config)
         for path, name, _, value in self.changes(before):
             edits.set(model.get_submodule(path), name, value)
         for name in self.fields:

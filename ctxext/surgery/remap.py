@@ -22,7 +22,7 @@ from ctxext.surgery.attend import (
     attention_layers,
     decoder_of,
     install_attention,
-    why_install_fails,
+    try_install,
     why_no_custom_attention,
 )
 from ctxext.surgery.caches import outside_graphs
@@ -31,8 +31,11 @@ from ctxext.surgery.positions import LayoutMask, cache_layer_of
 from ctxext.surgery.probe import FAILURES, Layers
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
+from ctxext.surgery.texts import text_of
 
 __all__ = ["RemapAttend", "as_it_rotates", "in_words", "install_pieces", "require_remappable"]
+
+BOTH_WAYS = "its attention is not causal, and the pieces are for keys that come before their query only"
 
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces is cut at positions that it reads from the values of position_ids, which one "
@@ -67,6 +70,10 @@ class RemapAttend:
         if dropout:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."
+            )
+        if mask.layout.sees != "past":
+            raise IncompatibleError(
+                f"Method {self.method.name!r} cannot serve this call: {BOTH_WAYS}. Unpatch the model for it."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         precise = torch.promote_types(k.dtype, torch.float32)
@@ -229,7 +236,7 @@ def require_remappable(
         IncompatibleError: if they cannot, saying why.
         InvalidParameterError: if the method's parameters do not fit the model.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     refusal = f"Method {method.name!r} cannot take the place of the attention of this {text.model_type}"
     if reason := why_no_custom_attention(model, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
@@ -250,8 +257,11 @@ def install_pieces(
         IncompatibleError: if its layers do not ask for attention as ctxext gives it, or rotate in an unknown way.
     """
     refusal = f"Method {method.name!r} cannot take the place of the attention of this {rebuild.text.model_type}"
-    if reason := why_install_fails(rebuild, site):
-        raise IncompatibleError(f"{refusal}: {reason}.")
+    tried = try_install(rebuild, site)
+    if tried.failure or tried.sees_both_ways:
+        raise IncompatibleError(f"{refusal}: {tried.failure or BOTH_WAYS}.")
+    if tried.crossing:
+        raise IncompatibleError(f"{refusal}: its layers attend to an encoder's text too, where no distance is.")
     attend = RemapAttend(method, site.spec, False, Backends(backend))
     attend.interleaved = _is_interleaved(model, site, attend, refusal)
     install_attention(model, site, attend, edits)

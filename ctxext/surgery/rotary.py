@@ -20,6 +20,7 @@ from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 from ctxext.surgery.probe import Layers, look, reader_of
 from ctxext.surgery.rebuild import Rebuild, restoring, rotaries
+from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import is_windowed, mixes_windows
 
 __all__ = [
@@ -167,9 +168,10 @@ def survey(model: PreTrainedModel) -> tuple[list[RotaryPlace], Layers]:
     Raises:
         IncompatibleError: if nowhere, or where windows and whole layers mix and the layers could not be seen.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     places = _candidates(model, text)
-    if model.config.is_encoder_decoder:
+    both = [path for path, _ in rotaries(model) if {"encoder", "decoder"} & set(path.split("."))]
+    if model.config.is_encoder_decoder and both:
         classes = ", ".join(sorted({type(module).__name__ for _, module in rotaries(model)}))
         raise IncompatibleError(
             f"This {model.config.model_type} is an encoder-decoder: the text is read by its encoder and written by its "
@@ -228,7 +230,7 @@ def _is_copy(config: Any, text: Any) -> bool:
 
 def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int) -> RopeSpec:
     """Read a spec off the module that an unscaled config builds, and make sure that its frequencies are plain."""
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     parameters = place.rope_dict(text)
     base = parameters.get("rope_theta")
     if base is None:
@@ -265,7 +267,7 @@ def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: in
     in the float32 that its weights saw.
     """
     plain = _plain_spec(model, place, trained_length)
-    text = model.config.get_text_config(decoder=True)
+    text = text_of(model.config)
     parameters = place.rope_dict(text)
     if parameters.get("rope_type") == "proportional" and (parameters.get("factor") or 1.0) != 1:
         raise IncompatibleError(

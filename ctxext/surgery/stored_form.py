@@ -17,6 +17,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
 from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
+from ctxext.surgery.texts import text_of
 
 __all__ = ["StoredForm", "checked_lengths", "score_form"]
 
@@ -66,7 +67,7 @@ def find_stored_form(
     Raises:
         IncompatibleError: if there is none, with what was tried.
     """
-    text, reasons = model.config.get_text_config(decoder=True), []
+    text, reasons = text_of(model.config), []
     for stored_as, forms in _forms(method, sites):
         try:
             rebuild = Rebuild(model, _fields(text, method, sites, forms, windows))
@@ -212,7 +213,7 @@ def score_form(
         IncompatibleError: the temperature follows the length, or the one that the weights were trained with would be
             lost; both cannot be stored. Or there is no form at all.
     """
-    text, spec = model.config.get_text_config(decoder=True), sites[0].spec
+    text, spec = text_of(model.config), sites[0].spec
     if not hasattr(text, "qk_rope_head_dim"):
         return find_stored_form(model, method, sites, windows)
     scales = {method.frequencies(spec, length).attention_scale for length in checked_lengths(method, spec)}
@@ -249,7 +250,7 @@ def score_form(
 
 def _score_factor(built: Rebuild, sites: Sequence[RotarySite]) -> float:
     """What a model multiplies queries and keys by outside the rotation, as stock code builds it: 1 if plain."""
-    text = built.model.config.get_text_config(decoder=True)
+    text = text_of(built.model.config)
     rope = dict(text.rope_parameters)
     for site in sites:
         rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": site.rope_dict(text)["rope_theta"]})

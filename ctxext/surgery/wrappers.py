@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.texts import text_of
 
-__all__ = ["base_model", "give_own_config", "is_zero3", "own_text_config", "unwrapped"]
+__all__ = ["base_model", "give_own_config", "is_zero3", "unwrapped"]
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -57,7 +58,7 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
     """
     config = model.config
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     own = sum(value is config for module in model.modules() for value in vars(module).values())
     if text is config and sys.getrefcount(config) == own + 3:  # two names here, and the argument: nobody else holds it
         return
@@ -73,15 +74,6 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
         found = copies.get(id(getattr(module, "config", None)))
         if found is not None:
             edits.set(module, "config", found)
-
-
-def own_text_config(config: Any) -> Any:
-    """The text part of a config, to be written to: the config itself where transformers hands out a copy of it.
-
-    That is what it does for encoder-decoders whose config has no parts (T5, BART): whatever is set on the copy is lost.
-    """
-    text = config.get_text_config(decoder=True)
-    return text if text is config.get_text_config(decoder=True) else config
 
 
 def _is_part(model: nn.Module, whole: nn.Module) -> bool:

@@ -50,6 +50,15 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "static cache": lambda: Layout.cached(2, 32, N, filled=70),
     "static cache decode": lambda: Layout.cached(2, 1, N, filled=70),
     "packed cache": _packed_cache,
+    "both ways": lambda: Layout.causal(2, N).both_ways,
+    "both ways, left padded": lambda: Layout.padded(_keep((0, N), (N // 2, N), (7, N))).both_ways,
+    "both ways, right padded": lambda: Layout.padded(_keep((0, N), (0, N // 2), (0, 1))).both_ways,
+    "both ways, an empty row": lambda: Layout.padded(_keep((0, N), (0, 0))).both_ways,
+    "both ways, packed": lambda: Layout.packed([30, 1, 50, N - 81]).both_ways,
+    "both ways, permuted": lambda: _permuted().both_ways,
+    "both ways, skipping": lambda: Layout.of(torch.arange(N)[None] * 7 + 3, torch.arange(N)[None] * 7 + 3).both_ways,
+    "both ways, static cache": lambda: Layout.cached(2, 32, N, filled=70).both_ways,
+    "both ways, decode": lambda: Layout.causal(2, 1, N).both_ways,
 }
 
 
@@ -95,6 +104,7 @@ def naive(case: Case, *, backward: bool = True) -> list[Tensor]:
     scores = q @ k.repeat_interleave(repeat, 1).transpose(-1, -2) * case.scale
     if case.slopes is not None:
         distance = case.layout.query_positions[:, None, :, None] - case.layout.key_positions[:, None, None, :]
+        distance = distance.abs() if case.layout.sees == "both" else distance
         scores = scores - (case.slopes[:, None, None] * distance).to(scores.dtype)
     visible = case.layout.visible(case.window)[:, None]
     scores = scores.masked_fill(~visible, -math.inf)

@@ -18,12 +18,14 @@ def test_spans_say_the_same_as_the_rule(name: str) -> None:
     """Blocks of plain causal attention, drawn by hand, are the mask that positions and documents give."""
     layout = LAYOUTS[name]()
     if layout.spans is None:
-        assert name == "permuted"
+        assert name.endswith("permuted")
         return
     drawn = torch.zeros(layout.batch, layout.query_length, layout.key_length, dtype=torch.bool)
     for rows, query, key in layout.spans:
         block = torch.ones(query[1] - query[0], key[1] - key[0], dtype=torch.bool)
-        drawn[slice(*rows), slice(*query), slice(*key)] = block.tril((key[1] - key[0]) - (query[1] - query[0]))
+        if layout.sees == "past":
+            block = block.tril((key[1] - key[0]) - (query[1] - query[0]))
+        drawn[slice(*rows), slice(*query), slice(*key)] = block
     assert torch.equal(drawn, layout.visible())
 
 
@@ -111,3 +113,27 @@ def test_the_same_position_in_two_documents_is_fine() -> None:
     layout = Layout.of(places, places, documents, documents)
     assert layout.spans is None
     assert layout.visible()[0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "left padded", "right padded", "packed", "an empty row", "skipping positions"]
+)
+def test_the_past_of_a_mirrored_layout_is_the_future(name: str) -> None:
+    """Read from its end, a token sees itself and what comes after it, at the same distances, in as plain blocks."""
+    layout = LAYOUTS[name]()
+    mirrored = layout.mirrored
+    seen, around = mirrored.visible().flip(1, 2), layout.both_ways.visible()
+    assert torch.equal(seen, around & (layout.distances() <= 0))
+    assert torch.equal(mirrored.distances().flip(1, 2)[seen], -layout.distances()[seen])
+    again = Layout.of(
+        mirrored.query_positions, mirrored.key_positions, mirrored.query_documents, mirrored.key_documents
+    )
+    assert sorted(mirrored.spans or ()) == sorted(again.spans or ())
+    assert mirrored.consecutive == layout.consecutive
+
+
+def test_what_cannot_be_read_both_ways_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="no cache and no shard"):
+        _ = Layout.causal(1, 2, 5).mirrored
+    with pytest.raises(InvalidParameterError, match="engine makes it causal"):
+        _ = Layout.shard(torch.arange(4)[None]).both_ways

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ctxext.attention import Layout, Need
 from ctxext.attention.reference import Reference
 from ctxext.attention.sdpa import Sdpa, kernel_order
-from tests.attention.cases import LAYOUTS, case, error, naive, truth
+from tests.attention.cases import HEADS, LAYOUTS, N, case, error, naive, truth
 
 FORMS = {"blocks": Sdpa(block_overhead=0, dense_rows=0), "mask": Sdpa(1 << 60, 0), "dense": Sdpa(0, 1 << 60)}
 SLOPES = torch.tensor([0.5, 0.25])
@@ -109,3 +109,18 @@ def test_why_not() -> None:
     assert Sdpa().why_not(Need(device="cuda", dropout=0.1)) is None
     assert "float64" in (Sdpa().why_not(Need(device="mps", biased=True)) or "")
     assert "forbids masks" in (Sdpa().why_not(Need(order="external", window=4)) or "")
+
+
+@pytest.mark.parametrize("layout", ["both ways", "both ways, left padded", "both ways, packed"])
+@pytest.mark.parametrize("rows", [1, 7, N])
+def test_a_bias_in_parts_is_the_bias(layout: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few queries have their bias written out at a time, outputs and gradients are those of all at once."""
+    one = case(layout, torch.float32, biased=True)
+    found = []
+    for size in (rows, N):
+        monkeypatch.setattr("ctxext.attention.sdpa.BIAS_BYTES", 4 * HEADS * one.layout.batch * N * size)
+        q, k, v = one.tensors()
+        out = Sdpa()(q, k, v, one.layout, scale=one.scale, slopes=one.slopes)
+        found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), one.grad)])
+    for parts, whole in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)

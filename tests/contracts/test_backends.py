@@ -81,7 +81,13 @@ def test_any_number_of_key_heads(name: str, device: str, layout: str, kv_heads: 
     _check(BACKENDS[name](), _on(device, case(layout, torch.bfloat16, biased=True, kv_heads=kv_heads)))
 
 
-@pytest.mark.parametrize("layout", ["causal", "left padded", "packed", "permuted", "decode", "chunked prefill"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("causal", "left padded", "packed", "permuted", "decode", "chunked prefill"),
+        *("both ways", "both ways, left padded", "both ways, packed", "both ways, permuted", "both ways, decode"),
+    ],
+)
 @pytest.mark.parametrize("window", [5, 20, 1000])
 def test_windows(name: str, device: str, layout: str, window: int) -> None:
     _check(BACKENDS[name](), _on(device, case(layout, torch.float32, biased=True, window=window)))
