@@ -401,6 +401,11 @@ def already_extended(config: Any) -> str | None:
     """How a config is already extended, in a few words; None where it is plain."""
     saved = getattr(config, "ctxext", None)
     if saved:
-        return f"ctxext {saved['method']['method']}, trained_length={saved['trained_length']}"
+        sides = saved_sides(saved)
+        whole = f"ctxext {saved['method']['method']}, trained_length={saved['trained_length']}" if not sides else ""
+        return whole or "; ".join(
+            f"{name}: ctxext {own['method']['method']}, trained_length={own['trained_length']}"
+            for name, own in sides.items()
+        )
     scaling = scaling_of(config)
     return None if scaling is None else str(scaling)

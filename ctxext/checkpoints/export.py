@@ -18,7 +18,16 @@ from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
 from ctxext.runtimes.llama_cpp import to_llama_cpp
 from ctxext.runtimes.vllm import to_vllm
-from ctxext.saved import already_extended, choices, holder_of, plain_config, rope_dicts, saved_extension, saved_method
+from ctxext.saved import (
+    already_extended,
+    choices,
+    holder_of,
+    plain_config,
+    rope_dicts,
+    saved_extension,
+    saved_method,
+    saved_sides,
+)
 from ctxext.surgery.old_form import same_rope
 from ctxext.surgery.rope_types import GUARDED_FIELD
 from ctxext.surgery.windows import is_windowed
@@ -158,6 +167,11 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         )
     text = config.get_text_config(decoder=True)
     saved = getattr(config, "ctxext", None)
+    if saved is not None and saved_sides(saved):
+        raise IncompatibleError(
+            f"This {config.model_type} is an encoder-decoder whose sides have an extension each; neither vLLM nor "
+            f"llama.cpp has flags for that. Serve it with transformers."
+        )
     rotary = saved is None or "rope_parameters" in saved["original"]  # an ALiBi Falcon has a rope dict all the same
     reaching = [
         (kind, rope) for kind, rope in (rope_dicts(text) if rotary else ()) if kind is None or not is_windowed(kind)

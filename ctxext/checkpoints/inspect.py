@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import Description, Request, RopeSpec
 from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.sides import sides_of
+from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
 __all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
@@ -39,12 +41,13 @@ LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """One set of rotary frequencies: how the config scales it, and its plain form."""
+    """One set of rotary frequencies: how the config scales it, and its plain form; of an encoder-decoder, whose."""
 
     layer_type: str | None
     rope_type: str
     base: float
     rotary_dim: int
+    side: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +202,15 @@ def _positions(
     model: PreTrainedModel, trained_length: int
 ) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
     """The sites of an extension, or why there are none, and the spec of the first."""
-    text = model.config.get_text_config(decoder=True)
-    found = []
+    found: list[Positions] = []
     try:
+        if sides := sides_of(model):
+            each = {name: _positions(side.model, trained_length) for name, side in sides.items()}
+            for name, (own, _, _) in each.items():
+                found += [replace(positions, side=name) for positions in own]
+            reasons = [reason for _, reason, _ in each.values() if reason]
+            return tuple(found), reasons[0] if reasons else None, next(iter(each.values()))[2]
+        text = text_of(model.config)
         architecture = architecture_of(model)
         if isinstance(architecture, AlibiArchitecture):
             return (), f"none: this {model.config.model_type} has ALiBi", None

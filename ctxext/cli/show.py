@@ -89,7 +89,8 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
     trained, longest = found.trained_length, found.longest
     lines = [("model type", found.model_type)]
     for site in found.positions:
-        where = f" ({site.layer_type})" if site.layer_type else ""
+        known = ", ".join(part for part in (site.side, site.layer_type) if part)
+        where = f" ({known})" if known else ""
         lines.append((f"rope{where}", f"{site.rope_type}, base {site.base:g}, {site.rotary_dim} rotary dimensions"))
     if found.no_positions:
         lines.append(("rope", found.no_positions))
