@@ -50,7 +50,7 @@ def reach_of(regions: Sequence[Region]) -> Reach | None:
     return Reach(first, newest)
 
 
-class BoundedLayer(DynamicLayer):
+class BoundedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of a cache that holds the first tokens of each row and the newest ones.
 
     Args:
@@ -58,9 +58,12 @@ class BoundedLayer(DynamicLayer):
         whole: the layer, with the keys of all tokens, whose place it takes.
     """
 
+    keys: Any
+    values: Any
+
     def __init__(self, reach: Reach, whole: DynamicLayer) -> None:
         super().__init__()
-        vars(self).update(vars(whole))
+        self.__dict__.update(vars(whole))
         self.reach = reach
         self.cumulative_length = int(whole.get_seq_length())
         self.first_slots: Int[Tensor, "batch first"] | None = None  # -1 for none, at the front; None: nothing dropped

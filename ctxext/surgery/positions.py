@@ -203,7 +203,7 @@ def cache_layer_of(keys: Tensor) -> Any:
 
 def replace_cache_layer(old: Any, new: Any) -> None:
     """Put another layer in the place of one that ``cache_layer_of`` found in this call."""
-    cache = None if _current.call is None else _current.call.cache
+    cache: Any = None if _current.call is None else _current.call.cache
     layers = getattr(cache, "self_attention_cache", cache).layers
     layers[next(index for index, layer in enumerate(layers) if layer is old)] = new
 
