@@ -36,6 +36,10 @@ class Reach(NamedTuple):
         """Newest tokens that are held beyond those, so that a cache may be cropped; twice as many make a new cut."""
         return max(32, self.newest // 16)
 
+    def __str__(self) -> str:
+        most = self.first + self.newest + 2 * self.spare
+        return f"holds the first {self.first} tokens and the newest, at most {most:,} in all"
+
 
 def reach_of(regions: Sequence[Region]) -> Reach | None:
     """What queries can see in any of these regions; None where that has no bound."""

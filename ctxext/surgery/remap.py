@@ -90,7 +90,9 @@ class RemapAttend:
         pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
         exact = self.method.exact_length(self.spec)
         first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
-        return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *self.backends.notes())
+        reach = reach_of([piece.region for piece in pieces])
+        bound = () if reach is None else (f"A cache that grows {reach}, whatever the length of the text.",)
+        return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *bound, *self.backends.notes())
 
     def _pieces(self, layout: Layout, precise: torch.dtype) -> tuple[TurnedPiece, ...]:
         """The method's pieces with their rotations in this precision, shared by all layers of a forward pass."""
