@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.attention.base import AttentionBackend, Call, Need
-from ctxext.attention.layout import Layout
+from ctxext.attention.layout import Layout, Span
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
@@ -173,20 +173,69 @@ def tiled(layout: Layout, regions: Sequence[Region], size: int) -> tuple[Tile, .
     mask of one byte per pair, and of as many scores as there are pieces.
     """
     found: list[Tile] = []
-    if layout.spans is None or not layout.consecutive or not _starts_at_zero(layout):
+    runs = _runs(layout)
+    if runs is None:
         return tuple(_masked(layout, regions, size))
-    for rows, query, key in layout.spans:
-        stop = key[1] - key[0]
+    for (rows, query, _), held in runs:
+        stop = held[-1].stop
         first = stop - (query[1] - query[0])  # the position of the first query
-        moved = query[0] - first  # from a position to the slot of its query; keys move by key[0]
+        moved = query[0] - first  # from a position to the slot of its query
         for start, end in tiles(list(regions), first, stop, size):
-            parts = tuple(
-                Part(index, (q[0] + moved, q[1] + moved), (k[0] + key[0], k[1] + key[0]), kind)
-                for index, region in enumerate(regions)
-                for q, k, kind in rectangles(region, start, end)
-            )
-            found.append(Tile(rows, (start + moved, end + moved), parts))
+            parts = []
+            for index, region in enumerate(regions):
+                for q, k, kind in rectangles(region, start, end):
+                    slots = _slots(held, k)
+                    if slots is None:  # keys between others are missing that its queries see
+                        return tuple(_masked(layout, regions, size))
+                    parts.append(Part(index, (q[0] + moved, q[1] + moved), slots, kind))
+            found.append(Tile(rows, (start + moved, end + moved), tuple(parts)))
     return tuple(found)
+
+
+class _Held(NamedTuple):
+    """Keys at consecutive positions ``start .. stop``, of which the first lies in ``slot``."""
+
+    start: int
+    stop: int
+    slot: int
+
+
+def _slots(held: Sequence[_Held], positions: tuple[int, int]) -> tuple[int, int] | None:
+    """The slots of keys at these positions, (start, stop); None where they do not lie side by side."""
+    for start, stop, slot in held:
+        if start <= positions[0] and positions[1] <= stop:
+            return positions[0] - start + slot, positions[1] - start + slot
+    return None
+
+
+def _runs(layout: Layout) -> list[tuple[Span, list[_Held]]] | None:
+    """The blocks of a layout, each with its keys where positions are consecutive, from position 0 on.
+
+    None where it has none such, or where queries stand at other than consecutive positions.
+    """
+    if layout.spans is None:
+        return None
+    if layout.consecutive:
+        if not _starts_at_zero(layout):
+            return None
+        return [(span, [_Held(0, span.key[1] - span.key[0], span.key[0])]) for span in layout.spans]
+    found = []
+    for rows, query, key in layout.spans:
+        places = layout.key_positions[rows[0] : rows[1], key[0] : key[1]].cpu()
+        alike, counts = torch.unique_consecutive(places, dim=0, return_counts=True)
+        row = rows[0]
+        for places_of_some, count in zip(alike, counts.tolist(), strict=True):
+            cuts = [0, *(places_of_some.diff() != 1).nonzero()[:, 0].add(1).tolist(), key[1] - key[0]]
+            starts = places_of_some[cuts[:-1]].tolist()
+            held = [
+                _Held(start, start + stop - at, at + key[0])
+                for start, at, stop in zip(starts, cuts, cuts[1:], strict=False)
+            ]
+            if held[0].start or held[-1].stop - held[-1].start < query[1] - query[0]:
+                return None
+            found.append((Span((row, row + count), query, key), held))
+            row += count
+    return found
 
 
 def _starts_at_zero(layout: Layout) -> bool:

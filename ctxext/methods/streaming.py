@@ -19,7 +19,7 @@ class Streaming(RemapMethod):
     Pick it to let a model go on for ever at a constant cost for each token, where what was said long ago does not
     matter: it reads no further than before, so it is the floor that every extension has to beat. The first tokens stay
     because models put attention there that they have no use for. Texts of up to ``window`` tokens are read exactly as
-    without it.
+    without it. A cache that grows holds the tokens in sight only.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to go.

@@ -60,6 +60,12 @@ _CONVERT_FIRST = (
     "No flag expresses these frequencies on a GGUF of the original checkpoint. Write the extended checkpoint (ctxext "
     "patch) and convert that one; the flags are for that GGUF."
 )
+# Read in its tools/completion/completion.cpp at 0af8217; not run.
+_OWN = {
+    "self_extend": "Its llama-completion has a Self-Extend of its own, for a GGUF of the unextended checkpoint: "
+    "-c TARGET --grp-attn-n GROUP --grp-attn-w WINDOW, the window a multiple of the group. There the window moves in "
+    "steps of its own width, so results differ from ctxext's; llama-server has none. "
+}
 _OTHERWISE = "Choose a static method that it knows: yarn, pi (linear), or ntk and abf (another base)."
 
 
@@ -136,7 +142,7 @@ def _refuse(extended: ExtensionInConfig) -> None:
     if not extended.stock:
         raise IncompatibleError(
             f"llama.cpp cannot run {extended.method!r}: its converter does not know rope_type "
-            f"{kind!r} and would write a GGUF without the extension. {_OTHERWISE}"
+            f"{kind!r} and would write a GGUF without the extension. {_OWN.get(extended.method, '')}{_OTHERWISE}"
         )
     if kind == "dynamic":
         raise IncompatibleError(

@@ -23,6 +23,7 @@ from ctxext.attention import Layout
 from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.surgery.bounded import BoundedLayer, bounded_layer_of
 from ctxext.surgery.override import ForwardOverride
 
 __all__ = [
@@ -33,9 +34,10 @@ __all__ = [
     "cache_layer_of",
     "declared_length",
     "layout_of",
+    "replace_cache_layer",
 ]
 
-PLAIN_LAYERS = (DynamicLayer, StaticLayer)  # others keep something else than what they return
+PLAIN_LAYERS = (DynamicLayer, StaticLayer, BoundedLayer)  # others keep something else than what they return
 
 
 class LayoutMask:
@@ -205,6 +207,13 @@ def cache_layer_of(keys: Tensor) -> Any:
     return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys), None)
 
 
+def replace_cache_layer(old: Any, new: Any) -> None:
+    """Put another layer in the place of one that ``cache_layer_of`` found in this call."""
+    cache: Any = None if _current.call is None else _current.call.cache
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    layers[next(index for index, layer in enumerate(layers) if layer is old)] = new
+
+
 def declared_length() -> int | None:
     """The global length that the caller of the decoder named with ``ctxext_length``."""
     return None if _current.call is None else _current.call.length
@@ -268,7 +277,11 @@ def _layout_mask(
         return call.shard
     if sees_both_ways and call.has_encoder:
         return LayoutMask(_across(slots, attention_mask), call.length, crosses=True)
-    layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
+    bounded = bounded_layer_of(call.cache)
+    if bounded is None:
+        layout = _layout(slots, attention_mask, _on_one_axis(call.position_ids))
+    else:
+        layout = _bounded(bounded, slots, attention_mask, _on_one_axis(call.position_ids))
     return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size)
 
 
@@ -362,6 +375,37 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
     if attention_mask is None:
         return _one_document(keys, filled, keys, places, position_ids)
     return _padded(attention_mask, slots.kv_offset, keys, filled, places, position_ids)
+
+
+def _bounded(bounded: BoundedLayer, slots: _Slots, attention_mask: Tensor | None, given: Tensor | None) -> Layout:
+    """The layout of a call whose cache has dropped the keys between the first tokens and the newest.
+
+    Raises:
+        InvalidParameterError: for a mask that does not say which of all tokens so far are padding.
+    """
+    held = bounded.slots(slots.query).expand(slots.batch, -1).to(slots.device)
+    places = torch.arange(slots.key - slots.query, slots.key, device=held.device)
+    stop, compiling = bounded.cumulative_length + slots.query, torch.compiler.is_compiling()
+    if attention_mask is not None:
+        _require_covered(attention_mask, stop)
+    if attention_mask is None or (not compiling and _hides_nothing(attention_mask, stop)):
+        first = bounded.first_slots
+        is_padded = first is not None and first != torch.arange(first.shape[1], device=first.device)
+        if not compiling and bool(torch.as_tensor(is_padded).any()):
+            raise InvalidParameterError(
+                "attention_mask hides no token, but this cache was filled with padding in front of some rows. Give the "
+                f"mask of all {stop} tokens so far, 1 for tokens and 0 for padding."
+            )
+        if compiling:
+            return _one_document(held, held >= 0, held, places, given)
+        _require_agreement(given, held[:, places], held[:, places], None)
+        spans = (Span((0, slots.batch), (0, slots.query), (0, slots.key)),)
+        return Layout(held[:, places], held, spans=spans, consecutive=first is None)
+    if given is None and not compiling:
+        require_no_hole("attention_mask", attention_mask[:, :stop].bool(), "Pad on the left only.")
+    counted = (attention_mask[:, :stop].long().cumsum(1) - 1).clamp(min=0)
+    real = attention_mask.bool().gather(1, held.clamp(min=0)) & (held >= 0)
+    return _one_document(counted.gather(1, held.clamp(min=0)), real, held, places, given)
 
 
 def _require_covered(attention_mask: Tensor, length: int | Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
 from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces
@@ -25,9 +26,10 @@ from ctxext.surgery.attend import (
     try_install,
     why_no_custom_attention,
 )
+from ctxext.surgery.bounded import BoundedLayer, reach_of
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.positions import LayoutMask, cache_layer_of
+from ctxext.surgery.positions import LayoutMask, cache_layer_of, replace_cache_layer
 from ctxext.surgery.probe import FAILURES, Layers
 from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
@@ -79,20 +81,25 @@ class RemapAttend:
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = layout.memo(("pieces", precise), lambda: self._pieces(layout, precise))
         # First of all: autocast gives attention a copy of what lies in the cache.
-        k, settled = _settle(cache_layer_of(k), k, layout, pieces)
+        cached = cache_layer_of(k)
+        k, settled = _settle(cached, k, layout, pieces)
         q, k, v = as_autocast_wants(q, k, v)
         sharpness = layout.memo("sharpness", lambda: self.method.sharpness(self.spec, layout.query_positions))
         if sharpness is not None:
             q = (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
-        return attend_pieces(self.backends.for_(call.need), call, pieces, settled=settled)
+        out = attend_pieces(self.backends.for_(call.need), call, pieces, settled=settled)
+        _drop_unseen(cached, layout, pieces)
+        return out
 
     def notes(self) -> tuple[str, ...]:
         """What a user must know: where each distance of a text goes, and about a backend asked for by name."""
         pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
         exact = self.method.exact_length(self.spec)
         first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
-        return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *self.backends.notes())
+        reach = reach_of([piece.region for piece in pieces])
+        bound = () if reach is None else (f"A cache that grows {reach}, whatever the length of the text.",)
+        return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *bound, *self.backends.notes())
 
     def _pieces(self, layout: Layout, precise: torch.dtype) -> tuple[TurnedPiece, ...]:
         """The method's pieces with their rotations in this precision, shared by all layers of a forward pass."""
@@ -181,6 +188,19 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
         k[:, :, start:stop] = turn(k[:, :, start:stop], (0, k.shape[0]), (start, stop), back=wanted < done)
     setattr(cached, SETTLED, wanted)
     return k, wanted
+
+
+def _drop_unseen(cached: Any, layout: Layout, pieces: Sequence[TurnedPiece]) -> None:
+    """Let a layer of a cache that grows hold no more than what queries after those of ``layout`` can see."""
+    if not isinstance(cached, DynamicLayer):
+        return
+    reach = layout.memo("reach", lambda: reach_of([piece.region for piece in pieces]))
+    if reach is None:
+        return
+    if not isinstance(cached, BoundedLayer):
+        whole, cached = cached, BoundedLayer(reach, cached)
+        replace_cache_layer(whole, cached)
+    cached.drop(layout)
 
 
 def _lowest_query(layout: Layout) -> int:
