@@ -10,7 +10,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
 from scripts.walk.check import State
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
@@ -29,9 +29,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
 }
 
-# Every method that a rotary model takes, the retrofit included: all but those that make rows of a table only.
+# Every method that a rotary model takes, the retrofit included.
 FOR_LLAMA: dict[str, type[Method]] = {
-    name: cls for name, cls in METHODS.items() if issubclass(cls, RopeMethod) or not issubclass(cls, TableMethod)
+    name: cls for name, cls in METHODS.items() if issubclass(cls, RopeMethod | BiasMethod)
 }
 
 

@@ -156,9 +156,9 @@ def _prove(rebuild: Rebuild, spec: BucketSpec, max_distance: int) -> None:
                 f"distances in the same buckets, which an extension would make coarser without reaching further."
             )
         length = min(max_distance + 2, SEEN)
-        both_ways = not module.is_decoder
-        for seen in (0, length - 1):
-            rows = _rows_looked_up(module, table, length, seen)
+        looked_up = {seen: _rows_looked_up(module, table, length, seen) for seen in (0, length - 1)}
+        both_ways = bool(looked_up[0].any())  # whether keys after the query have rows of their own
+        for seen, rows in looked_up.items():
             distances = torch.arange(length, dtype=torch.float64) - seen
             exact = buckets_of(distances, buckets=spec.buckets, max_distance=max_distance, both_ways=both_ways)
             begins = (exact - exact.round()).abs() <= TOUCHES

@@ -16,7 +16,7 @@ from ctxext.checkpoints.export import TARGETS
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.cli.options import in_flags
-from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, BucketMethod, Method, RopeMethod, TableMethod
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
@@ -78,6 +78,8 @@ def _pick(kind: type[Method]) -> str:
 
 
 def _stock_form(method: Method) -> str:
+    if isinstance(method, BucketMethod):
+        return "not for a Llama; on a T5, another largest distance"
     form = method.rope_parameters(LLAMA) if isinstance(method, RopeMethod) else None
     if form is None:
         return "for tables" if isinstance(method, TableMethod) else "none"

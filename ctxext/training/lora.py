@@ -43,6 +43,7 @@ def attach_lora(
     targets: Sequence[Target] = ("attention", "mlp"),
     norms: bool = True,
     embeddings: bool = True,
+    whole: bool = False,
 ) -> Any:
     """Wrap a model with a LoRA adapter, patched or not, ready to be trained.
 
@@ -60,6 +61,8 @@ def attach_lora(
         norms: train all normalisation weights themselves.
         embeddings: train the token embedding itself. Where the head shares its weights it goes on sharing them, also
             in the saved and the merged model.
+        whole: train the linear layers in ``targets`` themselves, as full fine-tuning does, instead of updates of low
+            rank; ``rank``, ``alpha`` and ``dropout`` then say nothing. The adapter holds all of their weights.
 
     Returns:
         A ``peft.PeftModel``.
@@ -68,19 +71,23 @@ def attach_lora(
         IncompatibleError: no linear layers of that kind were found.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
     causal = base_model(model)
-    whole = set(norm_layers(causal)) if norms else set()
+    trained = set(norm_layers(causal)) if norms else set()
     if embeddings:
-        whole |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
+        trained |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
+    layers = linear_layers(causal, targets)
+    if whole:
+        trained |= {name for name, module in causal.named_modules() if _is_linear(module) and _ends_in(name, layers)}
     tied = embeddings and _tied(causal)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=linear_layers(causal, targets),
-        modules_to_save=sorted({*_endings(causal, whole), *([TIED_NAME] if tied else [])}) or None,
+        target_modules=DUMMY_TARGET_MODULES if whole else layers,
+        modules_to_save=sorted({*_endings(causal, trained), *([TIED_NAME] if tied else [])}) or None,
         ensure_weight_tying=tied,
     )
     dtype = causal.dtype
@@ -179,6 +186,10 @@ def _endings(model: nn.Module, chosen: set[str]) -> list[str]:
         if not any(name.endswith(tuple(short)) for name in others):
             return sorted(short)
     return sorted(chosen)
+
+
+def _ends_in(name: str, endings: Sequence[str]) -> bool:
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
 def trained_weights(adapted: Any) -> str:

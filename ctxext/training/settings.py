@@ -130,6 +130,8 @@ class Lora(Section):
         targets: which linear layers get updates: ``attention``, ``mlp``, or both.
         norms: train normalisation weights too.
         embeddings: train the token embedding too, and the head that shares its weights.
+        whole: train the weights of the targets themselves, as full fine-tuning does, instead of updates of low rank;
+            rank, alpha and dropout then say nothing. It takes float32 weights, gradients and Adam states of them all.
     """
 
     rank: int = Field(default=16, ge=1)
@@ -138,6 +140,7 @@ class Lora(Section):
     targets: Annotated[list[Literal["attention", "mlp"]], OneOrMore, Field(min_length=1)] = ["attention", "mlp"]
     norms: bool = True
     embeddings: bool = True
+    whole: bool = False
 
 
 class TrainingSettings(Section):
@@ -276,6 +279,8 @@ class Settings(Section):
                 "packed sequences go through the model one at a time: set training.batch to 1 and raise "
                 "training.accumulation"
             )
+        if self.quantisation and self.lora.whole:
+            raise ValueError("weights held in 4 bits are not trained themselves: set lora.whole to false")
         if self.quantisation and (self.checkpoint is None or self.checkpoint.endswith(".gguf")):
             raise ValueError("quantisation needs a checkpoint of safetensors; weights out of a GGUF file are not it")
         return self

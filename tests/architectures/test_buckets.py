@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5EncoderModel
 
@@ -205,6 +206,21 @@ def test_buckets_that_cannot_be_stretched_rightly_are_refused(model_type: str, s
     before = config.to_dict()
     with pytest.raises(IncompatibleError, match=said):
         ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+    assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("kind", ["Pop2PianoForConditionalGeneration", "Pix2StructTextModel", "T5EncoderModel"])
+def test_kin_that_reads_or_writes_something_else(kind: str) -> None:
+    """Music and pictures beside text, an encoder alone: what each class calls itself does not matter."""
+    cls = getattr(transformers, kind)
+    width = {"hidden_size": 16} if kind.startswith("Pix") else {"d_model": 16}
+    config = cls.config_class(d_kv=8, d_ff=16, num_heads=2, num_layers=2, vocab_size=64, **width)
+    with torch.device("meta"):
+        model = cls(config)
+    before = model.config.to_dict()
+    ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
+    assert model.config.relative_attention_max_distance == 512
+    ctxext.unpatch(model)
     assert model.config.to_dict() == before
 
 
