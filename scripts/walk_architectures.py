@@ -55,6 +55,7 @@ from ctxext.surgery.probe import look
 from ctxext.surgery.rebuild import rotaries
 from scripts.walk.check import Stock, check_model, walked_methods
 from scripts.walk.special import NOT_ALONE
+from scripts.walk.tables import check_tables, has_table, table_methods
 from scripts.walk.tiny import KINDS, kind_of, model_types, tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -92,16 +93,22 @@ def walk_type(model_type: str, methods: list[str] | None = None) -> dict[str, An
             said = f"{type(error).__name__}: {error}".replace("\n", " ")
             return line | {"outcome": "unchecked", "reason": f"no tiny config of it builds here ({said})"}
         return line | {"outcome": "no rope", "reason": "no rotary positions in its code"}
-    if not any(True for _ in rotaries(model)) and not _rotates(model):
-        return line | {"outcome": "no rope", "reason": "no rotary positions in its code"}
+    is_table = False
+    if not any(True for _ in rotaries(model)):
+        is_table = has_table(model)
+        if not is_table and not _rotates(model):
+            return line | {"outcome": "no rope", "reason": "no rotary positions in its code"}
     stock = _stock if _stock is not None else Stock().__enter__()
     with tempfile.TemporaryDirectory() as folder:
-        findings = check_model(model, walked_methods(methods), stock, Path(folder))
+        if is_table:
+            findings = check_tables(model, table_methods(methods), stock, Path(folder))
+        else:
+            findings = check_model(model, walked_methods(methods), stock, Path(folder))
     if stock is not _stock:
         stock.__exit__()
     outcomes = Counter(finding.outcome for finding in findings)
     best = next((name for name in ("wrong", "unchecked", "right") if outcomes[name]), "refused")
-    outcome, line["layers"] = best, _layers(model)
+    outcome, line["layers"] = best, "table" if is_table else _layers(model)
     line["findings"] = [finding.to_dict() for finding in findings]
     seconds = round(time.monotonic() - started, 1)
     return line | {"outcome": outcome, "reason": _reason(line["findings"], outcome), "seconds": seconds}

@@ -16,11 +16,11 @@ from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.tables import (
     PositionTable,
-    Twins,
     field_of,
     mixed,
     prove,
     replace_tables,
+    twins_of,
     unmixed,
     weight_of,
 )
@@ -40,17 +40,8 @@ class LearnedTable(Architecture):
     name: ClassVar[str] = "table"
     replaces_weights: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        self._twins: Twins | None = None  # of the one model that it was made for
-
-    def twins(self, model: PreTrainedModel) -> Twins:
-        """Twins of ``model``, built once until it is changed."""
-        if self._twins is None or self._twins.model is not model:
-            self._twins = Twins(model)
-        return self._twins
-
     def matches(self, model: PreTrainedModel) -> bool:
-        return self.twins(model).has_learned
+        return twins_of(model).has_learned
 
     def tables(self, model: PreTrainedModel) -> list[PositionTable]:
         """The tables that ``apply`` makes longer.
@@ -58,10 +49,13 @@ class LearnedTable(Architecture):
         Raises:
             IncompatibleError: if there is none of which it can be said which row stands for which position.
         """
-        return self.twins(model).tables
+        return twins_of(model).tables
 
     def trained_length(self, model: PreTrainedModel) -> int | None:
-        return max(table.positions for table in self.tables(model))
+        try:
+            return max(table.positions for table in self.tables(model))
+        except IncompatibleError:  # said where it is to be extended; what the config says holds all the same
+            return super().trained_length(model)
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
         _refuse(model, method, request)
@@ -73,8 +67,7 @@ class LearnedTable(Architecture):
         fields = _fields(model, tables, targets)
         original = {name: getattr(*field_of(model.config, name)) for name in fields}
         new = {table.name: mixed(weight_of(model, table.name), table.first, rows[table.name]) for table in tables}
-        after, others = replace_tables(self.twins(model), new, fields, edits)
-        self._twins = None
+        after, others = replace_tables(twins_of(model), new, fields, edits)
         longer = [table.of_rows(len(new[table.name])) for table in tables]
         prove(after, longer)
         longest = max(tables, key=lambda table: lengths[table.name]).name
@@ -93,8 +86,7 @@ class LearnedTable(Architecture):
         if reason is not None:
             raise IncompatibleError(reason)
         fields = {name: value for name, value in original.items() if value is not None}
-        replace_tables(self.twins(model), old, fields, edits)
-        self._twins = None
+        replace_tables(twins_of(model), old, fields, edits)
 
     def why_final(self, model: PreTrainedModel) -> str | None:
         return _old_tables(model, self.tables(model))[1]

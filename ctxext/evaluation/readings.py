@@ -16,6 +16,7 @@ from torch import nn
 from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
+from ctxext.architectures.table import LearnedTable
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.labels import label_of
@@ -29,7 +30,7 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
+from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod
 from ctxext.methods.base import parameter_of
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
@@ -316,7 +317,10 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
 
 
 def _default_names(model: nn.Module) -> list[str]:
-    kind = BiasMethod if isinstance(architecture_of(base_model(model)), AlibiArchitecture) else RopeMethod
+    architecture = architecture_of(base_model(model))
+    kind: type[Method] = BiasMethod if isinstance(architecture, AlibiArchitecture) else RopeMethod
+    if isinstance(architecture, LearnedTable):
+        kind = TableMethod
     return [
         name
         for name, method in METHODS.items()

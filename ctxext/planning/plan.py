@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.checkpoints.load import attached, meta_model
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
-from ctxext.methods import RopeMethod
 from ctxext.planning.dry_run import DryRun, layers_of
-from ctxext.saved import plain_config, rope_dicts, saved_extension, saved_method, scaling_of
+from ctxext.saved import plain_config, rope_dicts, saved_extension, scaling_of
 from ctxext.training.memory import Memory
 
 __all__ = [
@@ -273,7 +272,7 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
 def _plainly_rotated(config: Any) -> Any:
     """A copy whose frequencies follow no text: as many, but in need of no data."""
     saved = saved_extension(config, "the config")
-    rotates = saved is not None and isinstance(saved_method(saved), RopeMethod)
+    rotates = saved is not None and "rope_parameters" in saved["original"]
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
     for _, rope in rope_dicts(config.get_text_config(decoder=True)):
         if rope.get("rope_type") in FOLLOWING:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ __all__ = [
     "prove",
     "put_weights",
     "replace_tables",
+    "twins_of",
     "unmixed",
     "weight_of",
 ]
@@ -171,10 +173,17 @@ class Twins:
     """What twins of a model show of its tables; each is built when it is first asked for, of the model as it then is.
 
     Args:
-        model: any model; it is not touched.
+        reference: to any model; it is not touched.
     """
 
-    model: PreTrainedModel
+    reference: weakref.ref[PreTrainedModel]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself."""
+        found = self.reference()
+        assert found is not None, "asked for by whoever holds it"
+        return found
 
     @functools.cached_property
     def plain(self) -> PreTrainedModel:
@@ -227,12 +236,27 @@ class Twins:
         if not found:
             why = passed_over[0] if passed_over else "no weight grows with a field of its config that counts positions"
             raise IncompatibleError(f"This {kind} has no table of positions that can be made longer: {why}.")
+        vars(self).pop("plain")  # its buffers may be large
         return found
 
     @property
     def has_learned(self) -> bool:
         """Whether a row for each position was learned."""
         return any(not is_sinusoidal(_values(self, name)) for growth in self.growths for name in growth.tables)
+
+
+# What was found, with what it was found of: many methods are tried on one model, one after the other.
+_FOUND: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Twins]] = weakref.WeakKeyDictionary()
+
+
+def twins_of(model: PreTrainedModel) -> Twins:
+    """Twins of a model; the same ones until its config, or the shape of a weight, is another."""
+    now = (model.config.to_json_string(use_diff=False), weights_of(model))
+    before, twins = _FOUND.get(model, (None, None))
+    if twins is None or before != now:
+        twins = Twins(weakref.ref(model))
+        _FOUND[model] = now, twins
+    return twins
 
 
 def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:

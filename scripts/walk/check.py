@@ -19,7 +19,7 @@ import ctxext
 from ctxext.architectures import find_architecture
 from ctxext.architectures.buckets import Buckets
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
 from ctxext.spec import RopeSpec
 from ctxext.surgery.probe import FAILURES, look
 from ctxext.surgery.rebuild import rotaries
@@ -95,7 +95,8 @@ class Stock:
 
 def walked_methods(names: list[str] | None = None) -> list[type[Method]]:
     """All discovered methods, or those named: those that change rotation and the retrofits that replace it."""
-    return [METHODS[name] for name in names or METHODS]
+    chosen = [METHODS[name] for name in names or METHODS]
+    return [cls for cls in chosen if issubclass(cls, RopeMethod) or not issubclass(cls, TableMethod)]
 
 
 def inputs_for(model: PreTrainedModel) -> Tensor:

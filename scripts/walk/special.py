@@ -65,6 +65,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "num_hidden_layers": 2,
     },
+    # Their own defaults for the one, windows as wide as a padded text for the other, are too long for a walk.
+    "led": {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 16},
+    "luke": {"entity_vocab_size": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_hidden_layers": 3},
     "qwen4_exp_text": _INDEXER,  # without them it has linear attention only
     "qwen4_exp": {"text_config": _INDEXER},

@@ -36,7 +36,8 @@ def answer(request: dict[str, str]) -> dict[str, str]:
     directory = request["directory"]
     try:
         config = AutoConfig.from_pretrained(directory)
-        known = type(config) in AutoModelForCausalLM._model_mapping  # a part of a larger model may be saved alone
+        # A part of a larger model may be saved alone; some configs make a causal model and one of two sides.
+        known = type(config) in AutoModelForCausalLM._model_mapping and not config.is_encoder_decoder
         loader = AutoModelForCausalLM if known else getattr(transformers, config.architectures[0])
         model = loader.from_pretrained(directory, use_safetensors=True).eval()
     except Exception as error:  # whatever stock code says is the finding

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ctxext.surgery.tables import is_sinusoidal
 from scripts.walk.special import SPECIAL
 
 __all__ = ["KINDS", "TRAINED_LENGTH", "VOCABULARY", "kind_of", "model_types", "tiny_config", "tiny_model"]
@@ -96,6 +97,8 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, loader: Any = None) -> P
         for module in model.modules():
             weight = getattr(module, "weight", None)
             if isinstance(module, nn.Linear | nn.Embedding) and id(weight) not in tied:
+                if isinstance(module, nn.Embedding) and is_sinusoidal(weight):
+                    continue  # what its class computes is no random weight
                 tied.add(id(weight))
                 weight.normal_(0.0, SPREAD)
                 if getattr(module, "padding_idx", None) is not None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import ctxext
+from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS, TableMethod
 from scripts.walk.check import State, Stock
 from scripts.walk.stock import logits_of
@@ -29,17 +30,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "led": {"max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32, "attention_window": 8},
 }
 LENGTH, FACTOR = 32, 2
-SMALL = {"hidden_size": 32, "d_model": 32, "intermediate_size": 48, "ffn_dim": 48, "word_embed_proj_dim": 32}
 TABLE_METHODS = {name: cls for name, cls in METHODS.items() if issubclass(cls, TableMethod)}
 EXACT = {"tile", "hierarchical"}  # the first rows are the trained ones
 
 every_method = pytest.mark.parametrize("method", TABLE_METHODS)
+# Each method on one structure, and one method of each kind on each structure.
+CASES = [(name, "roberta") for name in TABLE_METHODS] + [
+    (name, model_type) for model_type in MODELS for name in ("pi", "hierarchical") if model_type != "roberta"
+]
+every_case = pytest.mark.parametrize(("method", "model_type"), CASES, ids=["-".join(case) for case in CASES])
 every_model = pytest.mark.parametrize("model_type", MODELS)
 
 
 def table_model(model_type: str, **changes: Any) -> PreTrainedModel:
     """A random model with a table for 32 tokens, whose rows differ enough to show."""
-    loader = __import__("transformers").AutoModelForSeq2SeqLM if model_type in ("bart", "led") else None
+    loader = AutoModelForSeq2SeqLM if model_type in ("bart", "led") else None
     return tiny_model(tiny_config(model_type, **(MODELS[model_type] | changes)), loader=loader)
 
 
@@ -71,8 +76,7 @@ def test_there_are_methods() -> None:
     assert {"pi", "tile", "group", "hierarchical", "stretch"} <= TABLE_METHODS.keys()
 
 
-@every_model
-@every_method
+@every_case
 def test_rows_are_those_of_the_method_and_reserved_rows_stay(method: str, model_type: str) -> None:
     model = table_model(model_type)
     olds = {name: weight.detach().double().clone() for name, weight in tables_of(model).items()}
@@ -87,8 +91,7 @@ def test_rows_are_those_of_the_method_and_reserved_rows_stay(method: str, model_
         assert model.get_submodule(name.rpartition(".")[0]).num_embeddings == len(new)
 
 
-@every_model
-@every_method
+@every_case
 def test_stock_transformers_loads_the_same_model(method: str, model_type: str, stock: Stock, tmp_path: Path) -> None:
     """A process that never imports ctxext: the same logits at the new length, bit for bit."""
     model = ctxext.patch(table_model(model_type), example(method))
@@ -102,8 +105,7 @@ def test_stock_transformers_loads_the_same_model(method: str, model_type: str, s
     assert torch.equal(found, expected)
 
 
-@every_model
-@every_method
+@every_case
 def test_loading_restores_and_unpatching_brings_the_model_back(method: str, model_type: str, tmp_path: Path) -> None:
     model = table_model(model_type)
     inputs = text(LENGTH - 2)
@@ -124,8 +126,8 @@ def test_loading_restores_and_unpatching_brings_the_model_back(method: str, mode
         assert torch.equal(logits_of(loaded.eval(), text(FACTOR * LENGTH)), extended)
         assert ctxext.describe(loaded).target_length == FACTOR * LENGTH
         if ctxext.patching.patched_state(loaded) is None:
-            assert method == "stretch", "its step of 44 / 12 passes over most of the trained rows"
-            with pytest.raises(ctxext.PatchStateError, match="was not patched in place"):
+            assert method == "stretch", "behind its first rows most trained ones are in mixtures only"
+            with pytest.raises(PatchStateError, match="was not patched in place"):
                 ctxext.unpatch(loaded)
             continue
         ctxext.unpatch(loaded)
@@ -185,8 +187,10 @@ def left_error_by_generate(model: PreTrainedModel, alone: Tensor, padding: int, 
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", None], ids=str)
-@pytest.mark.parametrize("model_type", ["gpt2", "opt", "gpt_neo"])
-@every_method
+@pytest.mark.parametrize(
+    ("method", "model_type"),
+    [*((name, "gpt2") for name in TABLE_METHODS), ("hierarchical", "opt"), ("hierarchical", "gpt_neo")],
+)
 def test_generate_at_twice_the_length_equals_decoding_without_a_cache(
     method: str, model_type: str, cache: str | None
 ) -> None:
@@ -265,7 +269,7 @@ def test_extending_again_replaces_the_extension(tmp_path: Path) -> None:
     plain = table_model("opt")
     plain.save_pretrained(tmp_path / "plain")
     ctxext.patch(plain, "tile", factor=2).save_pretrained(tmp_path / "long")
-    with pytest.raises(ctxext.PatchStateError, match=r"already extended \(ctxext tile, trained_length=32\)"):
+    with pytest.raises(PatchStateError, match=r"already extended \(ctxext tile, trained_length=32\)"):
         ctxext.load(tmp_path / "long", "pi", factor=4)
     again = ctxext.load(tmp_path / "long", "pi", factor=4, trained_length=LENGTH).eval()
     expected = ctxext.load(tmp_path / "plain", "pi", factor=4).eval()
@@ -300,7 +304,7 @@ def test_any_target(change: dict[str, Any], tmp_path: Path) -> None:
     ctxext.save(model, tmp_path)
     loaded = ctxext.load(tmp_path).eval()
     assert torch.equal(logits_of(loaded, text(length)), logits_of(model, text(length)))
-    with pytest.raises(ctxext.PatchStateError):  # odd rows are in mixtures only
+    with pytest.raises(PatchStateError):  # odd rows are in mixtures only
         ctxext.unpatch(loaded)
 
 

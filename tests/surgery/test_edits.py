@@ -113,6 +113,40 @@ def test_registered_things_are_not_deleted(name: str) -> None:
     assert getattr(box, name) is not None
 
 
+def test_a_weight_is_replaced_by_the_verb_for_it_and_comes_back_as_the_same_object() -> None:
+    box, edits = Box(), Edits()
+    old, new = box.weight, nn.Parameter(torch.zeros(3))
+    edits.replace_weight(box, "weight", new)
+    assert box.weight is new
+    assert dict(box.named_parameters())["weight"] is new
+    assert edits.lines() == ["Box.weight"]
+    edits.undo()
+    assert box.weight is old
+    assert old.tolist() == [1.0, 1.0]
+    with pytest.raises(TypeError, match=r"Box\.number is no weight"):
+        edits.replace_weight(box, "number", new)
+
+
+def test_a_weight_that_comes_back_follows_what_was_cast_since() -> None:
+    box, edits = Box(), Edits()
+    old = box.weight
+    edits.replace_weight(box, "weight", nn.Parameter(torch.zeros(3)))
+    box.to(torch.bfloat16)
+    edits.undo()
+    assert box.weight is old
+    assert old.dtype is torch.bfloat16
+
+
+def test_a_copy_of_a_journal_brings_back_a_weight_of_its_own() -> None:
+    box, edits = Box(), Edits()
+    edits.replace_weight(box, "weight", nn.Parameter(torch.zeros(3)))
+    for copied_box, copied in (copy.deepcopy((box, edits)), pickle.loads(pickle.dumps((box, edits)))):
+        copied.undo()
+        assert copied_box.weight.tolist() == [1.0, 1.0]
+        assert isinstance(copied_box.weight, nn.Parameter)
+    assert box.weight.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_weights_are_refused() -> None:
     box = Box()
     with pytest.raises(TypeError, match=r"ctxext never edits weights, and Box\.weight is one"):
