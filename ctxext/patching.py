@@ -89,7 +89,7 @@ class Asked:
 
     method: str | Method
     parameters: dict[str, Any]
-    factor: float | None = None
+    factor: float | int | None = None
     target_length: int | None = None
     trained_length: int | None = None
     sliding_window: str | None = None
