@@ -87,14 +87,14 @@ class SideExtension:
 class Asked:
     """What ``patch`` was asked to do to one model, or to one side of an encoder-decoder; see there."""
 
-    method: str | Method
+    method: Any  # as the user wrote it, like the rest: checked where it is used, with a sentence
     parameters: dict[str, Any]
-    factor: float | None = None
-    target_length: int | None = None
-    trained_length: int | None = None
-    sliding_window: str | None = None
-    scaling: str | None = None
-    attention: str | None = None
+    factor: Any = None
+    target_length: Any = None
+    trained_length: Any = None
+    sliding_window: Any = None
+    scaling: Any = None
+    attention: Any = None
 
 
 def method(name: str, *, factor: float | None = None, **parameters: Any) -> Method:
@@ -218,7 +218,7 @@ def patch(
 
 
 def _asked_of(
-    base: PreTrainedModel, methods: dict[str, str | Method | None], parameters: dict[str, Any], shared: dict[str, Any]
+    base: PreTrainedModel, methods: dict[str, Any], parameters: dict[str, Any], shared: dict[str, Any]
 ) -> Asked | dict[str, Asked]:
     """What is asked of a model, or of each side of an encoder-decoder, from what the user wrote.
 
