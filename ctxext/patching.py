@@ -84,17 +84,17 @@ class SideExtension:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Wanted:
     """What ``patch`` was asked to do to one model, or to one side of an encoder-decoder; see there."""
 
-    method: str | Method
+    method: Any  # as the user wrote it, like the rest: checked where it is used, with a sentence
     parameters: dict[str, Any]
-    factor: float | int | None = None
-    target_length: int | None = None
-    trained_length: int | None = None
-    sliding_window: str | None = None
-    scaling: str | None = None
-    attention: str | None = None
+    factor: Any = None
+    target_length: Any = None
+    trained_length: Any = None
+    sliding_window: Any = None
+    scaling: Any = None
+    attention: Any = None
 
 
 def method(name: str, *, factor: float | None = None, **parameters: Any) -> Method:
@@ -192,7 +192,7 @@ def patch(
         },
     )
     with own_defaults(), Edits() as edits:
-        if isinstance(asked, Asked):
+        if isinstance(asked, Wanted):
             saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
             chosen, request = _resolved(base, asked, saved, edits)
             give_own_config(base, edits)
@@ -218,8 +218,8 @@ def patch(
 
 
 def _asked_of(
-    base: PreTrainedModel, methods: dict[str, str | Method | None], parameters: dict[str, Any], shared: dict[str, Any]
-) -> Asked | dict[str, Asked]:
+    base: PreTrainedModel, methods: dict[str, Any], parameters: dict[str, Any], shared: dict[str, Any]
+) -> Wanted | dict[str, Wanted]:
     """What is asked of a model, or of each side of an encoder-decoder, from what the user wrote.
 
     Raises:
@@ -229,9 +229,16 @@ def _asked_of(
     given = {name: method for name, method in methods.items() if method is not None}
     rotating = sides_of(base)
     named = [name for name in given if name != "method"]
-    if not given or (named and "method" in given):
-        found = ", ".join(f"{name}={method!r}" for name, method in given.items()) or "none"
-        raise InvalidParameterError(f"patch needs a method, or one for the encoder and/or the decoder; found {found}.")
+    if not given:
+        raise InvalidParameterError(
+            "method must be a name or a ctxext method object, found None. (For an encoder-decoder, encoder=... and "
+            "decoder=... may stand in its place.)"
+        )
+    if named and "method" in given:
+        raise InvalidParameterError(
+            f"method={given['method']!r} is for both sides of an encoder-decoder, and {named[0]}={given[named[0]]!r} "
+            f"for one. Give the one or the other."
+        )
     if not rotating:
         if named:
             raise InvalidParameterError(
@@ -243,7 +250,7 @@ def _asked_of(
                 f"{split[0]}={shared[split[0]]!r} says something for each side of an encoder-decoder, and this "
                 f"{base.config.model_type} is none."
             )
-        return Asked(method=given["method"], parameters=parameters, **shared)
+        return Wanted(method=given["method"], parameters=parameters, **shared)
     wanted = {name: given.get(name, given.get("method")) for name in SIDES if name in given or "method" in given}
     if missing := [name for name in wanted if name not in rotating]:
         raise IncompatibleError(
@@ -264,7 +271,7 @@ def _asked_of(
         if own["attention"] is not None and not isinstance(shared["attention"], Mapping) and _rotates(method):
             own["attention"] = None if not all(map(_rotates, wanted.values())) else own["attention"]
         assert method is not None
-        asked[name] = Asked(method=method, parameters={} if isinstance(method, Method) else parameters, **own)
+        asked[name] = Wanted(method=method, parameters={} if isinstance(method, Method) else parameters, **own)
     return asked
 
 
@@ -282,7 +289,7 @@ def _rotates(chosen: Any) -> bool:
 
 
 def _resolved(
-    part: PreTrainedModel, asked: Asked, saved: dict[str, Any] | None, edits: Edits
+    part: PreTrainedModel, asked: Wanted, saved: dict[str, Any] | None, edits: Edits
 ) -> tuple[Method, Request]:
     """The method that is meant, and the rest of what was asked; what ``saved`` extended is taken off."""
     architecture, trained_length = architecture_of(part), asked.trained_length
@@ -306,7 +313,7 @@ def _resolved(
     return chosen, request
 
 
-def _extended_sides(base: PreTrainedModel, asked: dict[str, Asked], edits: Edits) -> dict[str, SideExtension]:
+def _extended_sides(base: PreTrainedModel, asked: dict[str, Wanted], edits: Edits) -> dict[str, SideExtension]:
     """Extend each side of an encoder-decoder as the model that it is."""
     give_own_config(base, edits)
     where = f"the config of this {type(base).__name__}"

@@ -511,7 +511,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    scaling: float | None = None,
+    scaling: Any = None,  # a whole number in some
     dropout: float = 0.0,
     sliding_window: int | None = None,
     ctxext_layout: LayoutMask | None = None,
@@ -524,7 +524,7 @@ def _attention(
             f"{type(module).__name__} was given the attention implementation {ATTENTION!r} without being patched. "
             f"Use ctxext.patch or ctxext.load."
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
     if ctxext_layout is None and mask.window != sliding_window:
         raise IncompatibleError(

@@ -234,8 +234,8 @@ def test_numbers_for_each_side() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({}, InvalidParameterError, "patch needs a method"),
-        ({"method": "yarn", "encoder": "pi"}, InvalidParameterError, "method='yarn', encoder='pi'"),
+        ({}, InvalidParameterError, r"found None.*encoder=.*decoder="),
+        ({"method": "yarn", "encoder": "pi"}, InvalidParameterError, "method='yarn' is for both sides"),
         ({"encoder": "yarn", "factor": {"decoder": 2.0}}, InvalidParameterError, "speaks of 'decoder'"),
         ({"encoder": "yarn"}, InvalidParameterError, "needs to know how far to reach"),
         ({"decoder": "dynamic_ntk", "factor": 2.0}, IncompatibleError, "decoder a method of fixed positions"),
@@ -331,3 +331,29 @@ def test_one_config_for_both_sides_is_refused_by_name() -> None:
     model = tiny_model(tiny_config("moonshine"))
     with pytest.raises(IncompatibleError, match="one and the same config"):
         ctxext.patch(model, "yarn", factor=4.0)
+
+
+@pytest.mark.parametrize("methods", [{"encoder": "yarn", "decoder": "alibi"}, {"encoder": "alibi", "decoder": "yarn"}])
+def test_dia_which_writes_several_tokens_at_each_place(methods: dict[str, str], tmp_path: Path) -> None:
+    """Its decoder's config calls itself an encoder-decoder's, and its encoder counts positions by itself."""
+    crossing = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    config = tiny_config("dia", decoder_config={f"cross_{name}": value for name, value in crossing.items()})
+    model = tiny_model(config)
+    channels, ids = config.decoder_config.num_channels, tokens(90, rows=2)
+    written = torch.randint(5, 100, (2, 80, channels), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+    plain = logits(model, ids, written, attention_mask=mask)
+    ctxext.patch(model, **methods, factor=4.0)
+    extended = logits(model, ids, written, attention_mask=mask)
+    assert not torch.equal(extended, plain)
+    alone = logits(model, ids[1:, :60], written[1:])
+    torch.testing.assert_close(extended[channels:], alone, rtol=1e-3, atol=2e-3 * float(extended.abs().max()))
+    other = written.clone()
+    other[:, 60] = (other[:, 60] + 1) % 100
+    later = logits(model, ids, other, attention_mask=mask)
+    assert torch.equal(later[:, :60], extended[:, :60])
+    model.save_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path)
+    assert torch.equal(logits(loaded, ids, written, attention_mask=mask), extended)
+    assert torch.equal(logits(ctxext.unpatch(model), ids, written, attention_mask=mask), plain)
