@@ -53,7 +53,7 @@ class Layers:
         rotating: layers that rotate queries or keys by the model's rotary modules.
         attending: layers with attention under a mask that transformers makes.
         windowed: those of them that look back over a window or a chunk only.
-        both_ways: those of them in which tokens see others that come after them.
+        both_ways: those that see everything in which tokens see others that come after them.
         failure: why the probe could not run; None where it did. Then nothing is known of the layers.
     """
 
@@ -290,10 +290,13 @@ def _probe_mask(
 ) -> Tensor:
     """Mask function of the name ``ctxext_probe``, in the signature that transformers calls."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, device="meta")
+    if local_size is not None:  # what says where a chunk begins (Llama 4) may be a tensor without data
+        _mark(mask, frozenset({WINDOW}))
+        return mask
     first = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     # Whoever sees further ahead sees the next token too.
     is_ahead = mask_function is not causal_mask_function and bool(mask_function(first, first, first, first + 1).all())
-    _mark(mask, frozenset({FULL if local_size is None else WINDOW, *((AHEAD,) if is_ahead else ())}))
+    _mark(mask, frozenset({FULL, AHEAD} if is_ahead else {FULL}))
     return mask
 
 
