@@ -109,9 +109,8 @@ class Turn:
         if self.interleaved:
             one, other = slice(0, wide, 2), slice(1, wide, 2)
         a, b = x[..., one].to(self.dtype), x[..., other].to(self.dtype)
-        found = a * cos
-        turned[..., one] = found.addcmul_(b, sin, value=-1)
-        turned[..., other] = torch.mul(b, cos, out=found).addcmul_(a, sin)
+        turned[..., one] = (a * cos).addcmul_(b, sin, value=-1)
+        turned[..., other] = (b * cos).addcmul_(a, sin)
         if wide < x.shape[-1]:
             turned[..., wide:] = x[..., wide:]
 

@@ -113,7 +113,7 @@ class RemapAttend:
                 lambda: Turn(
                     where,
                     _rows(positions),
-                    self.inv_freq(positions.device),
+                    layout.memo(("inv_freq", positions.device), lambda: self.inv_freq(positions.device)),
                     interleaved=self.interleaved,
                     dtype=precise,
                 ),

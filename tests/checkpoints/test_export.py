@@ -223,6 +223,14 @@ def test_what_stops_all_rotation_promises_no_length(llama: Path, tmp_path: Path)
     assert found.longest == found.trained_length == TARGET
 
 
+@pytest.mark.parametrize("name", ["self_extend", "rerope"])
+def test_a_refusal_names_the_self_extend_that_llama_cpp_has_itself(llama: Path, name: str) -> None:
+    extended = extended_config(LlamaConfig.from_pretrained(llama), METHODS[name].from_dict({"factor": 2.0}))
+    with pytest.raises(IncompatibleError, match="would write a GGUF without the extension") as refused:
+        export_config(extended, to="llama.cpp")
+    assert ("--grp-attn-n GROUP --grp-attn-w WINDOW" in str(refused.value)) == (name == "self_extend")
+
+
 def test_llama_cpp_attention_factor_is_multiplied_back(llama: Path) -> None:
     method = METHODS["yarn"].from_dict({"factor": 4.0, "attention_factor": 1.3})
     extended = extended_config(LlamaConfig.from_pretrained(llama), method)
