@@ -99,9 +99,10 @@ def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
     config = model.config
     if not isinstance(method, TableMethod):
         names = ", ".join(name for name, cls in METHODS.items() if issubclass(cls, TableMethod))
+        tables = " and ".join(f"{one.positions:,} tokens ({one.name})" for one in twins_of(model).tables)
         raise IncompatibleError(
-            f"This {config.model_type} has learned positions, one vector each, and nothing that method {method.name!r} "
-            f"could change. Methods for it: {names}."
+            f"This {config.model_type} has learned positions, one vector each for {tables}, and nothing that method "
+            f"{method.name!r} could change. Methods for it: {names}."
         )
     for name in ("sliding_window", "attention"):
         if (given := getattr(request, name)) is not None:

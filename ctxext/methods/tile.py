@@ -9,11 +9,11 @@ import torch
 
 from ctxext.methods.base import Rows, TableMethod
 
-__all__ = ["Tile"]
+__all__ = ["Tiling"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile(TableMethod):
+class Tiling(TableMethod):
     """Repeat the learned rows from the first on, as often as it takes.
 
     Pick it for a masked model or an encoder that will be trained on: every row is one that the weights know, texts of

@@ -399,7 +399,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape) if tensor.is_meta else tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
 
 def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bool = False) -> list[Tensor]:

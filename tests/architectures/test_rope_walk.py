@@ -107,7 +107,7 @@ def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: p
     types = model_types("causal")
     assert len(types) > 150
     assert {"llama", "gemma3_text", "deepseek_v3"} <= set(types)
-    line = walk_architectures.walk_safely("gpt2")
+    line = walk_architectures.walk_safely("mamba")
     assert line["outcome"] == "no rope"
 
     def crash(*_: object) -> None:
