@@ -283,14 +283,8 @@ def test_a_checkpoint_saved_extended_says_relative_to_what(tmp_path: Path) -> No
 
 def test_a_model_without_rotation() -> None:
     message = (
-<<<<<<< HEAD
-        "GPT2LMHeadModel (gpt2) has no positions that ctxext can extend: it has learned positions, one vector each for "
-        "64 tokens (transformer.wpe), and no method here makes more of those. Known families: bloom, "
-        "buckets, falcon, mpt, rope."
-=======
         "This gpt2 has learned positions, one vector each for 64 tokens (transformer.wpe.weight), and nothing that "
         "method 'yarn' could change. Methods for it: group, hierarchical, pi, stretch, tile."
->>>>>>> tables
     )
     refused(tiny("gpt2"), IncompatibleError, message, "yarn", factor=4)
 
