@@ -170,14 +170,16 @@ def _notes(
         notes.append(f"Its tables reach differently far: {each}.")
     name = max(lengths, key=lambda one: lengths[one])
     trained = lengths[name]
-    if is_kept(rows[name], trained):
+    if is_kept(rows[name], trained) and not others:
         notes.append(f"Texts of up to {trained:,} tokens are read exactly as before.")
+    elif is_kept(rows[name], trained):
+        notes.append(f"The rows of the first {trained:,} tokens are those that were trained.")
     else:
         notes.append("Short texts are read at other positions than before, too: train before use, or compare.")
     if others:
         notes.append(
-            f"{others[0]} follows from the length too, so that its layers may compute otherwise ({len(others)} such "
-            f"attributes)."
+            f"{others[0]} follows from the length too ({len(others)} such attributes), so that its layers compute "
+            f"otherwise, on short texts as well: compare before use."
         )
     return tuple(notes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import glob
 import inspect
 import io
 import json
@@ -126,12 +127,8 @@ def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
 
 def method_names(incomplete: str) -> list[str]:
     """For shells: every method is a file of its name, so that none needs to be imported."""
-    stems = {file.stem for file in (Path(__file__).parents[1] / "methods").glob("[!_]*.py")} - {
-        "base",
-        "formulas",
-        "remap",
-    }
-    return sorted(stem for stem in stems if stem.startswith(incomplete))
+    files = (Path(__file__).parents[1] / "methods").glob(f"{glob.escape(incomplete)}*.py")
+    return sorted(file.stem for file in files if f'name: ClassVar[str] = "{file.stem}"' in file.read_text("utf-8"))
 
 
 Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]
