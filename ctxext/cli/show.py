@@ -152,6 +152,7 @@ def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...],
         console.print(Text(f"\n{found.description}"))
     console.print("\n[bold]methods[/]: each applied to this model without its weights, then taken back")
     console.print(_verdict_table(found.verdicts))
+    _show_which(found, console)
     if found.exports is None:
         _show_how_to_export(found, checkpoint, console)
         return
@@ -161,6 +162,16 @@ def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...],
             console.print(Text(f"  cannot: {made}"))
         else:
             show_export(made, checkpoint, console)
+
+
+def _show_which(found: Inspection, console: Console) -> None:
+    """Print which method to begin with, where both of those that the measurements favour apply."""
+    extending = {verdict.method for verdict in found.verdicts if verdict.refused is None}
+    if {"self_extend", "yarn"} <= extending:
+        console.print(
+            "Without training begin with self_extend, which leaves texts inside the trained window as they are; only "
+            "ctxext loads it. To train, or for other runtimes, take yarn."
+        )
 
 
 def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) -> None:

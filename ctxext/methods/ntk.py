@@ -16,8 +16,9 @@ __all__ = ["NTK"]
 class NTK(RopeMethod):
     """Raise the base so that the lowest frequency is divided by the factor and the highest stays.
 
-    Pick it without any training for a small factor (about 2): short texts hardly suffer. The frequencies in the middle
-    are stretched by less than the factor, so the window that really works is shorter than the factor promises.
+    Pick it where an older runtime knows nothing but a base, for a small factor (about 2): short texts hardly suffer.
+    The frequencies in the middle are stretched by less than the factor, so the window that really works is shorter than
+    the factor promises.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.

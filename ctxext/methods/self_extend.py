@@ -16,9 +16,9 @@ __all__ = ["SelfExtend"]
 class SelfExtend(RemapMethod):
     """Keep the positions of the nearest tokens; beyond a window, let groups of neighbouring tokens share one.
 
-    Pick it to read further without training: near distances, which carry most of what a text predicts, stay as they
-    are, and far tokens keep their order from group to group. What is lost is the order inside a group. Texts of up to
-    the trained length are read exactly as without it.
+    Pick it first where you will not train: near distances, which carry most of what a text predicts, stay as they are,
+    far tokens keep their order from group to group, and texts of up to the trained length are read exactly as without
+    it. What is lost is the order inside a group. No other runtime loads it.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
