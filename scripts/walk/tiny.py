@@ -97,7 +97,7 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0, loader: Any = None) -> P
         for module in model.modules():
             weight = getattr(module, "weight", None)
             if isinstance(module, nn.Linear | nn.Embedding) and id(weight) not in tied:
-                if isinstance(module, nn.Embedding) and is_sinusoidal(weight):
+                if isinstance(module, nn.Embedding) and not weight.is_meta and is_sinusoidal(weight):
                     continue  # what its class computes is no random weight
                 tied.add(id(weight))
                 weight.normal_(0.0, SPREAD)

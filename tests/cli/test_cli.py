@@ -94,9 +94,10 @@ def test_inspect_extended_by_others(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_inspect_names_what_is_refused(cli: Cli, tmp_path: Path) -> None:
-    from transformers import GPT2Config
+    from transformers import GPTJConfig
 
-    found = json.loads(cli("inspect", config_only(tmp_path / "gpt2", GPT2Config(n_layer=2)), "--json").stdout)
+    small = GPTJConfig(n_layer=1, n_embd=32, n_head=2, rotary_dim=8)
+    found = json.loads(cli("inspect", config_only(tmp_path / "gptj", small), "--json").stdout)
     assert found["positions"] == []
     assert found["no_positions"]
     assert all(verdict["refused"] for verdict in found["verdicts"])

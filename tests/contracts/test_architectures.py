@@ -281,7 +281,7 @@ def test_nothing_global_is_reassigned(method: type[RopeMethod]) -> None:
 
 
 def test_a_model_without_rotary_positions_is_refused_untouched() -> None:
-    model = tiny("gpt2")
+    model = tiny("gptj")
     before = State.of(model, tokens(TRAINED_LENGTH))
     with pytest.raises(IncompatibleError, match="no positions that ctxext can extend"):
         ctxext.patch(model, "yarn", factor=4.0)

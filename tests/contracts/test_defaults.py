@@ -26,7 +26,7 @@ from ctxext.attention import Layout
 from ctxext.attention.flash import token_indices
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.spec import RopeSpec
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._models import FOR_LLAMA, TRAINED_LENGTH, logits, tiny, tokens
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=64)
 SHAPE: dict[str, Any] = {
@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "falcon": lambda: FalconConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=True),
 }
 KINDS = [
-    *(("llama", name) for name in METHODS),
+    *(("llama", name) for name in FOR_LLAMA),
     ("gemma3", "yarn"),
     *((name, method) for name in ("bloom", "mpt", "falcon") for method in ("pi", "alibi")),
 ]
