@@ -11,6 +11,8 @@ from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.passages import BASELINES, PassageReport, PassageResult
 from ctxext.evaluation.report.style import COLOURS, DASHED, NOTE, draw_grid, looks_for, plain_table, saved_figure, say
 
+MARKERS = ("s", "^", "v")  # of the simple ways, which are grey and dashed
+
 __all__ = ["passage_sentences", "save_passage_figure", "show_passages"]
 
 
@@ -86,8 +88,10 @@ def save_passage_figure(report: PassageReport, path: Path) -> None:
 def _draw(axes: Any, reading: PassageResult, colour: str) -> None:
     x = [trial.length for trial in reading.trials]
     y = [trial.accuracy for trial in reading.trials]
+    if reading.reading in BASELINES:
+        marker = MARKERS[BASELINES.index(reading.reading)]
+        axes.plot(x, y, marker=marker, ms=5, lw=1.5, ls=DASHED, color=COLOURS["truncated"], label=reading.label)
+        return
     low, high = zip(*(trial.interval for trial in reading.trials), strict=True)
-    simple = reading.reading in BASELINES
-    own = COLOURS["truncated"] if reading.reading == BASELINES[0] else colour
-    axes.plot(x, y, marker="o", ms=4.5, lw=1.8, ls=DASHED if simple else "-", color=own, label=reading.label)
-    axes.fill_between(x, low, high, color=own, alpha=0.1, lw=0)
+    axes.plot(x, y, marker="o", ms=4.5, lw=1.8, color=colour, label=reading.label)
+    axes.fill_between(x, low, high, color=colour, alpha=0.08, lw=0)

@@ -90,6 +90,10 @@ OF_METHODS = {
     "string": ("#007A87", "#4FC3CF"),
     "dpe": ("#7A3E9D", "#C58FE3"),
     "streaming": ("#5B6770", "#A3B1BB"),
+    "group": ("#B5651D", "#E8A868"),
+    "tile": ("#2E8B57", "#7FCFA0"),
+    "hierarchical": ("#8B2E8B", "#D58FD5"),
+    "stretch": ("#1F5FA8", "#7FB2EA"),
     "nope": ("#A33B2A", "#F08F7A"),
 }
 COLOURS = {name: light for name, (light, _) in OF_METHODS.items()}
