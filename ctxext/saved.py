@@ -15,9 +15,9 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.methods import METHODS, Method, saved_class
 from ctxext.methods.formulas import NEVER
 from ctxext.spec import Extension
-from ctxext.surgery.old_form import drop_old_form, rope_dicts
-from ctxext.surgery.sides import SIDES, part_of_config
-from ctxext.surgery.texts import text_of
+from ctxext.surgery.old_form import drop_old_form, put_old_form, rope_dicts
+from ctxext.surgery.sides import SIDES
+from ctxext.surgery.texts import field_of, part_of_config, text_of
 from ctxext.surgery.windows import is_windowed
 from ctxext.version import __version__
 
@@ -33,7 +33,6 @@ __all__ = [
     "choices",
     "differences",
     "extended_texts",
-    "holder_of",
     "identity",
     "plain_config",
     "refuse_shrinking",
@@ -45,6 +44,7 @@ __all__ = [
     "saved_sides_form",
     "scaling_of",
     "version_of",
+    "with_old_form",
 ]
 
 FORMAT = 1
@@ -251,25 +251,27 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
     )
 
 
-def holder_of(config: Any, name: str) -> tuple[Any, str]:
-    """The part of a config that has the field of this name: in the text part, or where dots in the name say."""
-    place, _, leaf = name.rpartition(".")
-    return (part_of_config(config, place) if place else text_of(config)), leaf
-
-
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
     for text, own in zip(extended_texts(plain), saved_sides(saved).values() or [saved], strict=True):
         drop_old_form(text)
         for name, value in own["original"].items():
-            part, leaf = holder_of(plain, name) if "." in name else (text, name)
+            part, leaf = field_of(plain if "." in name else text, name)  # dots lead through the whole config
             if value is None and leaf in vars(part):
                 delattr(part, leaf)
             elif value is not None:
                 setattr(part, leaf, copy.deepcopy(value))
     del plain.ctxext
     return plain
+
+
+def with_old_form(config: Any) -> Any:
+    """A copy of an extended config for a config.json of its own, with the old form wherever its own class reads it."""
+    copied = copy.deepcopy(config)
+    for text in extended_texts(copied):
+        put_old_form(text)
+    return copied
 
 
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -401,11 +403,10 @@ def already_extended(config: Any) -> str | None:
     """How a config is already extended, in a few words; None where it is plain."""
     saved = getattr(config, "ctxext", None)
     if saved:
-        sides = saved_sides(saved)
-        whole = f"ctxext {saved['method']['method']}, trained_length={saved['trained_length']}" if not sides else ""
-        return whole or "; ".join(
-            f"{name}: ctxext {own['method']['method']}, trained_length={own['trained_length']}"
-            for name, own in sides.items()
+        sides = {f"{name}: ": own for name, own in saved_sides(saved).items()} or {"": saved}
+        return "; ".join(
+            f"{whose}ctxext {own['method']['method']}, trained_length={own['trained_length']}"
+            for whose, own in sides.items()
         )
     scaling = scaling_of(config)
     return None if scaling is None else str(scaling)

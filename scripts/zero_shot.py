@@ -36,11 +36,11 @@ from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_poin
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.passkey import DEPTHS, PasskeyPrompt, make_prompts
+from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.report.style import COLOURS, DASHED, draw_grid, saved_figure
 from ctxext.evaluation.statistics import PairedDifference, block_for, paired_difference
-from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, check_finite, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
 from ctxext.progress import StageBar
 
@@ -54,7 +54,7 @@ METHODS = (
     "dual_chunk",
     "dual_chunk chunk=0.75",
     "string",
-    "dpe",
+    "dpe groups=llama-3-8b",
     "streaming",
     "yarn",
     "dynamic_ntk",
@@ -86,18 +86,6 @@ class Reads(Job):
             )
         check_finite(losses, self.name)
         return Answer({"item": self.document.name}, losses)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Asks(Job):
-    """One reader and one passkey."""
-
-    prompt: PasskeyPrompt
-
-    def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """Whether the key was found."""
-        trial = self.prompt.watched(model, None, self.name, self.cost, progress)
-        return Answer({"item": self.prompt.name, "correct": trial.correct, "loss": trial.loss})
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,19 +131,11 @@ class Study:
             passes=passes,
         )
 
-    def asks(self, reading: Reading, length: int) -> list[Asks]:
+    def asks(self, reading: Reading, length: int) -> list[PromptJob]:
         """The passkeys of one length, one of each depth before the second of any."""
         prompts = make_prompts(self.tokenizer, [length], DEPTHS, trials=self.trials, turning_point=self.point)
-        return [
-            Asks(
-                key=self.model.key([reading.method, reading.fingerprint], prompt=[length, prompt.identity]),
-                cost=prompt.cost(length),
-                reader=Reader(reading, self.model, (length,)),
-                name=f"{reading.label}, {prompt.name}",
-                prompt=prompt,
-            )
-            for prompt in sorted(prompts, key=lambda one: one.seed)
-        ]
+        in_turn = sorted(prompts, key=lambda one: one.seed)
+        return jobs_of([Reader(reading, self.model, (length,))], in_turn)
 
 
 @dataclass(frozen=True)
@@ -202,8 +182,8 @@ class Results:
         found = []
         for reading in reaching(self.methods, length):
             own = self.losses(reading, length)
-            jobs = self.study.asks(reading, length)
-            keys = [[self.lines[job.key]["correct"] for job in jobs if job.prompt.passkey.depth == d] for d in DEPTHS]
+            trials = [self.lines[job.key]["trial"] for job in self.study.asks(reading, length)]
+            keys = [[trial["correct"] for trial in trials if trial["depth"] == depth] for depth in DEPTHS]
             seconds = [
                 self.lines[self.study.reads(reading, length, one).key]["seconds"] for one in self.study.corpus.documents
             ]
@@ -310,7 +290,7 @@ def main(
     lengths = tuple(sorted({reading.reach for reading in methods if reading.reach is not None}))
     corpus = texts.read(checkpoint, tokens=lengths[-1] + 1, whole=True)
     study = Study(model, corpus, lengths, trials, checkpoint.tokenizer, turning_point(checkpoint.model))
-    jobs: list[Reads | Asks] = []
+    jobs: list[Reads | PromptJob] = []
     for length in lengths:
         jobs += [study.reads(one, length, text) for one in (plain, *truncations) for text in corpus.documents]
         jobs += [study.reads(one, length, text) for text in corpus.documents for one in reaching(methods, length)]

@@ -16,7 +16,6 @@ from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.tables import (
     PositionTable,
-    field_of,
     mixed,
     prove,
     replace_tables,
@@ -24,6 +23,7 @@ from ctxext.surgery.tables import (
     unmixed,
     weight_of,
 )
+from ctxext.surgery.texts import field_of
 
 __all__ = ["LearnedTable"]
 

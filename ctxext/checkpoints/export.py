@@ -21,7 +21,6 @@ from ctxext.runtimes.vllm import to_vllm
 from ctxext.saved import (
     already_extended,
     choices,
-    holder_of,
     plain_config,
     rope_dicts,
     saved_extension,
@@ -30,6 +29,7 @@ from ctxext.saved import (
 )
 from ctxext.surgery.old_form import same_rope
 from ctxext.surgery.rope_types import GUARDED_FIELD
+from ctxext.surgery.texts import field_of, text_of
 from ctxext.surgery.windows import is_windowed
 from ctxext.surgery.wrappers import base_model
 
@@ -138,7 +138,7 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
     plain = plain_config(config, saved)
     again = extended_config(plain, saved_method(saved), trust_remote_code=trust_remote_code, **choices(saved))
     for name in saved["original"]:
-        (here, leaf), (there, _) = holder_of(config, name), holder_of(again, name)
+        (here, leaf), (there, _) = (field_of(one if "." in name else text_of(one), name) for one in (config, again))
         found, expected = getattr(here, leaf, None), getattr(there, leaf, None)
         if not same_rope(found, expected):
             raise CheckpointError(

@@ -35,40 +35,30 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
     Returns:
         What was changed, a line each.
     """
-    settings = read_json(path)
-    line = _raised(settings, path.name, trained, target)
-    if line is None:
+    lines = _raised(path, place, trained, target)
+    if not lines:
         shutil.copyfile(path, place)
-        return []
-    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [line]
+    return lines
 
 
 def raise_limits(directory: Path, trained: int, target: int) -> list[str]:
     """Raise what limits the length of texts in the files that already lie beside a model; return a line for each."""
-    lines = []
-    for name in LENGTH_FIELDS:
-        path = directory / name
-        if path.is_file():
-            settings = read_json(path)
-            line = _raised(settings, name, trained, target)
-            if line is not None:
-                path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-                lines.append(line)
-    return lines
+    paths = [directory / name for name in LENGTH_FIELDS]
+    return [line for path in paths if path.is_file() for line in _raised(path, path, trained, target)]
 
 
-def _raised(settings: dict[str, Any], name: str, trained: int | None, target: int | None) -> str | None:
-    """Raise the limit in the contents of a file of this name; say how, or None where it stays."""
-    field = LENGTH_FIELDS[name]
+def _raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:
+    """Write a file with its limit raised to ``place``, and say so in a line; nothing is written where it stays."""
+    settings, field = read_json(path), LENGTH_FIELDS[path.name]
     limit = settings.get(field)
     is_count = isinstance(limit, int | float) and not isinstance(limit, bool)
     if target is None or limit is None or not is_count or limit >= target:
-        return None
+        return []
     if field != "model_max_length" and limit != trained:
-        return None
+        return []
     settings[field] = target
-    return f"{name}: {field} {limit:g} -> {target}"
+    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [f"{path.name}: {field} {limit:g} -> {target}"]
 
 
 def refuse_tokenizer(tokenizer: Any, config: Any) -> None:

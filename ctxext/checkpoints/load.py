@@ -148,7 +148,7 @@ def load(
     if base is not None:
         given = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
         raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
-    config = _read_config(place, loading)
+    written = config = _read_config(place, loading)
     saved = saved_extension(config, place)
     if not has_method:
         if saved is None:
@@ -166,10 +166,10 @@ def load(
         scaling = scaling or {name: one["scaling"] for name, one in sides.items()} or choices(saved)["scaling"]
     asked |= {"attention": attention, "scaling": scaling, "encoder": encoder, "decoder": decoder}
     trusted = bool(loading.get("trust_remote_code", False))
-    if replaces_weights(meta_model(config, auto_class=auto_class, trust_remote_code=trusted)):
-        return patch(_read_model(place, _read_config(place, loading), loading, auto_class), method, **asked, **own)
-    asked |= {"auto_class": auto_class}
-    extended = extended_config(config, method, trust_remote_code=trusted, **asked, **own)
+    model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
+    if replaces_weights(model):
+        return patch(_read_model(place, written, loading, auto_class), method, **asked, **own)
+    extended = patch(model, method, **asked, **own).config
     return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import re
@@ -24,9 +23,9 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
-from ctxext.saved import extended_texts, saved_sides
+from ctxext.saved import extended_texts, with_old_form
 from ctxext.spec import Description
-from ctxext.surgery.old_form import same_rope, with_old_form
+from ctxext.surgery.old_form import same_rope
 
 __all__ = ["Written", "patch_checkpoint"]
 
@@ -204,7 +203,7 @@ def _write_weights(
 def _write_small_files(
     source: Path, target: Path, contents: Contents, extended: Any, description: Description
 ) -> list[str]:
-    (target / "config.json").write_text(_in_old_form_too(extended).to_json_string(use_diff=True), encoding="utf-8")
+    (target / "config.json").write_text(with_old_form(extended).to_json_string(use_diff=True), encoding="utf-8")
     changed = []
     for path in contents.others:
         place = target / path.relative_to(source)
@@ -214,16 +213,6 @@ def _write_small_files(
         else:
             shutil.copyfile(path, place)
     return changed
-
-
-def _in_old_form_too(extended: Any) -> Any:
-    """A copy of an extended config, each part of which that is extended also speaks to older readers."""
-    if not saved_sides(extended.ctxext):
-        return with_old_form(extended)
-    copied = copy.deepcopy(extended)
-    for text in extended_texts(copied):
-        vars(text).update(vars(with_old_form(text)))
-    return copied
 
 
 def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> None:

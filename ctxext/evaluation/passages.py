@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint, checked_device
 from ctxext.evaluation.forward import Progress
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise, split_sentences
-from ctxext.evaluation.provenance import Provenance, Report
-from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
+from ctxext.evaluation.provenance import Provenance, Report, from_json
+from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods, require_reached
 from ctxext.evaluation.statistics import PairedDifference, grouped_difference, wilson_interval
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED
@@ -79,6 +79,7 @@ class Embedder:
 
     checkpoint: Checkpoint
     encoder: Any
+    _of_chunks: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def embed(self, texts: Sequence[str], tokens: int, *, query: bool = False) -> Float[Tensor, "texts size"]:
         """Unit vectors in float32, on the CPU.
@@ -97,6 +98,12 @@ class Embedder:
         finally:
             self.encoder.max_seq_length = before
         return torch.nn.functional.normalize(found.float().cpu(), dim=-1)
+
+    def embed_chunks(self, text: str, window: int) -> Float[Tensor, "chunks size"]:
+        """What the unextended model makes of the pieces of a text; kept, since it is read in more than one way."""
+        if text not in self._of_chunks:
+            self._of_chunks[text] = self.embed(_chunks(self.checkpoint.tokenizer, text, window), window)
+        return self._of_chunks[text]
 
 
 def load_embedder(
@@ -236,7 +243,7 @@ class ShelfJob(Job):
         nearness = []
         for text in shelf.documents:
             if kind in (AVERAGED, NEAREST):
-                chunks = self.embedder.embed(_chunks(self.embedder.checkpoint.tokenizer, text, window), window)
+                chunks = self.embedder.embed_chunks(text, window)
                 whole = torch.nn.functional.normalize(chunks.mean(dim=0), dim=-1)
                 nearness.append(queries @ whole if kind == AVERAGED else (queries @ chunks.T).amax(dim=1))
             else:
@@ -308,12 +315,7 @@ def passage_readers(
     candidates = [reading for reading in readings if not reading.is_reference]
     reaches = {reading.reach for reading in candidates if reading.reach is not None}
     all_lengths = tuple(sorted({*lengths} or {trained, *reaches}))
-    furthest = max(reaches, default=all_lengths[-1])
-    if all_lengths[-1] > furthest:
-        raise InvalidParameterError(
-            f"A length of {all_lengths[-1]:,} tokens is beyond what any method here is patched for: the furthest "
-            f"reaches {furthest:,}. Raise --factor, or ask for a smaller --length."
-        )
+    require_reached(all_lengths[-1], reaches, trained)
     simple = [Reader(Reading(name=name, label=_label(name, trained)), own, all_lengths) for name in BASELINES]
     extended = [
         Reader(one, own, tuple(length for length in all_lengths if length <= (one.reach or 0))) for one in candidates
@@ -455,7 +457,7 @@ def passage_report(survey: Survey[ShelfJob], haystack: str, provenance: Provenan
         PassageResult(
             reader.reading.name,
             reader.reading.label,
-            tuple(PassageTrial(one["length"], tuple(one["depths"]), tuple(one["found"])) for one in trials),
+            tuple(from_json(PassageTrial, one) for one in trials),
         )
         for reader, trials in survey.trials()
     ]
@@ -463,5 +465,5 @@ def passage_report(survey: Survey[ShelfJob], haystack: str, provenance: Provenan
         readings=tuple(readings),
         trained_length=survey.readers[0].readings.trained_length,
         haystack=haystack,
-        provenance=replace(survey.with_extensions(provenance), seed=provenance.seed),
+        provenance=survey.with_extensions(provenance),
     )

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -54,6 +54,7 @@ __all__ = [
     "name_and_parameters",
     "name_for",
     "patched",
+    "require_reached",
 ]
 
 
@@ -150,6 +151,21 @@ def check_reference(checkpoint: Checkpoint, reference: Checkpoint) -> None:
         raise InvalidParameterError(
             f"The reference {reference.name} has another tokenizer than {checkpoint.name}, so that it would read other "
             f"tokens: their losses and answers cannot be compared."
+        )
+
+
+def require_reached(length: int, reaches: Collection[int], trained_length: int) -> None:
+    """Raise ``InvalidParameterError`` for a length, in tokens, beyond the furthest of the reaches, where there are any.
+
+    Args:
+        length: the greatest that is asked for.
+        reaches: of the methods.
+        trained_length: to show.
+    """
+    if reaches and length > max(reaches):
+        raise InvalidParameterError(
+            f"A length of {length:,} tokens is beyond what any method here is patched for: the furthest reaches "
+            f"{max(reaches):,}, trained to {trained_length:,}. Raise --factor, or ask for a smaller --length."
         )
 
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "rope_dicts", "same_rope", "with_old_form", "write_old_form"]
+__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "put_old_form", "rope_dicts", "same_rope", "write_old_form"]
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 
@@ -41,7 +41,7 @@ def write_old_form(config: Any, edits: Edits) -> None:
     """Put the old form beside the new one in the text part of a config that was just extended.
 
     Where the Trainer, which reads the config.json of its checkpoints as one of no type, could not read both, a guard
-    stands there: an older reader then refuses what ``save_pretrained`` writes. ``with_old_form`` has no such reader.
+    stands there: an older reader then refuses what ``save_pretrained`` writes. ``put_old_form`` has no such reader.
     """
     text = text_of(config)
     for name in _consumed(text):  # of an earlier extension, where the config is another model's
@@ -52,13 +52,10 @@ def write_old_form(config: Any, edits: Edits) -> None:
         edits.set_unchecked(text, name, value)
 
 
-def with_old_form(config: Any) -> Any:
-    """A copy of an extended config for a config.json of its own, with the old form wherever its own class reads it."""
-    copied = copy.deepcopy(config)
-    text = text_of(copied)
+def put_old_form(text: Any) -> None:
+    """Put the old form into a text config that is for a config.json of its own, wherever its own class reads it."""
     drop_old_form(text)
     vars(text).update(old_form(text))
-    return copied
 
 
 def drop_old_form(text: Any) -> None:

@@ -26,9 +26,20 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.texts import text_of
 
-__all__ = ["REFUSALS", "RESTORING", "Rebuild", "own_defaults", "restoring", "rotaries", "without_weights"]
+__all__ = ["REFUSALS", "RESTORING", "Rebuild", "own_defaults", "reread", "restoring", "rotaries", "without_weights"]
 
 Scalar = int | float | str | bool | None
+
+
+def reread(config: Any) -> Any:
+    """The config that a reload would read: written to a file, and read back by its class.
+
+    Raises:
+        REFUSALS: where its class does not take what it holds.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        config.to_json_file(Path(directory) / "config.json")
+        return type(config).from_pretrained(directory)
 
 
 class Rebuild:
@@ -52,9 +63,7 @@ class Rebuild:
         drop_old_form(text)
         for name, value in self.fields.items():
             setattr(text, name, copy.deepcopy(value))
-        with tempfile.TemporaryDirectory() as directory:
-            changed.to_json_file(Path(directory) / "config.json")
-            self.config = type(changed).from_pretrained(directory)
+        self.config = reread(changed)
         self.text = text_of(self.config)
 
     @functools.cached_property

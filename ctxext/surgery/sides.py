@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import rotaries
 
-__all__ = ["SIDES", "Side", "part_of_config", "sides_of"]
+__all__ = ["SIDES", "Side", "sides_of"]
 
 SIDES = ("encoder", "decoder")
 
@@ -34,13 +34,6 @@ class Side:
     name: str
     model: PreTrainedModel
     place: str
-
-
-def part_of_config(config: Any, place: str) -> Any:
-    """The part of a config at ``place``, a path of attributes."""
-    for name in place.split("."):
-        config = getattr(config, name)
-    return config
 
 
 def sides_of(model: PreTrainedModel) -> dict[str, Side]:

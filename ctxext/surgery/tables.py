@@ -12,11 +12,9 @@ import copy
 import functools
 import inspect
 import re
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,14 +29,14 @@ from ctxext.methods.base import Rows
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.probe import FAILURES, readers_of
-from ctxext.surgery.rebuild import restoring
+from ctxext.surgery.rebuild import reread, restoring
+from ctxext.surgery.texts import field_of
 from ctxext.surgery.wrappers import is_zero3
 
 __all__ = [
     "Growth",
     "PositionTable",
     "Twins",
-    "field_of",
     "is_sinusoidal",
     "mixed",
     "prove",
@@ -140,20 +138,10 @@ def twin_of(model: PreTrainedModel, fields: dict[str, int], real: Iterable[tuple
     for name, value in fields.items():
         part, leaf = field_of(changed, name)
         setattr(part, leaf, value)
-    with tempfile.TemporaryDirectory() as directory:
-        changed.to_json_file(Path(directory) / "config.json")
-        config = type(changed).from_pretrained(directory)
+    config = reread(changed)
     config._attn_implementation_internal = "eager"
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]), restoring(), _WeightsOnMeta(real):
         return type(model)(config).eval()
-
-
-def field_of(config: Any, name: str) -> tuple[Any, str]:
-    """The part of a config that holds the field of a dotted name, and the field's own name."""
-    *parts, leaf = name.split(".")
-    for part in parts:
-        config = getattr(config, part)
-    return config, leaf
 
 
 def fields_of_positions(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:

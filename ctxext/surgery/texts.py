@@ -1,10 +1,10 @@
-"""The part of a config that says how a model reads text."""
+"""Parts of a config: the one that says how a model reads text, and those that a path leads to."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["text_of"]
+__all__ = ["field_of", "part_of_config", "text_of"]
 
 
 def text_of(config: Any) -> Any:
@@ -15,3 +15,16 @@ def text_of(config: Any) -> Any:
     """
     found = config.get_text_config(decoder=True)
     return config if type(found) is type(config) else found
+
+
+def part_of_config(config: Any, place: str) -> Any:
+    """The part of a config at ``place``, a path of attributes; the config itself for an empty one."""
+    for name in place.split(".") if place else ():
+        config = getattr(config, name)
+    return config
+
+
+def field_of(config: Any, name: str) -> tuple[Any, str]:
+    """The part of a config that holds the field of a dotted name, and the field's own name."""
+    place, _, leaf = name.rpartition(".")
+    return part_of_config(config, place), leaf

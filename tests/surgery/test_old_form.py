@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausa
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.methods import METHODS, RopeMethod
-from ctxext.surgery.old_form import OLD_GUARD, with_old_form
+from ctxext.saved import with_old_form
+from ctxext.surgery.old_form import OLD_GUARD
 from ctxext.surgery.rotary import find_sites
 from tests._models import FOR_LLAMA, RECENT, TRAINED_LENGTH, logits, tiny, tokens
 

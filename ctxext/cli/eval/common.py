@@ -40,6 +40,7 @@ __all__ = [
     "cost_of",
     "first_document",
     "told_on_interrupt",
+    "trials_beside",
 ]
 
 Result = TypeVar("Result", bound=Measurement)
@@ -143,8 +144,7 @@ class RetrievalSession(Session):
             trained_length=asked.trained_length,
             sliding_window=asked.sliding_window,
         )
-        named = results.output
-        self.trials = named[0].with_name(f"{named[0].stem}.trials.jsonl") if named else None
+        self.trials = trials_beside(results)
 
     @property
     def lengths(self) -> list[int]:
@@ -226,6 +226,12 @@ def told_on_interrupt(console: Console, survey: Survey[Any]) -> Iterator[None]:
             f"and kept" + (f" in {place}; run the same command again to go on." if place else ": there is no --output.")
         )
         raise typer.Exit(130) from None
+
+
+def trials_beside(results: OutputOptions) -> Path | None:
+    """The file that keeps finished trials, beside the first output; None where none was named."""
+    named = results.output
+    return named[0].with_name(f"{named[0].stem}.trials.jsonl") if named else None
 
 
 def first_document(text: str | None, split: str | None, column: str | None) -> Document | None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from rich.console import Console
 from typer import Argument, Option
 
-from ctxext.cli.eval.common import amount_of_work, cost_of, first_document, told_on_interrupt
+from ctxext.cli.eval.common import amount_of_work, cost_of, first_document, told_on_interrupt, trials_beside
 from ctxext.cli.options import Column, Factors, Methods, OutputOptions, Seed, Split, Trained, Trust, grouped
 from ctxext.progress import StageBar
-
-if TYPE_CHECKING:
-    from ctxext.evaluation.journal import Journal
 
 __all__ = ["passages"]
 
@@ -55,6 +51,7 @@ def passages(
     [bold]Example[/]: ctxext eval passages all-MiniLM-L6-v2 -m pi -m tile -f 4 -o passages.json -o passages.png
     """
     from ctxext.evaluation.haystack import noise, of_text
+    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.labels import tokens_label
     from ctxext.evaluation.passages import load_embedder, make_shelf, passage_jobs, passage_readers, passage_report
     from ctxext.evaluation.provenance import provenance_of
@@ -78,7 +75,7 @@ def passages(
         "ctxext eval passages",
         embedder.checkpoint,
         passage_jobs(embedder, readers, shelves),
-        journal=_journal(results.output),
+        journal=Journal(trials_beside(results)),
     )
     mine = survey.begin()
     console.print(
@@ -95,10 +92,3 @@ def passages(
     results.write(
         report, show=lambda: show_passages(report, console), draw=lambda path: save_passage_figure(report, path)
     )
-
-
-def _journal(output: list[Path] | None) -> Journal:
-    """What keeps finished parts, beside the first output."""
-    from ctxext.evaluation.journal import Journal
-
-    return Journal(output[0].with_name(f"{output[0].stem}.trials.jsonl") if output else None)

@@ -13,7 +13,7 @@ from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import JUDGED, PasskeyPrompt
-from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal
+from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal, require_reached
 from ctxext.evaluation.statistics import edges_for
 from ctxext.evaluation.survey import Answer, Job, check_finite
 from ctxext.evaluation.truncation import TRUNCATED, tail_losses, tail_passes
@@ -141,11 +141,7 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
     """
     reaches = sorted({reading.reach for reading in readings if reading.reach is not None})
     wanted = sorted({*(lengths or reaches), trained_length})
-    if reaches and wanted[-1] > reaches[-1]:
-        raise InvalidParameterError(
-            f"A length of {wanted[-1]:,} tokens is beyond what any method here is patched for: the furthest "
-            f"reaches {reaches[-1]:,}, trained to {trained_length:,}. Raise --factor, or ask for a smaller --length."
-        )
+    require_reached(wanted[-1], reaches, trained_length)
     if wanted[0] < trained_length or len(wanted) < 2:
         found = ", ".join(f"{length:,}" for length in wanted)
         raise InvalidParameterError(
