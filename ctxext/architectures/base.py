@@ -28,12 +28,10 @@ class Architecture(ABC):
         name: how it is listed.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family that is
             found in another way overrides ``matches`` and has none.
-        replaces_weights: whether an extension replaces weights, so that a checkpoint is more than another config.
     """
 
     name: ClassVar[str]
     decoder_class: ClassVar[type[nn.Module]]
-    replaces_weights: ClassVar[bool] = False
 
     def matches(self, model: PreTrainedModel) -> bool:
         """Whether this family's positions live in ``model``."""
@@ -59,6 +57,10 @@ class Architecture(ABC):
     def why_final(self, model: PreTrainedModel) -> str | None:
         """Why the extension that a model was loaded with cannot be taken off; None where ``revert`` does that."""
         return None
+
+    def replaces_weights(self, model: PreTrainedModel) -> bool:
+        """Whether an extension of ``model`` replaces weights, so that a checkpoint is more than another config."""
+        return False
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         """The weights that an extension of ``model`` replaces, by name."""

@@ -52,7 +52,6 @@ class Sinusoids(Architecture):
     """
 
     name: ClassVar[str] = "sinusoid"
-    replaces_weights: ClassVar[bool] = True
 
     def matches(self, model: PreTrainedModel) -> bool:
         return twins_of(model).has_sinusoids and not rotates_by_table(model)
@@ -124,6 +123,9 @@ class Sinusoids(Architecture):
         table = max(self.tables(model), key=lambda one: _positions(model, one))
         return _formula(model, table).spec(_positions(model, table))
 
+    def replaces_weights(self, model: PreTrainedModel) -> bool:
+        return any(_is_stored(model, name) for growth in twins_of(model).growths for name in growth.tables)
+
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         names = [table.name for table in self.tables(model)]
         return {name: weight_of(model, name) for name in names if _is_stored(model, name)}
@@ -132,11 +134,8 @@ class Sinusoids(Architecture):
 def usable_methods() -> list[str]:
     """Methods, by name, that give one set of frequencies and nothing else, as they are without further parameters."""
     found = [(name, cls.example(ASKED)) for name, cls in METHODS.items() if issubclass(cls, RopeMethod)]
-    return [name for name, method in found if _why_not(method) is None and _scale(method, ASKED) == 1]
-
-
-def _scale(method: RopeMethod, spec: RopeSpec) -> float:
-    return method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale
+    given = [(name, one.frequencies(ASKED, ASKED.trained_length)) for name, one in found if _why_not(one) is None]
+    return [name for name, one in given if one.attention_scale == 1 and one.inv_freq.any()]
 
 
 def _why_not(method: Method) -> str | None:
@@ -147,8 +146,6 @@ def _why_not(method: Method) -> str | None:
         return "gives a token other positions for each key that looks at it, and what is added to a token is one vector"
     if method.dynamic:
         return "follows the length of each text, and the table is one for all"
-    if not method.frequencies(ASKED, ASKED.trained_length).inv_freq.any():
-        return "would add the same vector to every token, and takes rotation away, which there is none of"
     return None
 
 
@@ -202,16 +199,21 @@ def _frequencies(model: PreTrainedModel, method: RopeMethod, site: Site) -> Tens
     Raises:
         IncompatibleError: if the method is more than frequencies.
     """
-    spec = site.formula.spec(site.trained)
-    scale = _scale(method, spec)
-    if scale != 1:
+    spec, kind = site.formula.spec(site.trained), model.config.model_type
+    found = method.frequencies(spec, method.target_length(site.trained))
+    if found.attention_scale != 1:
         raise IncompatibleError(
-            f"Method {method.name!r} also multiplies cos and sin by {scale:.4g}: where queries and keys are rotated, "
-            f"that makes attention sharper. This {model.config.model_type} adds its sinusoids to its input, where it "
+            f"Method {method.name!r} also multiplies cos and sin by {found.attention_scale:.4g}: where queries and "
+            f"keys are rotated, that makes attention sharper. This {kind} adds its sinusoids to its input, where it "
             f"would only be another input. Leave it out, where the method lets you: attention_factor=1.0. Methods "
             f"without it: {', '.join(usable_methods())}."
         )
-    return method.frequencies(spec, method.target_length(site.trained)).inv_freq
+    if not found.inv_freq.any():
+        raise IncompatibleError(
+            f"This {kind} adds sinusoids to its input. Method {method.name!r} would add the same vector to every "
+            f"token, and is for rotation, which there is none of here. Methods for it: {', '.join(usable_methods())}."
+        )
+    return found.inv_freq
 
 
 def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:

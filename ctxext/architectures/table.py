@@ -38,7 +38,6 @@ class LearnedTable(Architecture):
     """
 
     name: ClassVar[str] = "table"
-    replaces_weights: ClassVar[bool] = True
 
     def matches(self, model: PreTrainedModel) -> bool:
         return twins_of(model).has_learned
@@ -90,6 +89,9 @@ class LearnedTable(Architecture):
 
     def why_final(self, model: PreTrainedModel) -> str | None:
         return _old_tables(model, self.tables(model))[1]
+
+    def replaces_weights(self, model: PreTrainedModel) -> bool:
+        return True
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         return {table.name: weight_of(model, table.name) for table in self.tables(model)}

@@ -26,12 +26,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.errors import IncompatibleError, VerificationError
+from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.base import Rows
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.probe import FAILURES, readers_of
 from ctxext.surgery.rebuild import reread, restoring
-from ctxext.surgery.rope_types import GUARD
+from ctxext.surgery.rope_types import without_guard
 from ctxext.surgery.texts import field_of
 from ctxext.surgery.wrappers import is_zero3
 
@@ -221,10 +222,22 @@ class Twins:
         Raises:
             IncompatibleError: as for ``tables``.
         """
-        return self._read_in_order(self._sinusoidal)
+        return self._read_in_order(
+            lambda growth: [one for one in growth.tables | growth.computed if one in self._sinusoidal]
+        )
 
-    def _sinusoidal(self, growth: Growth) -> list[str]:
-        return [name for name in growth.tables | growth.computed if is_sinusoidal(values_of(self, name))]
+    @functools.cached_property
+    def _sinusoidal(self) -> frozenset[str]:
+        """Which of all tables are computed, and not learned."""
+        names = {name for growth in self.growths for name in growth.tables | growth.computed}
+        saved = getattr(self.model.config, "ctxext", None) or {}
+        extending = METHODS.get(saved.get("method", {}).get("method"))
+        if names and extending is not None and issubclass(extending, RopeMethod):
+            # What such an extension was put on; its table may have been trained since, or stand at two frequencies.
+            values = self.made({}, names)
+        else:
+            values = {name: values_of(self, name) for name in names}
+        return frozenset(name for name in names if is_sinusoidal(values[name]))
 
     def _read_in_order(self, names: Callable[[Growth], list[str]]) -> list[PositionTable]:
         found: list[PositionTable] = []
@@ -251,12 +264,12 @@ class Twins:
     @property
     def has_learned(self) -> bool:
         """Whether a row for each position was learned."""
-        return any(not is_sinusoidal(values_of(self, name)) for growth in self.growths for name in growth.tables)
+        return any(name not in self._sinusoidal for growth in self.growths for name in growth.tables)
 
     @property
     def has_sinusoids(self) -> bool:
         """Whether the vector of each position, or part of it, is computed, and none is learned."""
-        return not self.has_learned and any(self._sinusoidal(growth) for growth in self.growths)
+        return not self.has_learned and bool(self._sinusoidal)
 
     def made(self, fields: dict[str, int], names: Iterable[str]) -> dict[str, Tensor]:
         """Tables as the model's class fills them, where the config has other fields.
@@ -284,13 +297,6 @@ def twins_of(model: PreTrainedModel) -> Twins:
         twins = Twins(weakref.ref(model))
         _FOUND[model] = now, twins
     return twins
-
-
-def without_guard(config: Any) -> None:
-    """Take out of a config what only stock code, which must refuse it, is to see."""
-    for name, value in list(vars(config).items()):
-        if value == GUARD:
-            setattr(config, name, config.ctxext["original"][name])
 
 
 def _computed(model: nn.Module) -> dict[str, tuple[int, ...]]:
