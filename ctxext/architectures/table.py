@@ -25,7 +25,7 @@ from ctxext.surgery.tables import (
 )
 from ctxext.surgery.texts import field_of
 
-__all__ = ["LearnedTable"]
+__all__ = ["LearnedTable", "trained_lengths"]
 
 # Configs of GPT-2's time say the length twice; transformers reads the other field, and some other readers this one.
 SAID_TWICE = "n_ctx"
@@ -38,7 +38,6 @@ class LearnedTable(Architecture):
     """
 
     name: ClassVar[str] = "table"
-    replaces_weights: ClassVar[bool] = True
 
     def matches(self, model: PreTrainedModel) -> bool:
         return twins_of(model).has_learned
@@ -61,7 +60,7 @@ class LearnedTable(Architecture):
         _refuse(model, method, request)
         assert isinstance(method, TableMethod)
         tables = self.tables(model)
-        lengths = {table.name: _trained(table, tables, request) for table in tables}
+        lengths = trained_lengths({table.name: table.positions for table in tables}, request)
         targets = {name: method.target_length(length) for name, length in lengths.items()}
         rows = {table.name: method.rows(lengths[table.name], targets[table.name]) for table in tables}
         fields = _fields(model, tables, targets)
@@ -91,6 +90,9 @@ class LearnedTable(Architecture):
     def why_final(self, model: PreTrainedModel) -> str | None:
         return _old_tables(model, self.tables(model))[1]
 
+    def replaces_weights(self, model: PreTrainedModel) -> bool:
+        return True
+
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         return {table.name: weight_of(model, table.name) for table in self.tables(model)}
 
@@ -111,18 +113,26 @@ def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
             )
 
 
-def _trained(table: PositionTable, tables: list[PositionTable], request: Request) -> int:
-    """Rows of a table that the checkpoint was trained for."""
-    known = {one.positions for one in tables}
-    if request.trained_length is None or request.trained_length == max(known):
-        return table.positions
-    if len(known) > 1 or request.trained_length > table.positions:
+def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:
+    """Tokens that each table was trained for, as the user says or else as many as it is for.
+
+    Args:
+        known: by the table's name, tokens that it is for.
+        request: what the user said.
+
+    Raises:
+        InvalidParameterError: if what the user says cannot be.
+    """
+    longest, is_one = max(known.values()), len(set(known.values())) == 1
+    if request.trained_length in (None, longest):
+        return known
+    if not is_one or request.trained_length > longest:
         raise InvalidParameterError(
-            f"trained_length={request.trained_length}: {' and '.join(one.name for one in tables)} have rows for "
-            f"{' and '.join(f'{one.positions:,}' for one in tables)} tokens. Leave trained_length out"
-            f"{'' if len(known) > 1 else ', or give less, if not all of them were trained'}."
+            f"trained_length={request.trained_length}: {' and '.join(known)} have rows for "
+            f"{' and '.join(f'{length:,}' for length in known.values())} tokens. Leave trained_length out"
+            f"{', or give less, if not all of them were trained' if is_one else ''}."
         )
-    return request.trained_length
+    return dict.fromkeys(known, request.trained_length)
 
 
 def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch import nn
 from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
+from ctxext.architectures.sinusoid import Sinusoids, usable_methods
 from ctxext.architectures.table import LearnedTable
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -334,6 +335,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
 
 def _default_names(model: nn.Module) -> list[str]:
     architecture = architecture_of(base_model(model))
+    if isinstance(architecture, Sinusoids):
+        return [name for name in usable_methods() if not _required(METHODS[name])]
     kind: type[Method] = BiasMethod if isinstance(architecture, AlibiArchitecture) else RopeMethod
     if isinstance(architecture, LearnedTable):
         kind = TableMethod
