@@ -28,7 +28,7 @@ from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods.base import Rows
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
-from ctxext.surgery.probe import FAILURES, readers_of
+from ctxext.surgery.probe import FAILURES, WIDTHS, readers_of, reads_an_encoder
 from ctxext.surgery.rebuild import reread, restoring
 from ctxext.surgery.texts import field_of
 from ctxext.surgery.wrappers import is_zero3
@@ -401,13 +401,24 @@ def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bo
     """
     readers = [one for one in readers_of(twin, name) if BOTH_SIDES not in inspect.signature(one.forward).parameters]
     for reader in reversed(readers):  # a whole model first: it may tell its parts which positions
-        watch = _Lookups(twin.get_parameter(name), only_first)
-        behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
-        with behind, torch.inference_mode(False), torch.no_grad(), watch:
-            reader(input_ids=torch.tensor([text]))
-        if watch.asked:
-            return watch.asked
+        for heard in _heard(reader):
+            watch = _Lookups(twin.get_parameter(name), only_first)
+            behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
+            with behind, torch.inference_mode(False), torch.no_grad(), watch:
+                reader(input_ids=torch.tensor([text]), **heard)
+            if watch.asked:
+                return watch.asked
     return []
+
+
+def _heard(reader: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Nothing; and for a decoder that looks at what its encoder says before all else, that, as wide as it may be."""
+    yield {}
+    if reads_an_encoder(reader):
+        config: Any = reader.config
+        parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+        widths = [width for part in parts for name in WIDTHS if (width := getattr(part, name, None))]
+        yield from ({"encoder_hidden_states": torch.zeros(1, 1, width)} for width in dict.fromkeys(widths))
 
 
 def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
