@@ -53,7 +53,7 @@ from scripts.walk.kinds import OTHER, positions_of
 from scripts.walk.pages import coverage as coverage_of
 from scripts.walk.pages import page, summarise, table
 from scripts.walk.special import NOT_ALONE
-from scripts.walk.tiny import KINDS, kind_of, model_types, tiny_config, tiny_model
+from scripts.walk.tiny import KINDS, model_types, tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[1]
 _stock: Stock | None = None
@@ -123,14 +123,11 @@ def _line(model_type: str) -> dict[str, Any]:
 def _forms(model_type: str) -> list[str]:
     """What a type is walked as: an encoder as what it is trained as, and an encoder-decoder on one side and on both."""
     config_class = CONFIG_MAPPING[model_type]
-    first = kind_of(config_class)
     known = [name for name, loader in KINDS.items() if config_class in loader._model_mapping]
-    if first == "causal" and "masked" in known:
-        first = "masked"
     both = [name for name in ("seq2seq", "speech") if name in known]
-    if first in both or not both or not getattr(config_class(), "is_encoder_decoder", False):
-        return [first]
-    return [first, both[0]]
+    if known[0] not in both and both and getattr(config_class(), "is_encoder_decoder", False):
+        return [known[0], both[0]]
+    return ["masked"] if known[0] == "causal" and "masked" in known else known[:1]
 
 
 def _in_form(finding: Finding, kind: str) -> Finding:

@@ -81,7 +81,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_hidden_layers": 3},
     "mamba2": {"hidden_size": 128, "num_heads": 4, "head_dim": 64, "n_groups": 1},
-    "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [32, 96]},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [32, 96]},
     "perceiver": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2, "num_cross_attention_heads": 4},
     "qwen4_exp_text": _INDEXER,  # without them it has linear attention only
     "qwen4_exp": {"text_config": _INDEXER},
