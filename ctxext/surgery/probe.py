@@ -22,7 +22,16 @@ from transformers.masking_utils import causal_mask_function
 
 from ctxext.surgery.rebuild import without_weights
 
-__all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of", "readers_of", "reads_an_encoder"]
+__all__ = [
+    "FAILURES",
+    "WIDTHS",
+    "Layers",
+    "forward_without_data",
+    "look",
+    "reader_of",
+    "readers_of",
+    "reads_an_encoder",
+]
 
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size

@@ -30,7 +30,7 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.base import Rows
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
-from ctxext.surgery.probe import FAILURES, readers_of
+from ctxext.surgery.probe import FAILURES, WIDTHS, readers_of, reads_an_encoder
 from ctxext.surgery.rebuild import reread, restoring
 from ctxext.surgery.rope_types import without_guard
 from ctxext.surgery.texts import field_of
@@ -481,18 +481,28 @@ def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bo
     owner = twin.get_submodule(name.rpartition(".")[0])
     readers = [one for one in readers_of(twin, name) if one is not owner]
     reads_two = [BOTH_SIDES in inspect.signature(one.forward).parameters for one in readers]
+    tokens = torch.tensor([text])
     # A whole model first: it may tell its parts which positions. One that reads two texts only where no part of it
     # reads alone: a decoder may need what the encoder makes.
     for two, reader in sorted(zip(reversed(reads_two), reversed(readers), strict=True), key=lambda pair: pair[0]):
-        texts = {"input_ids": torch.tensor([text])}
-        texts |= {BOTH_SIDES: texts["input_ids"]} if two else {}
-        watch = _Lookups(table_of(twin, name), only_first)
-        behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
-        with behind, torch.inference_mode(False), torch.no_grad(), watch:
-            reader(**texts)
-        if watch.asked:
-            return watch.asked
+        for beside in [{BOTH_SIDES: tokens}] if two else _heard(reader):
+            watch = _Lookups(table_of(twin, name), only_first)
+            behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
+            with behind, torch.inference_mode(False), torch.no_grad(), watch:
+                reader(input_ids=tokens, **beside)
+            if watch.asked:
+                return watch.asked
     return []
+
+
+def _heard(reader: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Nothing; and for a decoder that looks at what its encoder says before all else, that, as wide as it may be."""
+    yield {}
+    if reads_an_encoder(reader):
+        config: Any = reader.config
+        parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+        widths = [width for part in parts for name in WIDTHS if (width := getattr(part, name, None))]
+        yield from ({"encoder_hidden_states": torch.zeros(1, 1, width)} for width in dict.fromkeys(widths))
 
 
 def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
