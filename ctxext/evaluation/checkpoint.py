@@ -87,6 +87,8 @@ def load_checkpoint(
     path = _installed_checkpoint() if source is None else Path(source)
     if source is not None and not path.exists() and (path.is_absolute() or source.startswith(".") or path.suffix):
         raise CheckpointError(f"No checkpoint at {source!r}. Give a directory, a .gguf file or a name on the hub.")
+    if masked and path.suffix == ".gguf":
+        raise CheckpointError(f"{path} cannot be read as a masked language model: GGUF files hold causal ones.")
     place = checked_device(device)
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     try:
@@ -181,7 +183,9 @@ def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[nn.Module,
 def _load(
     source: str, dtype: str, device: torch.device, trust: dict[str, Any], masked: bool = False
 ) -> tuple[nn.Module, Any, str]:
-    if is_adapter(source) and not masked:
+    if is_adapter(source):
+        if masked:
+            raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
         return _load_adapter(source, dtype, device, trust)
     checked_path(source, {})
     config = read_any_config(source, **trust)
