@@ -5,8 +5,8 @@ of what an untrained table lacks, and costs least: the rows that were learned st
 bit, and so does every other weight. With ``tile`` and ``hierarchical``, whose first rows are the learned ones, a text
 that fitted before is read exactly as before.
 
-Source: Zhu et al., arXiv:2404.12096, section 4.3 (the original model is frozen, and the new position embeddings alone
-are trained).
+Source: Zhu et al., arXiv:2404.12096, figure 4 (further tuning: the model and the position vectors that it had are
+frozen, those between or behind them are trained).
 """
 
 from __future__ import annotations
