@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,6 +20,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.tables import (
     PositionTable,
     mixed,
+    places_of,
     prove,
     replace_tables,
     twins_of,
@@ -95,6 +99,18 @@ class LearnedTable(Architecture):
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         return {table.name: weight_of(model, table.name) for table in self.tables(model)}
+
+    def kept_rows(self, model: PreTrainedModel) -> dict[str, Bool[Tensor, " rows"]]:
+        """Which rows of the tables of an extended model are learned ones, as they were before it.
+
+        Those are the rows for padding, and of each learned row the first that is a copy of it: the first
+        ``trained_length`` of ``tile`` and ``hierarchical``, every ``factor``-th of ``pi``.
+        """
+        found = {}
+        for table, trained, _, rows in _made_of(model, self.tables(model)):
+            found[table.name] = torch.arange(table.rows) < table.first
+            found[table.name][table.first + places_of(trained, rows)] = True
+        return found
 
 
 def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
@@ -203,21 +219,31 @@ def is_kept(rows: Rows, trained: int) -> bool:
 
 def _old_tables(model: PreTrainedModel, tables: list[PositionTable]) -> tuple[dict[str, Tensor], str | None]:
     """The tables from before the extension that a model was loaded with, or why they are not to be had."""
-    saved = model.config.ctxext
-    method = saved_class(saved["method"]["method"]).from_dict(saved["method"])
-    assert isinstance(method, TableMethod)
     found: dict[str, Tensor] = {}
-    for table in tables:
-        before = saved["original"][table.field]
-        grown = getattr(*field_of(model.config, table.field)) - before
-        kept = table.positions - grown
-        trained = min(saved["trained_length"], kept)
-        rows = method.rows(trained, table.positions)
+    for table, trained, kept, rows in _made_of(model, tables):
         old = unmixed(weight_of(model, table.name), table.first, trained, rows)
         if old is None or trained != kept:
+            method = _saved_method(model)
             return {}, (
                 f"Its {trained:,} learned rows cannot be read back from the {table.positions:,} that method "
                 f"{method.name!r} (factor {method.factor:g}) made of them. Load the checkpoint from before that."
             )
         found[table.name] = old
     return found, None
+
+
+def _made_of(model: PreTrainedModel, tables: list[PositionTable]) -> Iterator[tuple[PositionTable, int, int, Rows]]:
+    """Each table of an extended model, learned rows that were used and that there were, and what its rows mix."""
+    saved, method = model.config.ctxext, _saved_method(model)
+    for table in tables:
+        grown = getattr(*field_of(model.config, table.field)) - saved["original"][table.field]
+        kept = table.positions - grown
+        trained = min(saved["trained_length"], kept)
+        yield table, trained, kept, method.rows(trained, table.positions)
+
+
+def _saved_method(model: PreTrainedModel) -> TableMethod:
+    saved = model.config.ctxext["method"]
+    method = saved_class(saved["method"]).from_dict(saved)
+    assert isinstance(method, TableMethod)
+    return method

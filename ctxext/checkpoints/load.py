@@ -62,6 +62,7 @@ __all__ = [
     "refuse_lacking",
     "replaces_weights",
     "require_language_model",
+    "require_padding",
     "save",
 ]
 
@@ -417,8 +418,8 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     place = Path(directory)
     if place.exists() and not place.is_dir():
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
-    if tokenizer is not None and counts_from_padding(inner):
-        refuse_tokenizer(tokenizer, inner.config)
+    if tokenizer is not None:
+        require_padding(inner, tokenizer)
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     if adapted is None:
         inner.save_pretrained(directory, **saving)
@@ -437,6 +438,12 @@ def counts_from_padding(model: PreTrainedModel) -> bool:
     if not isinstance(architecture, LearnedTable | Sinusoids):
         return False
     return any(one.skips_padding for one in architecture.tables(model))
+
+
+def require_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Raise ``InvalidParameterError`` for a tokenizer that pads with another token than positions leave out."""
+    if counts_from_padding(model):
+        refuse_tokenizer(tokenizer, model.config)
 
 
 @own_defaults()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -42,6 +42,7 @@ __all__ = [
     "Twins",
     "is_sinusoidal",
     "mixed",
+    "places_of",
     "prove",
     "put_weights",
     "replace_tables",
@@ -525,13 +526,18 @@ def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
 
 def unmixed(table: Tensor, first: int, trained: int, rows: Rows) -> Tensor | None:
     """The rows that ``mixed`` was given, where each can still be read; None where one is in mixtures only."""
+    places = places_of(trained, rows)
+    if len(places) < trained:
+        return None
+    return table.detach()[torch.cat([torch.arange(first), first + places]).to(table.device)]
+
+
+def places_of(trained: int, rows: Rows) -> Int[Tensor, " readable"]:
+    """Where among the new rows each trained one stands first, unmixed; those that are in mixtures only are left out."""
     indices, weights = rows
     dense = torch.zeros(len(indices), trained, dtype=torch.float64).scatter_add_(1, indices, weights)
     whole = (dense == 1) & ((dense != 0).sum(1, keepdim=True) == 1)
-    if not bool(whole.any(0).all()):
-        return None
-    places = torch.cat([torch.arange(first), first + whole.int().argmax(0)])
-    return table.detach()[places.to(table.device)]
+    return whole.int().argmax(0)[whole.any(0)]
 
 
 def replace_tables(
