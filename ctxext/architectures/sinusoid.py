@@ -19,7 +19,16 @@ from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rope_types import GUARD
 from ctxext.surgery.sinusoids import Growing, Sinusoid, remaker_of, sinusoid_of
-from ctxext.surgery.tables import PositionTable, prove, replace_tables, table_of, twins_of, values_of, weight_of
+from ctxext.surgery.tables import (
+    PositionTable,
+    prove,
+    replace_tables,
+    table_of,
+    twin_of,
+    twins_of,
+    values_of,
+    weight_of,
+)
 from ctxext.surgery.texts import field_of
 
 __all__ = ["Sinusoids", "usable_methods"]
@@ -79,14 +88,15 @@ class Sinusoids(Architecture):
         targets = {name: method.target_length(length) for name, length in lengths.items()}
         fields = _fields(model, tables, targets)
         original: dict[str, Any] = {name: getattr(*field_of(model.config, name)) for name in fields}
-        made = twins.made(fields, [table.name for table in tables])
+        has_reserved = any(table.first for table in tables)
+        after = _as_made(model, tables, fields) if has_reserved else twin_of(model, fields)
         new = {
-            name: _recomputed(site, made[name], table_of(model, name), inv_freq[name])
+            name: _recomputed(site, table_of(after, name).detach(), table_of(model, name), inv_freq[name])
             for name, site in zip(lengths, sites, strict=True)
         }
         stored = all(_is_stored(model, table.name) for table in tables)
         guarded = None if stored else _guarded_field(model)
-        after, _ = replace_tables(twins, new, fields, edits)
+        replace_tables(twins, new, fields, edits, after=after)
         prove(after, [table.of_rows(len(new[table.name])) for table in tables])
         for site in sites:
             _go_on(model, site, inv_freq[site.table.name], edits)
@@ -108,9 +118,9 @@ class Sinusoids(Architecture):
     def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
         tables, twins = self.tables(model), twins_of(model)
         fields = {name: original[name] for name in {table.field for table in tables}}
-        plain = twins.made(fields, [table.name for table in tables])
-        old = {name: value.to(table_of(model, name)) for name, value in plain.items()}
-        replace_tables(twins, old, fields, edits)
+        before = _as_made(model, tables, fields)
+        old = {one.name: table_of(before, one.name).detach().to(table_of(model, one.name)) for one in tables}
+        replace_tables(twins, old, fields, edits, after=before)
         for name in original.keys() & set(GUARDED):
             edits.set(model.config, name, original[name])
 
@@ -182,8 +192,8 @@ def _formula(model: PreTrainedModel, table: PositionTable) -> Sinusoid:
     Raises:
         IncompatibleError: if it was by another formula, or something else stands in its place.
     """
-    if table.name in dict(twins_of(model).plain.named_parameters()):
-        weight_of(model, table.name)
+    if any(table.name in growth.tables for growth in twins_of(model).growths):
+        weight_of(model, table.name)  # refuses one that is quantised, sharded or not there
     if (found := sinusoid_of(values_of(twins_of(model), table.name), table.first)) is not None:
         return found
     raise IncompatibleError(
@@ -225,11 +235,23 @@ def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[s
     }
 
 
+def _as_made(model: PreTrainedModel, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
+    """A twin with other fields whose tables are as the model's class fills them."""
+    more = {one.name: fields[one.field] - getattr(*field_of(model.config, one.field)) for one in tables}
+    return twin_of(model, fields, real=[(one.rows + more[one.name], _width(model, one)) for one in tables])
+
+
+def _width(model: PreTrainedModel, table: PositionTable) -> int:
+    return table_of(model, table.name).shape[1]
+
+
 def _recomputed(site: Site, made: Tensor, old: Tensor, inv_freq: Tensor) -> Tensor:
     """A table at other frequencies, rounded once; rows before the first token's are as the model's class makes them."""
     first = site.table.first
     rows = site.formula.rows(first, len(made), inv_freq)
-    return torch.cat([made[:first].to(rows), rows]).to(old.dtype).to(old.device)
+    if first:
+        rows = torch.cat([made[:first].to(rows), rows])
+    return rows.to(old.dtype).to(old.device)
 
 
 def _is_stored(model: PreTrainedModel, name: str) -> bool:

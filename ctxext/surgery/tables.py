@@ -14,7 +14,7 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,7 @@ __all__ = [
     "put_weights",
     "replace_tables",
     "table_of",
+    "twin_of",
     "twins_of",
     "unmixed",
     "values_of",
@@ -58,6 +59,7 @@ FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_len
 NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")
 STEP = 8  # by how much twins differ
 TOKENS = 6  # that a twin reads to show its first row
+LONGEST = 2**14  # tokens that a twin reads: its masks have the square of it
 SINUSOIDAL = 1e-3  # spread along the diagonals of a Gram matrix: at most 3e-6 of sinusoids, at least 0.028 of others
 FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")  # what puts values into weights
 BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
@@ -124,6 +126,8 @@ class _WeightsOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.tensor and not self.real and len(args) == 1 and args[0] == [] and not kwargs:
+            kwargs["device"] = "meta"  # so transformers asks where weights go, and computes none that go nowhere
         if func in (torch.empty, torch.rand, torch.randn) and kwargs.get("device") is None:
             size = args[0] if args and isinstance(args[0], list | tuple) else args
             if tuple(size) not in self.real:
@@ -214,7 +218,9 @@ class Twins:
         Raises:
             IncompatibleError: if there is none, or one of which it cannot be said which rows stand for which positions.
         """
-        return self._read_in_order(lambda growth: list(growth.tables))
+        found = self._read_in_order(lambda growth: list(growth.tables))
+        vars(self).pop("plain", None)  # its buffers may be large
+        return found
 
     @functools.cached_property
     def sinusoids(self) -> list[PositionTable]:
@@ -235,7 +241,8 @@ class Twins:
         extending = METHODS.get(saved.get("method", {}).get("method"))
         if names and extending is not None and issubclass(extending, RopeMethod):
             # What such an extension was put on; its table may have been trained since, or stand at two frequencies.
-            values = self.made({}, names)
+            twin = self.filled(names)
+            values = {name: table_of(twin, name).detach() for name in names}
         else:
             values = {name: values_of(self, name) for name in names}
         return frozenset(name for name in names if is_sinusoidal(values[name]))
@@ -259,7 +266,6 @@ class Twins:
         if not found:
             why = passed_over[0] if passed_over else "no weight grows with a field of its config that counts positions"
             raise IncompatibleError(f"This {kind} has no table of positions that can be made longer: {why}.")
-        vars(self).pop("plain")  # its buffers may be large
         return found
 
     @property
@@ -272,18 +278,11 @@ class Twins:
         """Whether the vector of each position, or part of it, is computed, and none is learned."""
         return not self.has_learned and bool(self._sinusoidal)
 
-    def made(self, fields: dict[str, int], names: Iterable[str]) -> dict[str, Tensor]:
-        """Tables as the model's class fills them, where the config has other fields.
-
-        Args:
-            fields: the other values, by dotted name.
-            names: of weights and buffers.
-        """
-        names = list(names)
-        twin = twin_of(self.model, fields)
-        real = [tuple(table_of(twin, name).shape) for name in names if table_of(twin, name).is_meta]
-        twin = twin_of(self.model, fields, real=real) if real else twin
-        return {name: table_of(twin, name).detach() for name in names}
+    def filled(self, names: Collection[str]) -> PreTrainedModel:
+        """The model as it is, with the tables of these names as its class fills them."""
+        if not any(table_of(self.plain, name).is_meta for name in names):
+            return self.plain
+        return twin_of(self.model, {}, real=[tuple(table_of(self.plain, name).shape) for name in names])
 
 
 # What was found, with what it was found of: many methods are tried on one model, one after the other.
@@ -361,7 +360,7 @@ def values_of(twins: Twins, name: str) -> Tensor:
     weight: Tensor | None = held.get(name)
     if weight is not None and not weight.is_meta and weight.is_floating_point():
         return weight
-    return twins.made({}, [name])[name]
+    return table_of(twins.filled([name]), name).detach()
 
 
 def is_sinusoidal(weight: Tensor) -> bool:
@@ -398,11 +397,12 @@ def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable 
 
 def unread(twin: PreTrainedModel, table: PositionTable) -> str | None:
     """Why a text that fills a table does not read its rows to the last one, None where it does."""
-    asked = lookups(twin, table.name, [table.token] * table.positions, only_first=True)
-    found = asked[0].flatten()[: table.positions].tolist() if asked else []
-    if found == list(range(table.first, table.rows)):
+    length = min(table.positions, LONGEST)
+    asked = lookups(twin, table.name, [table.token] * length, only_first=True)
+    found = asked[0].flatten()[:length].tolist() if asked else []
+    if found == list(range(table.first, table.first + length)):
         return None
-    return f"a text of {table.positions:,} tokens does not read the rows of {table.name} to the last one"
+    return f"a text of {length:,} tokens does not read the rows of {table.name} to the last one"
 
 
 class _Enough(Exception):
@@ -486,11 +486,12 @@ def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bo
     # A whole model first: it may tell its parts which positions. One that reads two texts only where no part of it
     # reads alone: a decoder may need what the encoder makes.
     for two, reader in sorted(zip(reversed(reads_two), reversed(readers), strict=True), key=lambda pair: pair[0]):
-        for beside in [{BOTH_SIDES: tokens}] if two else _heard(reader):
+        both = {"input_ids": tokens[:, -1:].expand(1, TOKENS), BOTH_SIDES: tokens}
+        for texts in [both] if two else ({"input_ids": tokens} | more for more in _heard(reader)):
             watch = _Lookups(table_of(twin, name), only_first)
             behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
             with behind, torch.inference_mode(False), torch.no_grad(), watch:
-                reader(input_ids=tokens, **beside)
+                reader(**texts)
             if watch.asked:
                 return watch.asked
     return []
@@ -541,7 +542,12 @@ def places_of(trained: int, rows: Rows) -> Int[Tensor, " readable"]:
 
 
 def replace_tables(
-    twins: Twins, tables: dict[str, Tensor], fields: dict[str, int], edits: Edits
+    twins: Twins,
+    tables: dict[str, Tensor],
+    fields: dict[str, int],
+    edits: Edits,
+    *,
+    after: PreTrainedModel | None = None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Put other tables into a model, with all that depends on how many rows they have.
 
@@ -550,6 +556,7 @@ def replace_tables(
         tables: the new values of weights and buffers, by name.
         fields: the config fields that go with them, by dotted name.
         edits: the journal.
+        after: the twin with these fields, where it is there already.
 
     Returns:
         A twin of the model as it is then, and attributes of layers that changed with it: they own neither a table nor a
@@ -559,7 +566,8 @@ def replace_tables(
         IncompatibleError: if something that would have to grow is not as the model's class makes it.
         VerificationError: if the model would not have the new tables when it is loaded again.
     """
-    model, before, after = twins.model, twins.plain, twin_of(twins.model, fields)
+    model, before = twins.model, twins.plain
+    after = twin_of(model, fields) if after is None else after
     for name, value in tables.items():
         if (shape := tuple(table_of(after, name).shape)) != tuple(value.shape):
             raise VerificationError(
