@@ -271,6 +271,26 @@ def test_a_saved_extension_is_measured_as_it_was_saved(tmp_path: Path) -> None:
     assert torch.equal(masked_losses(own.model, text).nan_to_num(-1), masked_losses(model, text).nan_to_num(-1))
 
 
+def test_new_rows_that_were_trained_are_measured_and_survive_other_methods(tmp_path: Path) -> None:
+    model = bert()
+    ctxext.patch(model, "hierarchical", factor=2)
+    with torch.no_grad():
+        model.bert.embeddings.position_embeddings.weight[TRAINED:].normal_(0, 0.3)
+    ctxext.save(model, tmp_path / "trained")
+    tokenizer().save_pretrained(tmp_path / "trained")
+    checkpoint = load_checkpoint(str(tmp_path / "trained"), dtype="fp32", masked=True)
+    (text, _) = texts_of(2 * TRAINED)
+    expected = masked_losses(model, text).nan_to_num(-1)
+    readers = masked_readers(checkpoint, methods=["pi"], factors=[2.0])
+    names = [reader.reading.name for reader in readers]
+    assert "as saved" in names
+    for reader in (*readers, *readers):
+        with reader.applied():
+            found = masked_losses(reader.model, text).nan_to_num(-1)
+        assert torch.equal(found, expected) == (reader.reading.name != "pi x2"), reader.reading.name
+    assert torch.equal(masked_losses(checkpoint.model, text).nan_to_num(-1), expected)
+
+
 def test_what_fills_in_no_masked_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack cls\.predictions"):
         load_checkpoint(str(saved(tmp_path / "headless", BertModel)), masked=True)
