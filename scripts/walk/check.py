@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.architectures import find_architecture
+from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method, TableMethod
@@ -206,7 +207,8 @@ def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[
     long, short = text_of_length(3 * TRAINED_LENGTH), text_of_length(3 * TRAINED_LENGTH)
     trained, architecture = TRAINED_LENGTH, find_architecture(model)
     if architecture is None or architecture.replaces_weights:
-        trained = ctxext.describe(model).trained_length or TRAINED_LENGTH
+        said = ctxext.describe(model).trained_length
+        trained = said if said and said > 0 else TRAINED_LENGTH  # XLNet's config says -1
         short, long = text_of_length(trained), text_of_length(int(FACTOR * trained))
     try:
         logits = logits_of(model, short)
@@ -386,9 +388,10 @@ def _spec(model: PreTrainedModel) -> RopeSpec:
     """What examples of methods are made for; any spec will do for a model that is refused anyway."""
     model.config.get_text_config(decoder=True)
     try:
-        if (of_model := getattr(find_architecture(model), "spec", None)) is not None:
-            found: RopeSpec = of_model(model)
-            return found
+        found = find_architecture(model)
+        if hasattr(found, "spec") and not isinstance(found, AlibiArchitecture):
+            spec: RopeSpec = found.spec(model)
+            return spec
         sides = sides_of(model)
         part = next(iter(sides.values())).model if sides else model
         return find_sites(part, TRAINED_LENGTH)[0].spec

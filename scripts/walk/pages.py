@@ -92,17 +92,24 @@ class Reasons:
         return self.numbers.setdefault(said, len(self.numbers) + 1)
 
 
+# What reasons say of one type alone, and what they say of any.
+_GENERAL = (
+    (r"^\w+Error: ", ""),
+    (r" Known families:.*", ""),
+    (r"\b[Mm]ethod '[\w.]+'", "this method"),
+    (r"\b[A-Z]\w*(?:For[A-Z]\w+|LMHeadModel|Model)\b(?: \([\w.-]+\))?", "This model"),
+    (r"\b[A-Z]\w*RotaryEmbedding\b", "its rotary module"),
+    (r"\b[A-Z][A-Za-z0-9]+Config\b", "its config"),
+    (r"\b([Tt]his) [\w-]+_text\b", r"\1 model"),
+)
+
+
 def general(detail: str, model_type: str) -> str:
     """A reason as it would be said of any model."""
-    said = re.sub(r"^\w+Error: ", "", detail).replace("\n", " ").partition(" Known families:")[0]
-    said = re.sub(r"\b[Mm]ethod '[\w.]+'", "this method", said)
-    said = re.sub(
-        r"\b\w+(ForCausalLM|ForMaskedLM|Model|ForConditionalGeneration|LMHeadModel)\b( \([\w.-]+\))?",
-        "This model",
-        said,
-    )
-    said = re.sub(rf"\b{re.escape(model_type)}\w*", "model", said)
-    said = re.sub(r"\b(this|This) [\w-]+_text\b", r"\1 model", said)
+    said = detail.replace("\n", " ")
+    for pattern, general_form in _GENERAL:
+        said = re.sub(pattern, general_form, said)
+    said = re.sub(rf"\b{re.escape(model_type)}\b", "model", said)
     return said if "_" in said.partition(" ")[0] else said[:1].upper() + said[1:]
 
 
