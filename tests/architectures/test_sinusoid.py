@@ -474,7 +474,7 @@ def test_audio_is_left_as_it_is() -> None:
 
 
 def test_a_table_that_is_longer_than_what_was_trained() -> None:
-    """CTRL's checkpoints have rows for 50,000 tokens and were trained on 256."""
+    """Its rows are all computed anew, and its size stays, where the target is not beyond it."""
     model = build("CTRLLMHeadModel", n_positions=128)
     ctxext.patch(model, "pi", factor=2, trained_length=16)
     found = ctxext.describe(model)
