@@ -226,6 +226,8 @@ def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[
         read = logits if long.shape == short.shape else logits_of(model, long)
     except FAILURES:
         read = None
+    if isinstance(architecture, AlibiArchitecture):
+        read = None  # its own ALiBi is what it read before, computed otherwise
     before = State.of(model, short)
     return Case(model, before, long, trained, read, sees_ahead(model, short), stock, folder)
 
