@@ -155,21 +155,25 @@ class Band(Region):
     """Keys that lie at least ``start`` and less than ``stop`` tokens back (None: to the beginning of the text).
 
     Queries before position ``plain_before`` are plain: the band that begins at 0 holds all their keys, others none.
+    For other queries a band leaves out the first ``skip`` keys of the text.
     """
 
     start: int = 0
     stop: int | None = None
     plain_before: int = 0
+    skip: int = 0
 
     def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         back = query - key
         found = back >= self.start
         found = found if self.stop is None else found & (back < self.stop)
+        found = found & (key >= self.skip)
         is_plain = query < self.plain_before
         return torch.where(is_plain, (back >= 0) & (self.start == 0), found)
 
     def __str__(self) -> str:
         late = f" of queries from {self.plain_before:,} on" if self.plain_before else ""
+        late += f", but for the first {self.skip} of the text" if self.skip else ""
         if self.stop is None:
             return f"keys {self.start:,} or more tokens back{late}" if self.start else "all keys"
         found = f"keys less than {self.stop:,} tokens back" + (f", at least {self.start:,}" if self.start else "")
@@ -197,16 +201,21 @@ class Chunks(Region):
 
 @dataclass(frozen=True)
 class Sinks(Region):
-    """The first ``count`` keys of the text, where they lie at least ``start`` tokens back."""
+    """The first ``count`` keys of the text, where they lie at least ``start`` tokens back.
+
+    Queries before position ``plain_before`` have none.
+    """
 
     count: int
     start: int
+    plain_before: int = 0
 
     def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
-        return (key < self.count) & (query - key >= self.start)
+        return (key < self.count) & (query - key >= self.start) & (query >= self.plain_before)
 
     def __str__(self) -> str:
-        return f"the first {self.count} keys, where they lie {self.start:,} or more tokens back"
+        late = f" of queries from {self.plain_before:,} on" if self.plain_before else ""
+        return f"the first {self.count} keys, where they lie {self.start:,} or more tokens back{late}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,11 +226,14 @@ class Piece:
         region: which pairs of a query and a key it is for.
         query: where it puts queries.
         key: where it puts keys.
+        weight: how much each of its keys counts beside those of other pieces, above 0: what multiplies the exponential
+            of its score.
     """
 
     region: Region
     query: PositionMap = PositionMap()
     key: PositionMap = PositionMap()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

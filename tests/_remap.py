@@ -10,7 +10,7 @@ from torch import Tensor
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["ROPE", "by_formula", "dense_attention", "dense_scores", "relative_positions"]
+__all__ = ["ROPE", "by_formula", "dense_attention", "dense_scores", "relative_positions", "weights"]
 
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 
@@ -31,19 +31,42 @@ def relative_positions(method: RemapMethod, rope: RopeSpec, length: int, shown: 
     return found
 
 
+def weights(method: RemapMethod, rope: RopeSpec, length: int) -> Tensor:
+    """``[query, key]``: how much a key counts for a query, 1 where it counts like any other."""
+    places = torch.arange(length)
+    found = torch.ones(length, length, dtype=torch.float64)
+    for piece in method.pieces(rope, length):
+        found[piece.region.holds(places[:, None], places[None])] = piece.weight
+    return found
+
+
 def by_formula(formula: Callable[[int, int], float | None], length: int) -> Tensor:
     """``formula(query, key)`` for every pair with the key not after the query, as ``[query, key]``; None: not seen."""
     rows = [[formula(i, j) if j <= i else None for j in range(length)] for i in range(length)]
     return torch.tensor([[torch.nan if x is None else x for x in row] for row in rows], dtype=torch.float64)
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, inv_freq: Tensor, *, scale: float) -> Tensor:
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    relative: Tensor,
+    inv_freq: Tensor,
+    *,
+    scale: float,
+    weight: Tensor | None = None,
+) -> Tensor:
     """Attention of one row without rotation in q and k, ``[heads, seq, head_dim]``, by ``relative`` positions.
 
     A pair of dimensions in halves is a complex number; the score of a pair of tokens is the real part of
-    ``q * conj(k) * exp(i * relative * frequency)``, summed over the frequencies, plus what does not rotate.
+    ``q * conj(k) * exp(i * relative * frequency)``, summed over the frequencies, plus what does not rotate. The
+    exponential of it is multiplied by ``weight``, ``[query, key]``.
     """
     scores = dense_scores(q, k, relative[-q.shape[1] :], inv_freq, scale=scale)
+    if weight is not None:
+        largest = scores.amax(-1, keepdim=True)
+        counted = (scores - largest).exp() * weight[-q.shape[1] :]
+        return (counted / counted.sum(-1, keepdim=True)) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
     return torch.softmax(scores, -1) @ v.repeat_interleave(q.shape[0] // v.shape[0], 0)
 
 

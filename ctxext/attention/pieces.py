@@ -6,6 +6,8 @@ logarithm of the sum of exponentials of each query's scores; with it, the parts 
 
     lse = log(sum over parts of exp(lse_part))            out = sum over parts of exp(lse_part - lse) * out_part
 
+A piece whose keys count for less than others adds the logarithm of that to ``lse_part``, and costs nothing more.
+
 Regions do not overlap, so the kernels see as many scores as plain causal attention does. Queries and keys arrive
 rotated by the model itself; rotations compose, so a piece turns them on by the *difference* of the two positions, and a
 cache keeps what transformers puts there.
@@ -131,11 +133,17 @@ class Turn:
 
 
 class TurnedPiece(NamedTuple):
-    """A region, and how queries and keys are turned in it; None where they stay as they are."""
+    """A region, how queries and keys are turned in it (None where they stay as they are), and what each key counts."""
 
     region: Region
     query: Turn | None
     key: Turn | None
+    weight: float = 1.0
+
+    @property
+    def bias(self) -> float:
+        """What is added to each score."""
+        return math.log(self.weight)
 
 
 class Part(NamedTuple):
@@ -332,6 +340,9 @@ class _Keys:
         return turned
 
 
+_Grads = tuple[Tensor, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class _Run:
     """What stays the same between the forward and the backward of one call."""
@@ -433,12 +444,17 @@ class _Run:
         return queries
 
     def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        bias = self.pieces[part.piece].bias
         if part.kind == FADING:
             out, lse = self.backend.with_lse(*_flipped(q, k, v), scale=self.scale, causal=True)
-            return out.flip(2), lse.flip(2)
-        return self.backend.with_lse(q, k, v, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+            return out.flip(2), lse.flip(2) + bias
+        out, lse = self.backend.with_lse(q, k, v, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+        return out, (lse + bias if bias else lse)
 
-    def _backward(self, part: Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _backward(self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> _Grads:
+        """A kernel knows the scores without their bias: what it makes weights of them with lacks it too."""
+        bias = self.pieces[part.piece].bias
+        tensors = (q, k, v, out, lse - bias if bias else lse, grad)
         if part.kind == FADING:
             grads = self.backend.gradients(*_flipped(*tensors), scale=self.scale, causal=True)
             return _flipped(*grads)

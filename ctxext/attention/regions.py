@@ -56,7 +56,7 @@ def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[t
         size: queries of a tile, at most; at least 1.
     """
     plain = min((_first_far(region) for region in regions), default=0)
-    borders = {region.plain_before for region in regions if isinstance(region, Band)}
+    borders = {region.plain_before for region in regions if isinstance(region, Band | Sinks)}
     chunks = {region.size for region in regions if isinstance(region, Chunks)}
     bands = [region.stop - region.start for region in regions if isinstance(region, Band) and region.stop is not None]
     at = first
@@ -90,20 +90,22 @@ def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
             yield from _coming(first, stop, low, stop, 0)
         elif chunk >= 0:
             yield from _some(Rectangle((first, stop), (low, (chunk + 1) * region.size), FULL))
+    elif isinstance(region, Sinks) and first < region.plain_before:
+        return
     elif isinstance(region, Sinks):
         yield from _coming(first, stop, 0, region.count, region.start)
     elif isinstance(region, Band) and first < region.plain_before:
         if region.start == 0:
             yield from _coming(first, stop, 0, stop, 0)
     elif isinstance(region, Band):
-        low = 0 if region.stop is None else max(0, stop - region.stop)
-        if region.stop is not None and low > 0:
+        low = region.skip if region.stop is None else max(region.skip, stop - region.stop)
+        if region.stop is not None and low > region.skip:
             if stop - first > region.stop - region.start:
                 raise InvalidParameterError(
                     f"A tile of {stop - first} queries is longer than the {region.stop - region.start} tokens of its "
                     f"band. Cut it by tiles()."
                 )
-            yield from _going(first, stop, low, region.stop)
+            yield from _going(first, stop, low, region.stop, region.skip)
         yield from _coming(first, stop, low, stop - region.start, region.start)
     else:
         raise InvalidParameterError(f"A region must be a Band, Chunks or Sinks, found {type(region).__name__}.")
@@ -120,9 +122,9 @@ def _coming(first: int, stop: int, low: int, high: int, back: int) -> Iterator[R
     yield from _some(Rectangle((last + back, stop), (middle, last), FULL))
 
 
-def _going(first: int, stop: int, high: int, back: int) -> Iterator[Rectangle]:
-    """Keys before ``high`` that queries ``first .. stop`` see as long as they lie less than ``back`` tokens behind."""
-    low = max(0, first - back + 1)  # the first key that the first query sees
+def _going(first: int, stop: int, high: int, back: int, skip: int) -> Iterator[Rectangle]:
+    """Keys ``skip .. high`` that queries ``first .. stop`` see as long as they lie less than ``back`` tokens behind."""
+    low = max(skip, first - back + 1)  # the first key that the first query sees
     turning = low + back - 1  # the last query that sees it
     yield from _some(Rectangle((first, turning), (low, high), FULL))
     yield from _some(Rectangle((turning, high + back - 1), (low, high), FADING))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ctxext.methods.base import require
 from ctxext.methods.remap import RemapMethod, near_and_far, require_reach, tokens_of
-from ctxext.spec import Piece, PositionMap, RopeSpec
+from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
 
 __all__ = ["SelfExtend"]
 
@@ -30,6 +30,12 @@ class SelfExtend(RemapMethod):
             below 1 a share of the trained length. The last positions of the trained window are the least trained: a
             smaller reach, which takes a larger group, serves finding single things far back. With ``group`` left out
             only.
+        thinning: by how much the tokens of a far group count for less than near ones, since so many of them stand where
+            the model has seen one each: a token counts for group^-thinning. From 0 (each for one, as the authors have
+            it) to 1 (a whole group for one). More of it serves the prediction of ordinary text, the more the longer a
+            text is; less of it serves finding single things far back.
+        sinks: how many of the first tokens of a text count for one all the same, at least 0: on them rests the
+            attention that a model has no use for (Xiao et al., arXiv:2309.17453).
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
             are read exactly as without it; else only texts of ``window`` tokens are. The authors do not have it.
 
@@ -46,12 +52,18 @@ class SelfExtend(RemapMethod):
     window: float = 0.5
     group: int | None = None
     reach: float | None = None
+    thinning: float = 0.5
+    sinks: int = 4
     exact: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = self.group is None or (type(self.group) is int and self.group >= 1)
         require(given, "group", self.group, "a whole number of tokens, at least 1")
+        require(0 <= self.thinning <= 1, "thinning", self.thinning, "from 0 to 1")
+        require(
+            type(self.sinks) is int and self.sinks >= 0, "sinks", self.sinks, "a whole number of tokens, at least 0"
+        )
         require(self.group is None or self.reach is None, "reach", self.reach, "left out where group is given")
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
@@ -66,8 +78,13 @@ class SelfExtend(RemapMethod):
         assert group is not None
         offset = float(window - window // group)
         near, far = near_and_far(window, rope, exact=self.exact)
-        query = PositionMap(group=group, offset=offset)
-        return (Piece(region=near), Piece(region=far, query=query, key=PositionMap(group=group)))
+        query, key = PositionMap(group=group, offset=offset), PositionMap(group=group)
+        if self.thinning == 0 or group == 1:
+            return (Piece(region=near), Piece(region=far, query=query, key=key))
+        first = Sinks(self.sinks, window, far.plain_before)
+        whole = (Piece(region=first, query=query, key=key),) if self.sinks else ()
+        rest = replace(far, skip=self.sinks)
+        return (Piece(region=near), *whole, Piece(region=rest, query=query, key=key, weight=group**-self.thinning))
 
 
 def largest_relative_position(length: int, window: int, group: int) -> int:

@@ -120,7 +120,10 @@ class RemapAttend:
             )
 
         pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
-        return tuple(TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key)) for piece in pieces)
+        return tuple(
+            TurnedPiece(piece.region, turn("query", piece.query), turn("key", piece.key), piece.weight)
+            for piece in pieces
+        )
 
     def inv_freq(self, device: torch.device) -> Tensor:
         """The frequencies that the model rotates by, float64, radians per token."""
@@ -132,7 +135,8 @@ def in_words(piece: Piece) -> str:
     """Which keys a piece is for, and where they and their queries stand."""
     if piece.query.changes_nothing and piece.key.changes_nothing:
         return f"{piece.region}, at their own positions"
-    return f"{piece.region}: queries at {_place('i', piece.query)}, keys at {_place('j', piece.key)}"
+    counted = "" if piece.weight == 1 else f", each key counting as {piece.weight:.4g} of one"
+    return f"{piece.region}: queries at {_place('i', piece.query)}, keys at {_place('j', piece.key)}{counted}"
 
 
 def _place(token: str, where: PositionMap) -> str:

@@ -16,7 +16,7 @@ from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Piece, PositionMap
-from tests._remap import ROPE, dense_attention, dense_scores, relative_positions
+from tests._remap import ROPE, dense_attention, dense_scores, relative_positions, weights
 
 LENGTH = 203
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 12
@@ -68,7 +68,8 @@ def _turned(piece: Piece, layout: Layout, dtype: torch.dtype, made: dict[object,
             made[key] = Turn(where, positions, INV_FREQ, interleaved=False, dtype=dtype)
         return made[key]
 
-    return TurnedPiece(piece.region, turn(piece.query, layout.query_positions), turn(piece.key, layout.key_positions))
+    query, key = turn(piece.query, layout.query_positions), turn(piece.key, layout.key_positions)
+    return TurnedPiece(piece.region, query, key, piece.weight)
 
 
 def _pieces(method: RemapMethod, layout: Layout, dtype: torch.dtype) -> list[TurnedPiece]:
@@ -97,13 +98,14 @@ def _tensors(layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Row by row and document by document, from relative positions written out pair by pair."""
     longest = int(layout.key_positions.max()) + 1
-    relative = relative_positions(method, ROPE, longest) if longest <= 256 else relative_positions(method, ROPE, 256)
+    relative, weight = (written(method, ROPE, min(longest, 256)) for written in (relative_positions, weights))
     rows = []
     for row in range(layout.batch):
         places, keys = layout.query_positions[row], layout.key_positions[row]
         apart = relative[places][:, keys].masked_fill(~layout.visible()[row, :, :, None], torch.nan)
         seen = ~apart[..., 0].isnan().all(-1)
-        out = dense_attention(q[row][:, seen], k[row], v[row], apart[seen], INV_FREQ, scale=SCALE)
+        counted = weight[places][:, keys][seen]
+        out = dense_attention(q[row][:, seen], k[row], v[row], apart[seen], INV_FREQ, scale=SCALE, weight=counted)
         rows.append(torch.zeros_like(q[row]).index_copy(1, seen.nonzero()[:, 0], out))
     return torch.stack(rows)
 

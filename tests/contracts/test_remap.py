@@ -21,7 +21,7 @@ from ctxext.methods import METHODS, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
-from tests._remap import dense_attention, relative_positions
+from tests._remap import dense_attention, relative_positions, weights
 
 REMAPS = {name: cls for name, cls in METHODS.items() if issubclass(cls, RemapMethod)}
 # Of each structure one: halves with grouped keys, interleaved and partial, partial halves, norms of queries and keys.
@@ -105,7 +105,8 @@ def test_a_patched_model_attends_by_the_relative_positions_of_its_method(
         in_halves(unrotated(seen[part][0], inv_freq, attend.interleaved), inv_freq, attend.interleaved) for part in "qk"
     ]
     relative = relative_positions(method, rope, target(method))[:length, :length]
-    wanted = dense_attention(*plain, seen["v"][0], relative, inv_freq, scale=float(seen["scale"]))
+    weight = weights(method, rope, target(method))[:length, :length]
+    wanted = dense_attention(*plain, seen["v"][0], relative, inv_freq, scale=float(seen["scale"]), weight=weight)
     assert error(seen["out"][0], wanted) < EXACT * float(wanted.abs().max())
 
 
@@ -212,6 +213,7 @@ def test_gradients_are_those_of_dense_attention(cls: type[RemapMethod], monkeypa
     ids = tokens(length)
     rope = spec_of(model)
     relative = relative_positions(method, rope, target(method))[:length, :length]
+    weight = weights(method, rope, target(method))[:length, :length]
 
     def gradients() -> list[Tensor]:
         model.zero_grad()
@@ -228,7 +230,7 @@ def test_gradients_are_those_of_dense_attention(cls: type[RemapMethod], monkeypa
             q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float, inv_freq: Tensor = inv_freq, **__: Any
         ) -> Tensor:
             plain = [unrotated(x[0], inv_freq, False) for x in (q, k)]
-            return dense_attention(*plain, v[0], relative, inv_freq, scale=scale)[None]
+            return dense_attention(*plain, v[0], relative, inv_freq, scale=scale, weight=weight)[None]
 
         monkeypatch.setitem(vars(layer), "_ctxext_attend", dense)
     wanted = gradients()
@@ -265,7 +267,11 @@ def test_describe_shows_the_pieces_in_words() -> None:
     said = str(ctxext.describe(ctxext.patch(tiny(), "self_extend", factor=2, window=32)))
     assert "Texts of up to 64 tokens are read as without the extension." in said
     assert "keys less than 32 tokens back, and all keys of queries before 64, at their own positions" in said
-    assert "keys 32 or more tokens back of queries from 64 on: queries at i // 4 + 24, keys at j // 4" in said
+    assert (
+        "the first 4 keys, where they lie 32 or more tokens back of queries from 64 on: queries at i // 4 + 24" in said
+    )
+    far = "keys 32 or more tokens back of queries from 64 on, but for the first 4 of the text"
+    assert f"{far}: queries at i // 4 + 24, keys at j // 4, each key counting as 0.5 of one" in said
 
 
 def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:

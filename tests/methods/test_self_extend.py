@@ -8,7 +8,7 @@ import torch
 from ctxext.errors import InvalidParameterError
 from ctxext.methods import SelfExtend
 from ctxext.methods.self_extend import largest_relative_position, longest_text, smallest_group
-from tests._remap import ROPE, by_formula, relative_positions
+from tests._remap import ROPE, by_formula, relative_positions, weights
 
 
 @pytest.mark.parametrize(("window", "group"), [(24, 4), (23, 5), (8, 7), (63, 3), (16, 1)])
@@ -54,6 +54,22 @@ def test_a_group_that_does_not_divide_the_window_is_rounded_as_in_decoding() -> 
     assert far.query.offset == 33 - 33 // 5 != 33 - 33 / 5
 
 
+def test_a_token_of_a_far_group_counts_for_less_but_the_first_ones_of_a_text() -> None:
+    near, sinks, far = SelfExtend(factor=2, window=16, group=4, thinning=0.5, sinks=2).pieces(ROPE, 128)
+    assert (near.weight, sinks.weight, far.weight) == (1, 1, 0.5)
+    assert (sinks.query, sinks.key) == (far.query, far.key)
+    counted = weights(SelfExtend(factor=2, window=16, group=4, thinning=1.0, sinks=2), ROPE, 128)
+    wanted = by_formula(lambda i, j: 1 if i < 64 or i - j < 16 or j < 2 else 1 / 4, 128)
+    assert torch.equal(counted.tril(), wanted.nan_to_num(0))
+
+
+def test_the_authors_let_every_token_count_for_one() -> None:
+    near, far = SelfExtend(factor=2, window=16, group=4, thinning=0).pieces(ROPE, 128)
+    assert near.weight == far.weight == 1
+    alone = SelfExtend(factor=2, window=16, group=4, sinks=0).pieces(ROPE, 128)
+    assert [piece.weight for piece in alone] == [1, 0.5], "no piece for no tokens"
+
+
 def test_shares_of_the_trained_length_are_tokens() -> None:
     assert SelfExtend(factor=2, window=0.5).pieces(ROPE, 128) == SelfExtend(factor=2, window=32).pieces(ROPE, 128)
     shares = SelfExtend(factor=2, window=0.25, reach=0.75).pieces(ROPE, 128)
@@ -93,3 +109,10 @@ def test_group_and_reach_contradict_each_other() -> None:
         SelfExtend(factor=2, group=4, reach=32)
     with pytest.raises(InvalidParameterError, match="group must be a whole number"):
         SelfExtend(factor=2, group=0)
+
+
+def test_what_counts_for_less_than_nothing_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="thinning must be from 0 to 1, found -1"):
+        SelfExtend(factor=2, thinning=-1)
+    with pytest.raises(InvalidParameterError, match=r"sinks must be a whole number of tokens, at least 0, found 1\.5"):
+        SelfExtend(factor=2, sinks=1.5)  # type: ignore[arg-type]
