@@ -118,13 +118,15 @@ class Entrant:
         slow: the frequencies, in radians per token, of the dimensions that did not complete a turn in training, and
             whose positions beyond the window are new therefore; None where what a method does inside the window says
             nothing about what it does beyond: its positions follow the length, or are remapped.
-        far: how far what they are divided by is from the factor asked for, as a logarithm.
+        stretch: what they are divided by, as a geometric mean.
+        far: how far that is from the factor asked for, as a logarithm.
         dynamic: whether a text inside the window has positions of its own, which a pass over a longer one does not
             show.
     """
 
     name: str
     slow: Float[Tensor, " slow"] | None = None
+    stretch: float = 1.0
     far: float = 0.0
     dynamic: bool = False
 
@@ -159,6 +161,6 @@ def entrant(name: str, method: Method, rope: RopeSpec, length: int) -> Entrant:
     found = method.frequencies(rope, length).inv_freq
     if not is_new.any():  # every dimension turned in training: the slowest one stands for what is new
         is_new[plain.argmin()] = True
-    divisors = (plain / found)[is_new].log()
-    far = abs(divisors.mean().item() - math.log(length / rope.trained_length))
-    return Entrant(name=name, slow=found[is_new], far=far)
+    stretch = (plain / found)[is_new].log().mean().exp().item()
+    far = abs(math.log(stretch / (length / rope.trained_length)))
+    return Entrant(name=name, slow=found[is_new], stretch=stretch, far=far)

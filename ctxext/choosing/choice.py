@@ -134,11 +134,14 @@ class Candidate:
         reading: its name, method and fingerprint.
         course: through the race.
         twins: names of others that read the target just as it does, and were not read themselves.
+        stretch: what it divides the frequencies by that are new beyond the window; None where a short text says nothing
+            about it.
     """
 
     reading: Reading
     course: Course
     twins: tuple[str, ...] = ()
+    stretch: float | None = None
 
     @property
     def method(self) -> Method:
@@ -289,6 +292,7 @@ class Choice:
             row: dict[str, Any] = {
                 "candidate": one.reading.name,
                 "label": one.label,
+                "stretch": "" if one.stretch is None else one.stretch,
                 "fingerprint": one.reading.fingerprint,
                 "rung": course.rung,
                 "dropped": course.dropped,

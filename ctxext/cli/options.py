@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_type_hints, runtime_checkable
 
 import typer
 from rich.console import Console
@@ -323,6 +323,9 @@ class OutputOptions:
     as_json: Json = False
     as_csv: bool = option("Print one row per number, for spreadsheets.", "--csv", default=False)
 
+    pages: ClassVar[tuple[str, ...]] = ()
+    """Endings of files that the command itself writes, beside pictures."""
+
     @property
     def to_stdout(self) -> bool:
         """Whether standard output is for a program, so that nothing else may be printed there."""
@@ -341,7 +344,7 @@ class OutputOptions:
                 "--json and --csv both print to standard output; give one, the other with -o FILE."
             )
         for path in self.output or ():
-            check_output(path, picture=path.suffix not in FORMS)
+            check_output(path, picture=path.suffix not in (*FORMS, *self.pages))
 
     def write(self, result: Measurement, *, show: Callable[[], None], draw: Callable[[Path], None]) -> None:
         """Print and write a result; each file appears whole or not at all.

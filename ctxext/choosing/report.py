@@ -1,0 +1,245 @@
+"""A choice in a terminal, as a page of Markdown, and as a figure of the race."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ctxext.choosing.choice import Candidate, Choice
+from ctxext.choosing.race import INSIDE
+from ctxext.choosing.sentences import duration, sentences
+from ctxext.evaluation.labels import few_of, tokens_label
+from ctxext.evaluation.report.style import (
+    COLOURS,
+    DASHED,
+    INK,
+    NOTE,
+    OTHERS,
+    draw_grid,
+    plain_table,
+    saved_figure,
+    say,
+)
+from ctxext.evaluation.statistics import PairedDifference
+
+__all__ = ["page", "save_race_figure", "show_choice"]
+
+NONE = "\N{EN DASH}"
+CHOSEN, LEFT = COLOURS["yarn"], "#B5B5B5"
+# Rows of the terminal's table: more are in the files.
+SHOWN = 12
+
+
+def show_choice(choice: Choice, console: Console) -> None:
+    """Print those that came furthest, and everything that has to be said."""
+    header, rows = _table(choice)
+    shown = rows[:SHOWN]
+    console.print("\nLoss minus that of YaRN as published, nats per token ± standard error, on what each has read\n")
+    console.print(plain_table(header, shown, {choice.candidate(choice.name).label: "bold"}))
+    if len(rows) > len(shown):
+        console.print(f"\n{len(rows) - len(shown)} more did not get as far; -o FILE.md lists them.", style="dim")
+    say(console, sentences(choice))
+
+
+def page(choice: Choice, figure: str | None = None) -> str:
+    """One page of Markdown with all that was found.
+
+    Args:
+        choice: what to tell of.
+        figure: a picture of the race to show, by its name beside the page; None for none.
+    """
+    title = f"# {choice.provenance['checkpoint']} to {tokens_label(choice.target_length)} tokens"
+    first, *rest = sentences(choice)
+    told = [title, f"**{first}**", *(f"- {one}" for one in rest)]
+    picture = [f"![The race]({figure})"] if figure else []
+    header, rows = _table(choice)
+    facts = [f"| {name} | {value} |" for name, value in _facts(choice).items()]
+    runtimes = [f"| {one.name} | {'yes' if one.exact else 'no'} | `{one.says}` |" for one in choice.runtimes]
+    parts = [
+        told[0],
+        told[1],
+        "\n".join(told[2:]),
+        *picture,
+        "## The race",
+        "Loss minus that of YaRN as published, in nats per token ± standard error, on what each has read. What was "
+        "only left behind was not shown to be worse: the budget did not last for it.",
+        _markdown(header, rows),
+        "## Who can load it",
+        "\n".join(["| runtime | computes the same | how, or why not |", "|---|---|---|", *runtimes]),
+        "## What it was measured on",
+        "\n".join(["| | |", "|---|---|", *facts]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(choice: Choice) -> tuple[list[str], list[list[str]]]:
+    """Candidates, those that came furthest first."""
+    header = ["", "inside the window", "beyond", "keys", "came to"]
+    places = {name: place for place, name in enumerate(choice.finish.finalists)}
+    rungs = {"more": 0, "whole": 1, "inside": 2}
+
+    def place(one: Candidate) -> tuple[int, int, bool, float]:
+        course = one.course
+        gap = course.beyond or course.inside
+        mean = 0.0 if gap is None else gap.mean
+        finalist = places.get(one.reading.name, len(places))
+        return finalist, rungs[course.rung], bool(course.worse_by), mean
+
+    rows = []
+    for one in sorted(choice.candidates, key=place):
+        course = one.course
+        keys = " ".join(f"{loss:.2f}" for loss in course.keys) or NONE
+        rows.append([one.label, _gap(course.inside), _gap(course.beyond), keys, _fate(choice, one)])
+    return header, rows
+
+
+def _fate(choice: Choice, one: Candidate) -> str:
+    course = one.course
+    if one.reading.name == choice.name:
+        return "chosen"
+    if not course.dropped:
+        return "finalist"
+    if course.worse_by is None:
+        return course.dropped
+    by = choice.candidate(course.by).label
+    return f"{course.dropped}: {course.worse_by} against {by}"
+
+
+def _gap(gap: PairedDifference | None) -> str:
+    return NONE if gap is None else str(gap)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)])
+
+
+def _facts(choice: Choice) -> dict[str, str]:
+    found, sizes, spent = choice.provenance, choice.sizes, choice.spent
+    return {
+        "Checkpoint": f"{found['checkpoint']}, sha256 {found['checkpoint_sha256']}",
+        "Trained length": f"{choice.trained_length:,} tokens",
+        "Texts": f"{few_of(found['documents'])}; sha256 {found['corpus_sha256']}",
+        "Chosen on": few_of(choice.texts),
+        "Judged on": f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
+        "Race": f"{len(choice.candidates)} candidates; {sizes.whole} of them and YaRN as published on {sizes.first} "
+        f"whole texts; {sizes.finalists} on {sizes.texts}, with {sizes.keys} hidden keys",
+        "Seed": str(found["seed"]),
+        "Spent": f"{spent.passes:.1f} passes, {duration(spent.seconds)}; budget {spent.budget or 'none'}",
+        "dtype": found["dtype"],
+        "Device": f"{found['device']}; {found['machine']}",
+        "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        "Not entered": "; ".join(f"{one.label}: {one.reason}" for one in choice.refusals) or "none",
+        "Command": f"`{found['command']}`",
+        "Date": found["date"],
+    }
+
+
+def save_race_figure(choice: Choice, path: Path) -> None:
+    """Draw the race from left to right: inside the window, beyond it, and the verdict on other texts.
+
+    Raises:
+        InvalidParameterError: matplotlib is not installed.
+    """
+    looks = _finalists(choice)
+    title = f"{choice.provenance['checkpoint']}, {tokens_label(choice.trained_length)} to "
+    title += f"{tokens_label(choice.target_length)} tokens: {choice.candidate(choice.name).label}"
+    with saved_figure(path, (13.0, 5.6), title) as figure:
+        inside, beyond, verdict = figure.subplots(1, 3, width_ratios=(1, 1.35, 1.15))
+        _draw_inside(inside, choice, looks)
+        _draw_beyond(beyond, choice, looks)
+        _draw_verdict(verdict, choice)
+        handles, labels = beyond.get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor="linecolor"
+        )
+
+
+def _finalists(choice: Choice) -> dict[str, str]:
+    """A colour for each finalist and for whoever the verdict is about; the others are grey."""
+    names = dict.fromkeys([choice.name, *choice.finish.finalists, choice.finish.runner_up])
+    others = itertools.cycle(OTHERS)
+    colours = {choice.usual: COLOURS["truncated"]}
+    for name in names:
+        if name and name != choice.usual:
+            colours[name] = CHOSEN if name == choice.name else next(others)
+    return colours
+
+
+def _draw_inside(axes: Any, choice: Choice, looks: dict[str, str]) -> None:
+    """Each candidate by how far it stretches and what it costs inside the window."""
+    axes.axhline(0, color=COLOURS["truncated"], lw=1.2, ls=DASHED, zorder=2)
+    kinds: dict[str, list[tuple[float, float]]] = {"dropped": [], "went on": []}
+    for one in choice.candidates:
+        if one.stretch is None or (one.course.inside is None and one.reading.name != choice.usual):
+            continue
+        mean = 0.0 if one.course.inside is None else one.course.inside.mean
+        if one.reading.name in looks:
+            axes.plot(one.stretch, mean, "o", ms=8, color=looks[one.reading.name], zorder=4)
+        else:
+            kinds["dropped" if one.course.rung == INSIDE else "went on"].append((one.stretch, mean))
+    for kind, marker, colour in (("dropped", "x", LEFT), ("went on", "o", NOTE)):
+        if kinds[kind]:
+            axes.plot(*zip(*kinds[kind], strict=True), marker, ms=5, color=colour, label=kind, zorder=3)
+    axes.set_xlabel("what slow frequencies are divided by")
+    axes.set_ylabel("loss minus that of YaRN as published, nats")
+    axes.margins(x=0.08, y=0.12)
+    axes.legend(frameon=False, fontsize=9, loc="best", labelcolor=INK, handletextpad=0.2)
+    draw_grid(axes, f"1  Inside the window, {len(choice.candidates)} candidates")
+
+
+def _draw_beyond(axes: Any, choice: Choice, looks: dict[str, str]) -> None:
+    """Running means beyond the window: a line ends where its candidate was stopped."""
+    lines = {one.reading.name: one.course for one in choice.candidates if one.course.trace}
+    axes.axhline(
+        0, color=COLOURS["truncated"], lw=1.6, ls=DASHED, label=f"{choice.candidate(choice.usual).label}, as published"
+    )
+    kept = [abs(lines[name].trace[-1][1]) for name in lines if name in looks]
+    top = max(0.02, 3 * max(kept, default=0.0))
+    hidden = []
+    for name, course in sorted(lines.items(), key=lambda item: item[0] in looks):
+        x, y = zip(*course.trace, strict=True)
+        colour = looks.get(name, LEFT)
+        is_shown = name in looks
+        label = choice.candidate(name).label + (", chosen" if name == choice.name else "") if is_shown else None
+        axes.plot(x, y, color=colour, lw=2.6 if name == choice.name else 1.6, label=label, zorder=4 if is_shown else 2)
+        end = "x" if course.dropped.startswith("stopped") else "o"
+        axes.plot(x[-1], y[-1], end, color=colour, ms=6, zorder=5)
+        if y[-1] > top:
+            hidden.append(f"{choice.candidate(name).label} {y[-1]:+.2f}")
+    axes.set_ylim(-top, top)
+    axes.xaxis.set_major_formatter(lambda tokens, _: tokens_label(int(tokens)))
+    axes.set_xlabel("tokens read beyond the window")
+    draw_grid(axes, "2  Beyond it, on whole texts (x: stopped, beyond rescue)")
+    if hidden:
+        note = "off the scale: " + "\n".join(hidden[:4]) + (f"\nand {len(hidden) - 4} more" if len(hidden) > 4 else "")
+        axes.text(0.985, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=NOTE)
+
+
+def _draw_verdict(axes: Any, choice: Choice) -> None:
+    """What the choice gains and costs on texts that it was not chosen on, with 95 percent intervals."""
+    held = choice.held_out
+    kept = f"last {tokens_label(held.window)} tokens"
+    rows: list[tuple[str, PairedDifference | None, str]] = [
+        ("beyond: minus YaRN\nas published", held.versus_usual, CHOSEN),
+        ("beyond: minus the\nrunner-up", held.versus_runner_up, CHOSEN),
+        (f"at the end: minus the\nbest truncation\n({kept})", held.versus_truncation, CHOSEN),
+        ("inside: minus the\nunextended model", held.damage, CHOSEN),
+        ("the same, YaRN\nas published", held.usual_damage, COLOURS["truncated"]),
+    ]
+    shown = [(name, gap, colour) for name, gap, colour in rows if gap is not None]
+    axes.axvline(0, color=COLOURS["truncated"], lw=1.2, ls=DASHED)
+    for place, (_, gap, colour) in enumerate(shown):
+        axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=6, lw=1.8, color=colour)
+        axes.text(gap.mean, place - 0.16, str(gap), ha="center", va="bottom", fontsize=9, color=colour)
+    axes.set_yticks(range(len(shown)), [name for name, _, _ in shown], fontsize=9)
+    axes.set_ylim(len(shown) - 0.5, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.25)
+    axes.set_xlabel("nats per token, 95 percent intervals; left is better")
+    texts = f"{held.texts} held-out stretch{'es' if held.texts > 1 else ''}"
+    draw_grid(axes, f"3  Verdict on {texts}", axis="x")
