@@ -37,7 +37,7 @@ STRETCHES = (1.0, 0.75, 1.5)
 TEMPERATURES = (1.0, 0.5, 0.0)
 
 
-def candidates(factor: float) -> tuple[Method, ...]:
+def candidates(factor: float) -> tuple[RopeMethod, ...]:
     """All methods that a race tries; the first is YaRN as published, which the others are held against.
 
     Args:

@@ -16,7 +16,6 @@ from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.report.style import (
     COLOURS,
     DASHED,
-    INK,
     NOTE,
     OTHERS,
     draw_grid,
@@ -55,7 +54,11 @@ def page(choice: Choice, figure: str | None = None) -> str:
     title = f"# {choice.provenance['checkpoint']} to {tokens_label(choice.target_length)} tokens"
     first, *rest = sentences(choice)
     told = [title, f"**{first}**", *(f"- {one}" for one in rest)]
-    picture = [f"![The race]({figure})"] if figure else []
+    seen = (
+        "Left: what each candidate costs inside the window. Middle: the running mean beyond it, of those that read whole "
+        "texts; a line ends where its candidate was stopped. Right: the verdict, with 95 percent intervals."
+    )
+    picture = [f"![The race]({figure})", seen] if figure else []
     header, rows = _table(choice)
     facts = [f"| {name} | {value} |" for name, value in _facts(choice).items()]
     runtimes = [f"| {one.name} | {'yes' if one.exact else 'no'} | `{one.says}` |" for one in choice.runtimes]
@@ -173,51 +176,74 @@ def _finalists(choice: Choice) -> dict[str, str]:
 def _draw_inside(axes: Any, choice: Choice, looks: dict[str, str]) -> None:
     """Each candidate by how far it stretches and what it costs inside the window."""
     axes.axhline(0, color=COLOURS["truncated"], lw=1.2, ls=DASHED, zorder=2)
-    kinds: dict[str, list[tuple[float, float]]] = {"dropped": [], "went on": []}
+    left: list[tuple[float, float]] = []
+    went: list[tuple[float, float]] = []
     for one in choice.candidates:
-        if one.stretch is None or (one.course.inside is None and one.reading.name != choice.usual):
+        if one.stretch is None:
             continue
-        mean = 0.0 if one.course.inside is None else one.course.inside.mean
+        place = (one.stretch, one.course.inside.mean if one.course.inside else 0.0)
         if one.reading.name in looks:
-            axes.plot(one.stretch, mean, "o", ms=8, color=looks[one.reading.name], zorder=4)
+            axes.plot(*place, "o", ms=8, color=looks[one.reading.name], zorder=4)
         else:
-            kinds["dropped" if one.course.rung == INSIDE else "went on"].append((one.stretch, mean))
-    for kind, marker, colour in (("dropped", "x", LEFT), ("went on", "o", NOTE)):
-        if kinds[kind]:
-            axes.plot(*zip(*kinds[kind], strict=True), marker, ms=5, color=colour, label=kind, zorder=3)
+            (left if one.course.rung == INSIDE else went).append(place)
+    for places, marker, colour, label in ((left, "x", LEFT, "left behind"), (went, "o", NOTE, "read whole texts")):
+        if places:
+            axes.plot(*zip(*places, strict=True), marker, ms=5, color=colour, label=label, zorder=3)
+    means = sorted(mean for _, mean in [*left, *went])
+    _clip(axes, means[0] if means else 0.0, [("", mean) for mean in means])
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("what slow frequencies are divided by")
-    axes.set_ylabel("loss minus that of YaRN as published, nats")
-    axes.margins(x=0.08, y=0.12)
-    axes.legend(frameon=False, fontsize=9, loc="best", labelcolor=INK, handletextpad=0.2)
-    draw_grid(axes, f"1  Inside the window, {len(choice.candidates)} candidates")
+    axes.set_ylabel("loss minus that of YaRN as published, nats per token")
+    axes.margins(x=0.1)
+    if left or went:
+        axes.legend(frameon=False, fontsize=9, loc="lower right", labelcolor="linecolor", handletextpad=0.2)
+    draw_grid(axes, f"1  Inside the window: {len(choice.candidates)} candidates")
 
 
 def _draw_beyond(axes: Any, choice: Choice, looks: dict[str, str]) -> None:
     """Running means beyond the window: a line ends where its candidate was stopped."""
     lines = {one.reading.name: one.course for one in choice.candidates if one.course.trace}
-    axes.axhline(
-        0, color=COLOURS["truncated"], lw=1.6, ls=DASHED, label=f"{choice.candidate(choice.usual).label}, as published"
-    )
-    kept = [abs(lines[name].trace[-1][1]) for name in lines if name in looks]
-    top = max(0.02, 3 * max(kept, default=0.0))
-    hidden = []
+    usual = f"{choice.candidate(choice.usual).label}, as published"
+    axes.axhline(0, color=COLOURS["truncated"], lw=1.6, ls=DASHED, label=usual)
     for name, course in sorted(lines.items(), key=lambda item: item[0] in looks):
         x, y = zip(*course.trace, strict=True)
-        colour = looks.get(name, LEFT)
-        is_shown = name in looks
-        label = choice.candidate(name).label + (", chosen" if name == choice.name else "") if is_shown else None
-        axes.plot(x, y, color=colour, lw=2.6 if name == choice.name else 1.6, label=label, zorder=4 if is_shown else 2)
+        colour, is_chosen = looks.get(name, LEFT), name == choice.name
+        label = choice.candidate(name).label + (", chosen" if is_chosen else "") if name in looks else None
+        axes.plot(x, y, color=colour, lw=2.6 if is_chosen else 1.6, label=label, zorder=4 if name in looks else 2)
         end = "x" if course.dropped.startswith("stopped") else "o"
         axes.plot(x[-1], y[-1], end, color=colour, ms=6, zorder=5)
-        if y[-1] > top:
-            hidden.append(f"{choice.candidate(name).label} {y[-1]:+.2f}")
-    axes.set_ylim(-top, top)
-    axes.xaxis.set_major_formatter(lambda tokens, _: tokens_label(int(tokens)))
+    ends = [(choice.candidate(name).label, course.trace[-1][1]) for name, course in lines.items()]
+    lowest = min((mean for course in lines.values() for _, mean in course.trace), default=0.0)
+    _clip(axes, lowest, ends)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda tokens, _: tokens_label(round(tokens)))
+    axes.margins(x=0.05)
     axes.set_xlabel("tokens read beyond the window")
     draw_grid(axes, "2  Beyond it, on whole texts (x: stopped, beyond rescue)")
+
+
+def _clip(axes: Any, lowest: float, values: Sequence[tuple[str, float]]) -> None:
+    """Show what is near the best, and name what is far above: it would hide the differences that matter."""
+    least = min(lowest, 0.0)
+    most = max((value for _, value in values), default=0.0)
+    top = min(max(0.02, -least), max(most, 0.0) + 0.15 * max(0.02, -least))
+    axes.set_ylim(least - 0.12 * (top - least), top)
+    hidden = [(name, value) for name, value in values if value > top]
     if hidden:
-        note = "off the scale: " + "\n".join(hidden[:4]) + (f"\nand {len(hidden) - 4} more" if len(hidden) > 4 else "")
-        axes.text(0.985, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=NOTE)
+        named = [f"{name} {value:+.2f}" for name, value in hidden if name]
+        more = f"\nand {len(named) - 4} more" if len(named) > 4 else ""
+        note = "\n".join(named[:4]) + more if named else f"{len(hidden)}, up to {hidden[-1][1]:+.2f}"
+        axes.text(
+            0.985,
+            0.985,
+            f"off the scale: {note}",
+            transform=axes.transAxes,
+            ha="right",
+            va="top",
+            fontsize=8,
+            color=NOTE,
+        )
 
 
 def _draw_verdict(axes: Any, choice: Choice) -> None:
@@ -235,11 +261,12 @@ def _draw_verdict(axes: Any, choice: Choice) -> None:
     axes.axvline(0, color=COLOURS["truncated"], lw=1.2, ls=DASHED)
     for place, (_, gap, colour) in enumerate(shown):
         axes.errorbar(gap.mean, place, xerr=gap.margin, fmt="o", ms=6, lw=1.8, color=colour)
-        axes.text(gap.mean, place - 0.16, str(gap), ha="center", va="bottom", fontsize=9, color=colour)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.text(gap.mean, place - 0.17, str(gap), ha="center", va="bottom", fontsize=9, color=colour, bbox=box)
     axes.set_yticks(range(len(shown)), [name for name, _, _ in shown], fontsize=9)
     axes.set_ylim(len(shown) - 0.5, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.25)
-    axes.set_xlabel("nats per token, 95 percent intervals; left is better")
+    axes.set_xlabel("nats per token; left is better")
     texts = f"{held.texts} held-out stretch{'es' if held.texts > 1 else ''}"
     draw_grid(axes, f"3  Verdict on {texts}", axis="x")

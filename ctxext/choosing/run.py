@@ -531,6 +531,7 @@ def prepare(
     budget: str | float | None = None,
     seed: int = 0,
     keys: bool = True,
+    stock: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: Path | None = None,
@@ -546,6 +547,7 @@ def prepare(
         budget: see ``parse_budget``; None for no limit.
         seed: decides which texts are chosen on, and the hidden keys.
         keys: whether to ask for hidden keys.
+        stock: enter only what stock transformers loads.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
         folder: that keeps finished cells; None keeps them in memory.
@@ -577,7 +579,8 @@ def prepare(
     split = split_texts(corpus.documents, tokens=target_length + 1, seed=seed)
     if keys:
         make_prompts(checkpoint.tokenizer, [target_length], DEPTHS[:1], seed=seed)  # it says what is too short for one
-    methods = candidates(target_length / trained)
+    rope = find_sites(base, trained, scaled=trained_length is not None)[0].spec
+    methods = [one for one in candidates(target_length / trained) if not stock or one.rope_parameters(rope) is not None]
     found, refusals = readings.find(methods, progress=trying)
     entered, twins = distinct(one for one in found if not one.is_reference)
     if not entered or entered[0].method != methods[0].to_dict():
@@ -591,7 +594,7 @@ def prepare(
         entered=tuple(entered),
         twins=twins,
         refusals=refusals,
-        rope=find_sites(base, trained, scaled=trained_length is not None)[0].spec,
+        rope=rope,
         length=target_length,
         split=split,
         budget=spent,
@@ -611,6 +614,7 @@ def choose(
     budget: str | float | None = None,
     seed: int = 0,
     keys: bool = True,
+    stock: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: str | Path | None = None,
@@ -633,6 +637,7 @@ def choose(
             None for as much as the race takes.
         seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
         keys: whether to hide keys in a text and ask for them.
+        stock: choose only among what stock transformers loads, and other runtimes therefore may.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
         folder: that keeps what is finished: the same call goes on where a killed one ended.
@@ -657,6 +662,7 @@ def choose(
         budget=budget,
         seed=seed,
         keys=keys,
+        stock=stock,
         trained_length=trained_length,
         sliding_window=sliding_window,
         folder=None if folder is None else Path(folder),

@@ -43,9 +43,15 @@ def sentences(choice: Choice) -> list[str]:
 
 
 def _texts(choice: Choice) -> str:
-    held = choice.held_out
-    kind = "other stretches of the text" if held.same_documents else "texts"
-    return f"{held.texts} {kind} that it was not chosen on" if held.texts > 1 else "a text that it was not chosen on"
+    held, documents = choice.held_out, len(choice.held_out.names)
+    if held.same_documents:
+        count = f"{held.texts} other stretches" if held.texts > 1 else "another stretch"
+        return f"{count} of the text that it was chosen on"
+    if documents == 1 and held.texts == 1:
+        return "a text that it was not chosen on"
+    stretches = f"{held.texts} stretches of " if held.texts > documents else ""
+    texts = f"{documents} texts" if documents > 1 else "a text"
+    return f"{stretches}{texts} that it was not chosen on"
 
 
 def _size(gap: PairedDifference) -> str:

@@ -83,6 +83,9 @@ def choose(
         ),
     ] = None,
     passkey: Annotated[bool, Option(help="Also hide keys in a text of the target length and ask for them.")] = True,
+    stock: Annotated[
+        bool, Option("--stock", help="Choose only among what stock transformers loads, and other runtimes may.")
+    ] = False,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
     seed: Seed = 0,
@@ -112,6 +115,7 @@ def choose(
             budget=budget,
             seed=seed,
             keys=passkey,
+            stock=stock,
             trained_length=trained_length,
             sliding_window=sliding_window,
             folder=results.folder,
