@@ -1,6 +1,6 @@
 """The race: which candidates are read further, and which of the last ones is chosen. Pure decisions over losses.
 
-Where the losses come from, a model or a file, the race does not know: see ``Losses``. It has three rungs.
+Where the losses come from, a model or a file, the race does not know: see ``CandidateLosses``. It has three rungs.
 
 1. **Inside.** Every candidate reads the beginning of each text, which is cheap. It is left behind only if another one,
    which reaches at least as far, reads better there; of those that are left, the most promising go on.
@@ -34,9 +34,9 @@ __all__ = [
     "AS_GOOD",
     "LOOKS",
     "PIECES",
+    "CandidateLosses",
     "Course",
     "Finish",
-    "Losses",
     "Race",
     "Sizes",
     "chosen",
@@ -57,7 +57,7 @@ READ, LOST = math.log(2), 1.0
 
 
 @runtime_checkable
-class Losses(Protocol):
+class CandidateLosses(Protocol):
     """Where the losses of candidates come from, all in nats per token."""
 
     def inside(self, name: str) -> Float[Tensor, " tokens"]:
@@ -173,7 +173,7 @@ class Race:
     """
 
     entrants: Sequence[Entrant]
-    losses: Losses
+    losses: CandidateLosses
     sizes: Sizes
     trained: int
     length: int

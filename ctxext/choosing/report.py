@@ -55,8 +55,8 @@ def page(choice: Choice, figure: str | None = None) -> str:
     first, *rest = sentences(choice)
     told = [title, f"**{first}**", *(f"- {one}" for one in rest)]
     seen = (
-        "Left: what each candidate costs inside the window. Middle: the running mean beyond it, of those that read whole "
-        "texts; a line ends where its candidate was stopped. Right: the verdict, with 95 percent intervals."
+        "Left: what each candidate costs inside the window. Middle: the running mean beyond it, of those that read "
+        "whole texts; a line ends where its candidate was stopped. Right: the verdict, with 95 percent intervals."
     )
     picture = [f"![The race]({figure})", seen] if figure else []
     header, rows = _table(choice)

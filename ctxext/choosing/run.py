@@ -21,7 +21,7 @@ from ctxext.choosing.budget import Budget, Costs, parse_budget, prefix_of, sizes
 from ctxext.choosing.candidates import Entrant, candidates, distinct, entrant
 from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent, judge_held_out
 from ctxext.choosing.race import PIECES, Course, Finish, Race, Sizes
-from ctxext.choosing.texts import SplitTexts, Stretch, split_texts
+from ctxext.choosing.texts import SplitTexts, TextStretch, split_texts
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, prefix_label, read_documents, special_prefix, tokenise
@@ -72,7 +72,7 @@ class RaceCell(Job):
 
 
 @dataclass(eq=False)
-class Stage:
+class ModelInUse:
     """A model that stays as the last reader had it, since extending and proving it takes longer than a short text.
 
     Args:
@@ -95,13 +95,13 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class StayingReader(Reader):
-    """A reader that does not leave when a cell is done, see ``Stage``.
+    """A reader that does not leave when a cell is done, see ``ModelInUse``.
 
     Args:
         stage: where it stays.
     """
 
-    stage: Stage
+    stage: ModelInUse
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
         """The model as this reader has it, inside a ``with`` and until another one comes."""
@@ -157,9 +157,9 @@ class Contest:
         return self.readings.trained_length
 
     @cached_property
-    def stage(self) -> Stage:
+    def stage(self) -> ModelInUse:
         """The model and who reads with it now."""
-        return Stage(self.readings)
+        return ModelInUse(self.readings)
 
     @cached_property
     def costs(self) -> Costs:
@@ -362,7 +362,7 @@ class MeasuredLosses:
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
     @property
-    def choosing(self) -> tuple[Stretch, ...]:
+    def choosing(self) -> tuple[TextStretch, ...]:
         """The texts that are chosen on."""
         assert self.split is not None
         return self.split.choosing
@@ -403,11 +403,11 @@ class MeasuredLosses:
             found.append(losses)
         return found
 
-    def plain(self, stretch: Stretch) -> Tensor:
+    def plain(self, stretch: TextStretch) -> Tensor:
         """The unextended model inside its window."""
         return self._whole_at(UNPATCHED, stretch, self.contest.trained)
 
-    def truncated(self, window: int, stretch: Stretch) -> Tensor:
+    def truncated(self, window: int, stretch: TextStretch) -> Tensor:
         """The end of a text when the model sees its last tokens only."""
         start, prefix, length = self.contest.costs.end, stretch.text.prefix, self.contest.length
         passes = tail_passes(window, start=start, positions=length, prefix=prefix)
@@ -429,26 +429,26 @@ class MeasuredLosses:
 
     # How cells are made and asked.
 
-    def _inside(self, name: str, stretch: Stretch) -> Tensor:
+    def _inside(self, name: str, stretch: TextStretch) -> Tensor:
         return self._heard(self._cell_of_inside(name, stretch))
 
-    def _cell_of_inside(self, name: str, stretch: Stretch) -> RaceCell:
+    def _cell_of_inside(self, name: str, stretch: TextStretch) -> RaceCell:
         length = prefix_of(self.contest.trained, self.contest.length)
         ids = stretch.text.take(length + 1).input_ids
         return self._cell(name, "inside", stretch, length, lambda model: loss_by_position(model, ids)[0])
 
-    def _whole_at(self, name: str, stretch: Stretch, length: int) -> Tensor:
+    def _whole_at(self, name: str, stretch: TextStretch, length: int) -> Tensor:
         ids = stretch.text.take(length + 1).input_ids
         return self._losses(name, "read", stretch, length, lambda model: loss_by_position(model, ids)[0])
 
-    def _losses(self, name: str, kind: str, stretch: Stretch, length: int, read: Any, **given: Any) -> Tensor:
+    def _losses(self, name: str, kind: str, stretch: TextStretch, length: int, read: Any, **given: Any) -> Tensor:
         return self._heard(self._cell(name, kind, stretch, length, read, **given))
 
     def _cell(
         self,
         name: str,
         kind: str,
-        stretch: Stretch,
+        stretch: TextStretch,
         length: int,
         read: Callable[[nn.Module], Tensor],
         *,

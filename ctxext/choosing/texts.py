@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.corpus import TokenisedDocument
 
-__all__ = ["SplitTexts", "Stretch", "split_texts"]
+__all__ = ["SplitTexts", "TextStretch", "split_texts"]
 
 # Of eight documents, three are chosen on and five are judged on: a verdict needs more of them than a choice.
 SHARE = 3 / 8
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class TextStretch:
     """A part of a document, as long as the target.
 
     Args:
@@ -39,8 +39,8 @@ class SplitTexts:
         same_documents: whether both are of the one document that there is.
     """
 
-    choosing: tuple[Stretch, ...]
-    held_out: tuple[Stretch, ...]
+    choosing: tuple[TextStretch, ...]
+    held_out: tuple[TextStretch, ...]
     same_documents: bool
 
     def first(self, choosing: int, held_out: int) -> SplitTexts:
@@ -94,17 +94,17 @@ def _names(documents: Sequence[TokenisedDocument]) -> list[str]:
     return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
 
 
-def _stretches(document: TokenisedDocument, name: str, tokens: int) -> list[Stretch]:
+def _stretches(document: TokenisedDocument, name: str, tokens: int) -> list[TextStretch]:
     own, step = document.tokens - document.prefix, tokens - document.prefix
     parts = range(own // step)
     named = [f"{name}, part {part + 1}" if len(parts) > 1 else name for part in parts]
     return [
-        Stretch(replace(document.take(tokens, skip=part * step), name=title), name)
+        TextStretch(replace(document.take(tokens, skip=part * step), name=title), name)
         for part, title in zip(parts, named, strict=True)
     ]
 
 
-def _in_turns(documents: Sequence[Sequence[Stretch]]) -> tuple[Stretch, ...]:
+def _in_turns(documents: Sequence[Sequence[TextStretch]]) -> tuple[TextStretch, ...]:
     """The first stretch of each document, then the second of each: as many documents as there are come first."""
     rounds = itertools.zip_longest(*documents)
     return tuple(stretch for one in rounds for stretch in one if stretch is not None)
