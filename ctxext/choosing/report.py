@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ SHOWN = 12
 
 def show_choice(choice: Choice, console: Console) -> None:
     """Print those that came furthest, and everything that has to be said."""
-    header, rows = _table(choice)
+    header, rows = _table(choice, _short_fate)
     shown = rows[:SHOWN]
     console.print("\nLoss minus that of YaRN as published, nats per token ± standard error, on what each has read\n")
     console.print(plain_table(header, shown, {choice.candidate(choice.name).label: "bold"}))
@@ -59,7 +59,7 @@ def page(choice: Choice, figure: str | None = None) -> str:
         "whole texts; a line ends where its candidate was stopped. Right: the verdict, with 95 percent intervals."
     )
     picture = [f"![The race]({figure})", seen] if figure else []
-    header, rows = _table(choice)
+    header, rows = _table(choice, _fate)
     facts = [f"| {name} | {value} |" for name, value in _facts(choice).items()]
     runtimes = [f"| {one.name} | {'yes' if one.exact else 'no'} | `{one.says}` |" for one in choice.runtimes]
     parts = [
@@ -79,7 +79,7 @@ def page(choice: Choice, figure: str | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(choice: Choice) -> tuple[list[str], list[list[str]]]:
+def _table(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> tuple[list[str], list[list[str]]]:
     """Candidates, those that came furthest first."""
     header = ["", "inside the window", "beyond", "keys", "came to"]
     places = {name: place for place, name in enumerate(choice.finish.finalists)}
@@ -96,8 +96,17 @@ def _table(choice: Choice) -> tuple[list[str], list[list[str]]]:
     for one in sorted(choice.candidates, key=place):
         course = one.course
         keys = " ".join(f"{loss:.2f}" for loss in course.keys) or NONE
-        rows.append([one.label, _gap(course.inside), _gap(course.beyond), keys, _fate(choice, one)])
+        rows.append([one.label, _gap(course.inside), _gap(course.beyond), keys, fate(choice, one)])
     return header, rows
+
+
+def _short_fate(choice: Choice, one: Candidate) -> str:
+    course = one.course
+    if one.reading.name == choice.name or not course.dropped:
+        return _fate(choice, one)
+    if course.worse_by is None:
+        return "left behind"
+    return "stopped" if course.dropped.startswith("stopped") else "worse"
 
 
 def _fate(choice: Choice, one: Candidate) -> str:

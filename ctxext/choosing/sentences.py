@@ -66,9 +66,7 @@ def _versus_runner_up(choice: Choice) -> list[str]:
     gap, name = choice.held_out.versus_runner_up, choice.finish.runner_up
     if gap is None or choice.is_overruled:
         return []
-    told = {"better": "better, by", "worse": "worse, by"}.get(
-        choice.held_out.verdict(gap), "no different, as far shown:"
-    )
+    told = {"better": "better, by", "worse": "worse, by"}.get(choice.held_out.verdict(gap), "not shown to differ:")
     size = _size(gap) if told.endswith("by") else _signed(gap)
     return [f"Against the runner-up, {choice.candidate(name).label}, it is {told} {size}."]
 
@@ -95,9 +93,13 @@ def _keys(choice: Choice) -> list[str]:
         return []
     found = sum(loss < READ for loss in losses)
     told = ", ".join(f"{loss:.2f}" for loss in losses)
+    where = f"hidden in {tokens_label(choice.target_length)} tokens"
+    if len(losses) == 1:
+        verb = "reads" if found else "does not read"
+        return [f"A key {where}, at the very start, it {verb} at better than even odds (loss {told} nats)."]
     return [
-        f"Of {len(losses)} keys hidden in {tokens_label(choice.target_length)} tokens, the first at the very start, it "
-        f"reads {found} at better than even odds (loss {told} nats)."
+        f"Of {len(losses)} keys {where}, the first at the very start, it reads {found} at better than even odds (loss "
+        f"{told} nats)."
     ]
 
 

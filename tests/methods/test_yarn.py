@@ -181,7 +181,7 @@ def test_a_divisor_of_its_own_is_the_factor_of_the_stock_form(rope: RopeSpec) ->
     assert own.target_length(1000) == 4000
     assert YaRN.from_dict(own.to_dict()) == own
     assert "divisor" not in YaRN(factor=4).to_dict(), "what was saved and measured before it existed keeps its form"
-    with pytest.raises(InvalidParameterError, match=r"divisor must be a finite number, at least 1, or None, found 0\.5"):
+    with pytest.raises(InvalidParameterError, match=r"divisor must be a finite number, at least 1, or None"):
         YaRN(factor=4, divisor=0.5)
 
 
