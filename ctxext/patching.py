@@ -447,7 +447,7 @@ def describe(model: nn.Module) -> Description:
         return describe_saved(saved, model_type)
     architecture = find_architecture(base)
     length = getattr(text_of(base.config), "max_position_embeddings", None)
-    if architecture is not None and (length is None or architecture.replaces_weights):
+    if architecture is not None and (length is None or architecture.replaces_weights(base)):
         length = architecture.trained_length(base)
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 

@@ -8,7 +8,8 @@ Read it from top to bottom, copy it, change it. Every setting is explained in ``
 them can be given on the command line, by its dotted name or, where that is unambiguous, by the last part of it.
 
 In the output directory: ``checkpoint-*`` to resume from, ``adapter`` (``ctxext.load`` restores it with its extension),
-``merged`` if asked for (stock transformers loads it), ``run.json`` with all that was set and found, and ``loss.png``.
+``merged`` if asked for (stock transformers loads it; where a table of positions was trained there is ``model`` alone,
+which it loads too), ``run.json`` with all that was set and found, and ``loss.png``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 import ctxext
+from ctxext.checkpoints.load import require_padding
 from ctxext.errors import CtxextError
 from ctxext.evaluation.provenance import command, git_state, machine, now, versions
 from ctxext.files import write_json
@@ -31,11 +33,13 @@ from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
 from ctxext.training.lora import attach_lora, merged, trained_weights
+from ctxext.training.masked import MaskedSequences, shift_of
 from ctxext.training.memory import peak_memory
 from ctxext.training.parallel import launched_parallelism
 from ctxext.training.progress import TrainingProgress
 from ctxext.training.sequences import require_separate
 from ctxext.training.settings import Settings, read_settings
+from ctxext.training.table import TrainedTable
 from ctxext.training.trainer import LongTrainer
 
 
@@ -68,17 +72,26 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     description = ctxext.describe(model)
     if settings.data.positions == "packed":
         require_separate(model)
-    model = attach_lora(model, **settings.lora.model_dump())
+    table = None if settings.table is None else TrainedTable(model, only_new=settings.table == "new_rows")
+    if table is None:
+        model = attach_lora(model, **settings.lora.model_dump())
+    else:
+        require_padding(model, tokenizer)  # it is saved beside the model, after hours perhaps
+    trained = trained_weights(model) if table is None else str(table)
     model.config.use_cache = False
-    memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}))
+    data, training = settings.data, settings.training
+    chunk = {} if data.masked is None else {"loss_chunk": None}
+    memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}) | chunk)
     held = memory.apply(model)
 
     # 2. The data: documents, cut into as many sequences as there will be steps to read them.
-    data, training = settings.data, settings.training
     documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
     readers = arguments.world_size // launched_parallelism().non_data_parallel_size  # some may share a sequence
     per_step = training.batch * training.accumulation * readers
     sequences = sequences_of(settings, documents, per_step, description.trained_length)
+    if data.masked is not None:
+        shift = shift_of(model) if data.positions == "pose" else None
+        sequences = MaskedSequences(sequences, tokenizer, share=data.masked, seed=settings.seed, shift=shift)
 
     # 3. Training.
     progress = TrainingProgress(lambda step: per_step * sequences.length_of(step * per_step))
@@ -97,7 +110,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     if trainer.is_world_process_zero():
-        say(f"{description}\n\n{sequences}\n{trained_weights(model)}\n")
+        say(f"{description}\n\n{sequences}\n{trained}\n")
     with saving(output):
         before = measured.before(model, output / "before.json")
         try:
@@ -107,12 +120,16 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
     # 4. What is left of it.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    model.config.use_cache = True
     with saving(output):
-        trainer.save_model(str(output / "adapter"))  # in all processes: each may hold a part of the weights only
+        if table is None:
+            trainer.save_model(str(output / "adapter"))  # in all processes: each may hold a part of the weights only
+        elif trainer.is_world_process_zero():
+            table.require_kept()
+            ctxext.save(model, output / "model", tokenizer=tokenizer)
     after = measured.measure(model)
     if not trainer.is_world_process_zero():
         return
-    model.config.use_cache = True
     report = {
         "command": command(),
         "started": started,
@@ -121,7 +138,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "checkpoint": {"name": loaded.name, "sha256": loaded.sha256, "dtype": loaded.dtype_note},
         "extension": model.config.ctxext,
         "data": str(sequences),
-        "trained": trained_weights(model),
+        "trained": trained,
         "loss": [entry for entry in trainer.state.log_history if "loss" in entry],
         "evaluation": {"before": before, "after": after},
         "training_seconds": progress.total_seconds,
@@ -133,18 +150,20 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "git": git_state(),
     }
     with saving(output):
-        tokenizer.save_pretrained(output / "adapter")
+        if table is None:
+            tokenizer.save_pretrained(output / "adapter")
         write_json(output / "run.json", report)
         title = f"{loaded.name}, {settings.extension.method} to {description.target_length:,} tokens"
         gains = {"before": gain(before), "after": gain(after)}
         save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
-        if settings.merge:
+        if settings.merge and table is None:
             whole = with_all_weights(model, settings, output / "adapter")
             merged(whole).save_pretrained(output / "merged")
             tokenizer.save_pretrained(output / "merged")
     for when, found in report["evaluation"].items():
         say(f"{when} training: {summary(found)}" if found else f"{when} training nothing was measured")
-    say(f"Saved in {output}: adapter, run.json, loss.png{', merged' if settings.merge else ''}")
+    kept = "model" if table else f"adapter{' and merged' if settings.merge else ''}"
+    say(f"Saved in {output}: {kept}, run.json, loss.png")
 
 
 def training_arguments(settings: Settings, device: str) -> TrainingArguments:

@@ -128,7 +128,7 @@ def _interleaves(path: Path) -> bool:
 def main(tree: Annotated[Path, typer.Argument(help="vLLM's source distribution, unpacked.")]) -> None:
     """Write the table anew."""
     known, lines = registry(tree), {}
-    for model_type in model_types():
+    for model_type in model_types("causal"):
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
         architecture = architecture[0] if isinstance(architecture, tuple | list) else architecture
         lines[model_type] = line(tree, *known[architecture]) if architecture in known else {"class": None}

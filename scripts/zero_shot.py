@@ -14,7 +14,6 @@ methods, factors, documents of the same file or trials, and only what is missing
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
-from ctxext.evaluation.report.style import COLOURS, DASHED, draw_grid, saved_figure
+from ctxext.evaluation.report.style import COLOURS, DASHED, INK, draw_grid, saved_figure
 from ctxext.evaluation.statistics import PairedDifference, block_for, paired_difference
 from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, check_finite, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
@@ -249,22 +248,32 @@ def table(title: str, found: Sequence[Found], trained: int, length: int) -> str:
 
 
 def draw(path: Path, results: Results, lengths: Sequence[int]) -> None:
-    """Loss at the end against keys found: the two things that a longer context is for."""
-    with saved_figure(path, (5.4 * len(lengths), 5.0), "What a longer context is worth without training") as figure:
-        for axes, length in zip(figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0], lengths, strict=True):
-            window, found = results.at(length)
-            axes.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
-            for one in found:
-                share = sum(one.keys) / (len(one.keys) * one.asked) if one.asked else math.nan
-                colour = COLOURS.get(one.reading.name.split()[0], "#333333")
-                axes.errorbar(one.end.mean, share, xerr=one.end.margin, fmt="o", ms=6, lw=1.4, color=colour)
-                axes.annotate(
-                    one.reading.label, (one.end.mean, share), xytext=(6, 5), textcoords="offset points", fontsize=8
-                )
-            axes.set_ylim(-0.05, 1.08)
-            axes.set_xlabel(f"loss minus that of the last {tokens_label(window)} tokens, nats per token")
-            draw_grid(axes, f"{tokens_label(length)} tokens", axis="both")
-        figure.axes[0].set_ylabel("share of passkeys found")
+    """What a longer context is for, a row for every method: loss at the end, and the passkeys found by depth."""
+    found = {length: results.at(length) for length in lengths}
+    heights = [len(rows) + 1.6 for _, rows in found.values()]
+    title = "What a longer context is worth without training"
+    with saved_figure(path, (9.6, 0.36 * sum(heights) + 0.5), title) as figure:
+        grid = figure.subplots(len(lengths), 2, squeeze=False, sharey="row", height_ratios=heights, width_ratios=(3, 1))
+        for (left, right), (length, (window, rows)) in zip(grid, found.items(), strict=True):
+            left.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
+            for place, one in enumerate(rows):
+                colour = COLOURS.get(one.reading.name.split()[0], INK)
+                left.errorbar(one.end.mean, place, xerr=one.end.margin, fmt="o", ms=6, lw=1.6, color=colour)
+                for depth, count in enumerate(one.keys if one.asked else ()):
+                    right.scatter(depth, place, s=90, facecolor="white", edgecolor=colour, lw=1.2)
+                    right.scatter(depth, place, s=90 * count / one.asked, color=colour, lw=0)
+            left.set_yticks(range(len(rows)), [one.reading.label for one in rows])
+            left.set_ylim(len(rows) - 0.4, -0.6)
+            left.tick_params(axis="y", length=0)
+            left.set_xlabel(f"loss minus that of the last {tokens_label(window)} tokens, nats per token")
+            span = f"{tokens_label(length - results.study.quarter)}-{tokens_label(length)}"
+            draw_grid(left, f"{span}: left of the line is better than dropping the old text", axis="x")
+            right.set_xticks(range(len(DEPTHS)), [f"{100 * depth:g}" for depth in DEPTHS])
+            right.set_xlim(-0.7, len(DEPTHS) - 0.3)
+            right.tick_params(axis="y", length=0)
+            right.set_xlabel("depth, percent")
+            asked = f", of {results.study.trials}" if results.study.trials else ": not asked"
+            draw_grid(right, f"passkeys found{asked}", axis="x")
 
 
 @grouped

@@ -18,7 +18,7 @@ from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = ["Architecture", "learned_positions", "why_absent"]
+__all__ = ["Architecture", "learned_positions", "rotates_by_table", "why_absent"]
 
 
 class Architecture(ABC):
@@ -28,12 +28,10 @@ class Architecture(ABC):
         name: how it is listed.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family that is
             found in another way overrides ``matches`` and has none.
-        replaces_weights: whether an extension replaces weights, so that a checkpoint is more than another config.
     """
 
     name: ClassVar[str]
     decoder_class: ClassVar[type[nn.Module]]
-    replaces_weights: ClassVar[bool] = False
 
     def matches(self, model: PreTrainedModel) -> bool:
         """Whether this family's positions live in ``model``."""
@@ -60,6 +58,10 @@ class Architecture(ABC):
         """Why the extension that a model was loaded with cannot be taken off; None where ``revert`` does that."""
         return None
 
+    def replaces_weights(self, model: PreTrainedModel) -> bool:
+        """Whether an extension of ``model`` replaces weights, so that a checkpoint is more than another config."""
+        return False
+
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         """The weights that an extension of ``model`` replaces, by name."""
         return {}
@@ -84,6 +86,14 @@ class Architecture(ABC):
         return length
 
 
+def rotates_by_table(model: nn.Module) -> bool:
+    """Whether a model rotates by a table of sinusoids, which other models add to their input."""
+    code = vars(sys.modules[type(model).__module__])
+    buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
+    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
+    return any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs)
+
+
 TABLE = re.compile(r"pos|wpe")
 BUCKETS = re.compile(r"relative_attention_bias|rel_pos_bias")
 SOME_POSITION = re.compile(
@@ -94,9 +104,7 @@ SOME_POSITION = re.compile(
 def why_absent(model: nn.Module) -> str:
     """The likeliest reason, read off the model's modules and the code of their classes."""
     code = vars(sys.modules[type(model).__module__])
-    buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
-    verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
-    if any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs):
+    if rotates_by_table(model):
         return (
             "it rotates by a sinusoid table that its own code computes once, and no field of its config (no "
             "rope_parameters) could make a reload compute another one"
@@ -104,6 +112,11 @@ def why_absent(model: nn.Module) -> str:
     owners = [name for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
     if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
         return "its code knows rotary positions, but this checkpoint's config leaves them off"
+    if computing := [path for path, module in model.named_modules() if "Sinusoid" in type(module).__name__]:
+        return (
+            f"it adds sinusoids to its input ({computing[0]}), which its own code computes for each text: there is no "
+            f"table whose size a field of its config sets"
+        )
     return (
         _table(model)
         or _none_at_all(model)
@@ -145,8 +158,6 @@ def _table(model: nn.Module) -> str | None:
                 f"it has learned positions, one vector each for {rows:,} tokens ({path}), in a form that is not "
                 f"recognised: no field of its config that counts positions sets the size of that table"
             )
-        if TABLE.search(name):
-            return f"it adds sinusoids to its input, from a table of {rows:,} tokens ({path})"
     return None
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,6 +20,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.tables import (
     PositionTable,
     mixed,
+    places_of,
     prove,
     replace_tables,
     twins_of,
@@ -25,7 +29,7 @@ from ctxext.surgery.tables import (
 )
 from ctxext.surgery.texts import field_of
 
-__all__ = ["LearnedTable"]
+__all__ = ["LearnedTable", "trained_lengths"]
 
 # Configs of GPT-2's time say the length twice; transformers reads the other field, and some other readers this one.
 SAID_TWICE = "n_ctx"
@@ -38,7 +42,6 @@ class LearnedTable(Architecture):
     """
 
     name: ClassVar[str] = "table"
-    replaces_weights: ClassVar[bool] = True
 
     def matches(self, model: PreTrainedModel) -> bool:
         return twins_of(model).has_learned
@@ -61,7 +64,7 @@ class LearnedTable(Architecture):
         _refuse(model, method, request)
         assert isinstance(method, TableMethod)
         tables = self.tables(model)
-        lengths = {table.name: _trained(table, tables, request) for table in tables}
+        lengths = trained_lengths({table.name: table.positions for table in tables}, request)
         targets = {name: method.target_length(length) for name, length in lengths.items()}
         rows = {table.name: method.rows(lengths[table.name], targets[table.name]) for table in tables}
         fields = _fields(model, tables, targets)
@@ -91,8 +94,23 @@ class LearnedTable(Architecture):
     def why_final(self, model: PreTrainedModel) -> str | None:
         return _old_tables(model, self.tables(model))[1]
 
+    def replaces_weights(self, model: PreTrainedModel) -> bool:
+        return True
+
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
         return {table.name: weight_of(model, table.name) for table in self.tables(model)}
+
+    def kept_rows(self, model: PreTrainedModel) -> dict[str, Bool[Tensor, " rows"]]:
+        """Which rows of the tables of an extended model are learned ones, as they were before it.
+
+        Those are the rows for padding, and of each learned row the first that is a copy of it: the first
+        ``trained_length`` of ``tile`` and ``hierarchical``, every ``factor``-th of ``pi``.
+        """
+        found = {}
+        for table, trained, _, rows in _made_of(model, self.tables(model)):
+            found[table.name] = torch.arange(table.rows) < table.first
+            found[table.name][table.first + places_of(trained, rows)] = True
+        return found
 
 
 def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
@@ -111,18 +129,26 @@ def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
             )
 
 
-def _trained(table: PositionTable, tables: list[PositionTable], request: Request) -> int:
-    """Rows of a table that the checkpoint was trained for."""
-    known = {one.positions for one in tables}
-    if request.trained_length is None or request.trained_length == max(known):
-        return table.positions
-    if len(known) > 1 or request.trained_length > table.positions:
+def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:
+    """Tokens that each table was trained for, as the user says or else as many as it is for.
+
+    Args:
+        known: by the table's name, tokens that it is for.
+        request: what the user said.
+
+    Raises:
+        InvalidParameterError: if what the user says cannot be.
+    """
+    longest, is_one = max(known.values()), len(set(known.values())) == 1
+    if request.trained_length in (None, longest):
+        return known
+    if not is_one or request.trained_length > longest:
         raise InvalidParameterError(
-            f"trained_length={request.trained_length}: {' and '.join(one.name for one in tables)} have rows for "
-            f"{' and '.join(f'{one.positions:,}' for one in tables)} tokens. Leave trained_length out"
-            f"{'' if len(known) > 1 else ', or give less, if not all of them were trained'}."
+            f"trained_length={request.trained_length}: {' and '.join(known)} have rows for "
+            f"{' and '.join(f'{length:,}' for length in known.values())} tokens. Leave trained_length out"
+            f"{', or give less, if not all of them were trained' if is_one else ''}."
         )
-    return request.trained_length
+    return dict.fromkeys(known, request.trained_length)
 
 
 def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
@@ -193,21 +219,31 @@ def is_kept(rows: Rows, trained: int) -> bool:
 
 def _old_tables(model: PreTrainedModel, tables: list[PositionTable]) -> tuple[dict[str, Tensor], str | None]:
     """The tables from before the extension that a model was loaded with, or why they are not to be had."""
-    saved = model.config.ctxext
-    method = saved_class(saved["method"]["method"]).from_dict(saved["method"])
-    assert isinstance(method, TableMethod)
     found: dict[str, Tensor] = {}
-    for table in tables:
-        before = saved["original"][table.field]
-        grown = getattr(*field_of(model.config, table.field)) - before
-        kept = table.positions - grown
-        trained = min(saved["trained_length"], kept)
-        rows = method.rows(trained, table.positions)
+    for table, trained, kept, rows in _made_of(model, tables):
         old = unmixed(weight_of(model, table.name), table.first, trained, rows)
         if old is None or trained != kept:
+            method = _saved_method(model)
             return {}, (
                 f"Its {trained:,} learned rows cannot be read back from the {table.positions:,} that method "
                 f"{method.name!r} (factor {method.factor:g}) made of them. Load the checkpoint from before that."
             )
         found[table.name] = old
     return found, None
+
+
+def _made_of(model: PreTrainedModel, tables: list[PositionTable]) -> Iterator[tuple[PositionTable, int, int, Rows]]:
+    """Each table of an extended model, learned rows that were used and that there were, and what its rows mix."""
+    saved, method = model.config.ctxext, _saved_method(model)
+    for table in tables:
+        grown = getattr(*field_of(model.config, table.field)) - saved["original"][table.field]
+        kept = table.positions - grown
+        trained = min(saved["trained_length"], kept)
+        yield table, trained, kept, method.rows(trained, table.positions)
+
+
+def _saved_method(model: PreTrainedModel) -> TableMethod:
+    saved = model.config.ctxext["method"]
+    method = saved_class(saved["method"]).from_dict(saved)
+    assert isinstance(method, TableMethod)
+    return method

@@ -112,7 +112,7 @@ def _longer_table(config: Any, served: Any, to: str) -> Export | None:
         IncompatibleError: for a checkpoint whose files hold the shorter table.
     """
     saved = saved_extension(config, f"this {config.model_type}")
-    if saved is None or not isinstance(saved_method(saved), TableMethod):
+    if saved is None or not isinstance(saved_method(saved), TableMethod) or not saved["stock"]:
         return None
     if {"rope_parameters", GUARDED_FIELD} & saved["original"].keys():  # pi, of rotary positions or of ALiBi
         return None

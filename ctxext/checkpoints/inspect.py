@@ -14,6 +14,7 @@ from ctxext.adapters import EXTENSION_FILE, is_adapter
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
+from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.export import TARGETS, export_config
 from ctxext.checkpoints.load import meta_model
@@ -219,6 +220,9 @@ def _positions(
         if isinstance(architecture, LearnedTable):
             tables = " and ".join(f"{one.positions:,} tokens ({one.name})" for one in architecture.tables(model))
             return (), f"none: it has learned positions, one vector each for {tables}", None
+        if isinstance(architecture, Sinusoids):
+            names = " and ".join(table.name for table in architecture.tables(model))
+            return (), f"none: it adds sinusoids to its input, from {names}", architecture.spec(model)
         sites = find_sites(model, trained_length, scaled=not getattr(model.config, "ctxext", None))
         for site in sites:
             kind = str(site.rope_dict(text).get("rope_type", "default"))

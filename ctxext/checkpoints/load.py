@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ctxext.adapters import is_adapter, keep_extension, read_extension, require_trained_on, save_adapters
 from ctxext.architectures import architecture_of, find_architecture
+from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.config_check import building
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
@@ -47,7 +48,7 @@ from ctxext.saved import (
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
-from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
+from ctxext.surgery.rope_types import without_guard
 from ctxext.surgery.sides import sides_of
 from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model, unwrapped
@@ -61,6 +62,7 @@ __all__ = [
     "refuse_lacking",
     "replaces_weights",
     "require_language_model",
+    "require_padding",
     "save",
 ]
 
@@ -176,7 +178,7 @@ def load(
 def replaces_weights(model: PreTrainedModel) -> bool:
     """Whether an extension of ``model`` replaces weights, so that those of a checkpoint do not fit its config."""
     architecture = find_architecture(model)
-    return architecture is not None and architecture.replaces_weights
+    return architecture is not None and architecture.replaces_weights(model)
 
 
 def _buildable(extended: Any, config: Any) -> Any:
@@ -184,8 +186,7 @@ def _buildable(extended: Any, config: Any) -> Any:
     extended._attn_implementation_internal = config._attn_implementation_internal
     for text in extended_texts(extended):
         drop_old_form(text)
-    if getattr(extended, GUARDED_FIELD, None) == GUARD:
-        setattr(extended, GUARDED_FIELD, extended.ctxext["original"][GUARDED_FIELD])
+    without_guard(extended)
     return extended
 
 
@@ -417,8 +418,8 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     place = Path(directory)
     if place.exists() and not place.is_dir():
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
-    if tokenizer is not None and counts_from_padding(inner):
-        refuse_tokenizer(tokenizer, inner.config)
+    if tokenizer is not None:
+        require_padding(inner, tokenizer)
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     if adapted is None:
         inner.save_pretrained(directory, **saving)
@@ -434,7 +435,15 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
 def counts_from_padding(model: PreTrainedModel) -> bool:
     """Whether positions of tokens depend on which id is padding."""
     architecture = find_architecture(model)
-    return isinstance(architecture, LearnedTable) and any(one.skips_padding for one in architecture.tables(model))
+    if not isinstance(architecture, LearnedTable | Sinusoids):
+        return False
+    return any(one.skips_padding for one in architecture.tables(model))
+
+
+def require_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Raise ``InvalidParameterError`` for a tokenizer that pads with another token than positions leave out."""
+    if counts_from_padding(model):
+        refuse_tokenizer(tokenizer, model.config)
 
 
 @own_defaults()

@@ -141,7 +141,7 @@ def _spent(choice: Choice) -> str:
 def who_loads(choice: Choice) -> str:
     """Which runtimes are known to compute the same, in a few words."""
     able = [one.name for one in choice.runtimes if one.exact]
-    return ", ".join(able) if able else "ctxext only"
+    return ", ".join(able) if able else "only ctxext"
 
 
 def _form(choice: Choice) -> str:

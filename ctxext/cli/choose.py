@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -48,7 +48,6 @@ class PageOptions(OutputOptions):
         metavar="FILE",
         show_default="none",
     )
-    pages: ClassVar[tuple[str, ...]] = (".md",)
 
     @property
     def folder(self) -> Path | None:
@@ -177,11 +176,11 @@ def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:
 def _write(console: Console, choice: Choice, results: PageOptions) -> None:
     from ctxext.choosing.report import page, save_race_figure, show_choice
 
-    def draw(path: Path) -> None:
-        if path.suffix in results.pages:
-            shown = None if results.picture is None else results.picture.name
-            path.write_text(page(choice, shown), encoding="utf-8")
-        else:
-            save_race_figure(choice, path)
-
-    results.write(choice, show=lambda: show_choice(choice, console), draw=draw)
+    shown = None if results.picture is None else results.picture.name
+    results.write(
+        choice,
+        console,
+        show=lambda console: show_choice(choice, console),
+        draw=lambda path: save_race_figure(choice, path),
+        page=lambda: page(choice, shown),
+    )

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_type_hints, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
 
 import typer
 from rich.console import Console
@@ -314,7 +314,7 @@ class OutputOptions:
     """Where a result goes beside the terminal."""
 
     output: list[Path] | None = option(
-        "Also write a file: .json, .csv, or a figure (.png, .svg, .pdf). Repeatable.",
+        "Also write a file: .json, .csv, .md (what is shown here), or a figure (.png, .svg, .pdf). Repeatable.",
         "--output",
         "-o",
         metavar="FILE",
@@ -322,9 +322,6 @@ class OutputOptions:
     )
     as_json: Json = False
     as_csv: bool = option("Print one row per number, for spreadsheets.", "--csv", default=False)
-
-    pages: ClassVar[tuple[str, ...]] = ()
-    """Endings of files that the command itself writes, beside pictures."""
 
     @property
     def to_stdout(self) -> bool:
@@ -344,21 +341,31 @@ class OutputOptions:
                 "--json and --csv both print to standard output; give one, the other with -o FILE."
             )
         for path in self.output or ():
-            check_output(path, picture=path.suffix not in (*FORMS, *self.pages))
+            check_output(path, picture=path.suffix not in (*FORMS, PAGE))
 
-    def write(self, result: Measurement, *, show: Callable[[], None], draw: Callable[[Path], None]) -> None:
+    def write(
+        self,
+        result: Measurement,
+        console: Console,
+        *,
+        show: Callable[[Console], None],
+        draw: Callable[[Path], None],
+        page: Callable[[], str] | None = None,
+    ) -> None:
         """Print and write a result; each file appears whole or not at all.
 
         Args:
             result: what was measured.
+            console: where it is printed.
             show: prints it for a reader.
             draw: saves a figure of it.
+            page: makes its page of Markdown; None for what is printed.
 
         Raises:
             InvalidParameterError: a file that cannot be written.
         """
         if not self.to_stdout:
-            show()
+            show(console)
         for ending, asked in ((".json", self.as_json), (".csv", self.as_csv)):
             if asked:
                 typer.echo(FORMS[ending](result), nl=False)
@@ -366,6 +373,8 @@ class OutputOptions:
             try:
                 if path.suffix in FORMS:
                     write_whole(path, FORMS[path.suffix](result))
+                elif path.suffix == PAGE:
+                    write_whole(path, _page(result, show) if page is None else page())
                 else:
                     with whole_file(path) as half:
                         draw(half)
@@ -403,4 +412,20 @@ def _csv(result: Measurement) -> str:
     return text.getvalue()
 
 
+def _page(result: Measurement, show: Callable[[Console], None]) -> str:
+    """What a reader is shown, as Markdown, and what it was measured on and with."""
+    text = io.StringIO()
+    show(Console(file=text, width=160, highlight=False))
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    made = result.to_dict()["provenance"]
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    about = [
+        f"Checkpoint {made['checkpoint']} (sha256 {made['checkpoint_sha256']}), {made['dtype']}, on {made['device']}.",
+        *([f"Texts (sha256 {made['corpus_sha256']}): {', '.join(made['documents'])}."] if made["documents"] else []),
+        f"Made {made['date']}; {versions}; {made['machine']}.",
+    ]
+    return "\n".join(["```text", *lines, "```", "", *about, "", "```bash", made["command"], "```", ""])
+
+
 FORMS = {".json": _json, ".csv": _csv}
+PAGE = ".md"

@@ -109,7 +109,7 @@ def plot_spectrum(methods: Sequence[Method], rope: RopeSpec, path: Path, *, name
         x=0.01,
         ha="left",
     )
-    figure.supxlabel("frequency, fast to slow", fontsize=8, color=GREY)
+    figure.supxlabel("frequency, fast to slow", x=0.05, ha="left", fontsize=8, color=GREY)
     figure.supylabel("share of the original", fontsize=8, color=GREY)
     _legend(figure, seen)
     figure.savefig(path)
@@ -150,6 +150,7 @@ def _draw(panel: Any, group: list[Method], rope: RopeSpec) -> set[str]:
     panel.set_ylim(0, 1.02)
     panel.margins(x=0.01)
     panel.tick_params(labelsize=7, length=2, colors=GREY)
+    panel.xaxis.get_major_locator().set_params(integer=True)
     for side, spine in panel.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(GREY)
@@ -180,4 +181,4 @@ def _legend(figure: Any, seen: set[str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=band) for band, colour in COLOURS.items() if band in seen]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=7, frameon=False)
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=7, frameon=False)

@@ -5,6 +5,7 @@
 | ``loss`` | the loss at every position of a text | ``loss_by_position`` |
 | ``perplexity`` | perplexity by position, or by a published protocol | ``make_plan``, then ``run`` |
 | ``longppl`` | perplexity over the tokens that need a long context | ``key_tokens.find_key_tokens``, then ``run`` |
+| ``masked`` | the loss of masked tokens, by models that read to both sides | ``masked_readers``, then ``masked_jobs`` |
 | ``passkey`` | whether the model repeats a number hidden in a long text | ``run`` |
 | ``ruler`` | RULER's tasks, offline | ``ruler_prompts``, asked by a ``survey.Survey`` |
 | ``comparison`` | all methods side by side | ``prepare``, then ``begin``, ``measure`` and ``result`` |
@@ -17,7 +18,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["comparison", "longppl", "loss", "passkey", "perplexity", "ruler"]
+__all__ = ["comparison", "longppl", "loss", "masked", "passkey", "perplexity", "ruler"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
-from ctxext.checkpoints.load import load, require_language_model
+from ctxext.checkpoints.load import load, model_class, refuse_lacking, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.evaluation.documents import package_folders
@@ -62,8 +62,9 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    masked: bool = False,
 ) -> Checkpoint:
-    """Load a causal language model and its tokenizer, from safetensors or GGUF, without remote code unless allowed.
+    """Load a language model and its tokenizer, from safetensors or GGUF, without remote code unless allowed.
 
     An extension that ``ctxext.patch`` or ``ctxext.save`` stored with a checkpoint or adapter is restored, and
     ``ctxext.unpatch`` takes it off again.
@@ -74,9 +75,10 @@ def load_checkpoint(
         dtype: ``auto`` (see ``safe_dtype``), ``bf16``, ``fp16`` or ``fp32``.
         device: where to put the model; default the first CUDA device, else the CPU.
         trust_remote_code: run Python code that the checkpoint brings along.
+        masked: load a model that fills in masked tokens (BERT and its kin), not one that predicts the next.
 
     Raises:
-        CheckpointError: nothing there, or nothing that transformers can load.
+        CheckpointError: nothing there, or nothing that transformers can load as such a model.
         InvalidParameterError: a device that is not there.
         UnknownNameError: an unknown dtype.
     """
@@ -85,6 +87,8 @@ def load_checkpoint(
     path = _installed_checkpoint() if source is None else Path(source)
     if source is not None and not path.exists() and (path.is_absolute() or source.startswith(".") or path.suffix):
         raise CheckpointError(f"No checkpoint at {source!r}. Give a directory, a .gguf file or a name on the hub.")
+    if masked and path.suffix == ".gguf":
+        raise CheckpointError(f"{path} cannot be read as a masked language model: GGUF files hold causal ones.")
     place = checked_device(device)
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     try:
@@ -92,11 +96,13 @@ def load_checkpoint(
             if path.suffix == ".gguf":
                 name, loaded = path.name.split(".")[0], _load_gguf(path, dtype, place)
             else:
-                name, loaded = (path.name if path.exists() else str(source)), _load(str(source), dtype, place, trust)
+                name = path.name if path.exists() else str(source)
+                loaded = _load(str(source), dtype, place, trust, masked)
     except CtxextError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"Cannot load a causal language model from {source or path}: {error}") from error
+        kind = "masked" if masked else "causal"
+        raise CheckpointError(f"Cannot load a {kind} language model from {source or path}: {error}") from error
     model, tokenizer, note = loaded
     return Checkpoint(name, model.to(place).eval(), tokenizer, note)
 
@@ -174,19 +180,44 @@ def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[nn.Module,
     return model, tokenizer, f"{chosen} ({why})"
 
 
-def _load(source: str, dtype: str, device: torch.device, trust: dict[str, Any]) -> tuple[nn.Module, Any, str]:
+def _load(
+    source: str, dtype: str, device: torch.device, trust: dict[str, Any], masked: bool = False
+) -> tuple[nn.Module, Any, str]:
     if is_adapter(source):
+        if masked:
+            raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
         return _load_adapter(source, dtype, device, trust)
     checked_path(source, {})
     config = read_any_config(source, **trust)
-    require_language_model(config, source)
+    if not masked:
+        require_language_model(config, source)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
     options: dict[str, Any] = {"dtype": DTYPES[chosen], **trust}
-    if saved_extension(config, source) is not None:
+    if masked:
+        model = _load_masked(source, config, options)
+    elif saved_extension(config, source) is not None:
         model = load(source, **options)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **options)
     return model, AutoTokenizer.from_pretrained(source, **trust), f"{chosen} ({why})"
+
+
+def _load_masked(source: str, config: Any, options: dict[str, Any]) -> nn.Module:
+    """A model with the head that fills in masked tokens, of which no weight is missing."""
+    if saved_extension(config, source) is None:
+        loading = {"use_safetensors": True, "output_loading_info": True, **options}
+        model, said = AutoModelForMaskedLM.from_pretrained(source, **loading)
+        refuse_lacking(source, model, sorted(said["missing_keys"]))
+        found: nn.Module = model
+        return found
+    chosen, known = model_class(config), AutoModelForMaskedLM._model_mapping
+    if type(config) not in known or chosen is not known[type(config)]:
+        raise CheckpointError(
+            f"{source} was saved extended as a {chosen.__name__} (architectures in config.json), which fills in no "
+            f"masked tokens. Extend the masked language model itself, and save that."
+        )
+    extended: nn.Module = load(source, **options)
+    return extended
 
 
 def _load_adapter(source: str, dtype: str, device: torch.device, trust: dict[str, Any]) -> tuple[nn.Module, Any, str]:

@@ -31,6 +31,7 @@ __all__ = [
     "prefix_label",
     "read_documents",
     "special_prefix",
+    "special_suffix",
     "tokenise",
 ]
 
@@ -218,6 +219,13 @@ def special_prefix(tokenizer: Any) -> list[int]:
     bare = list(tokenizer("a", add_special_tokens=False).input_ids)
     dressed = list(tokenizer("a").input_ids)
     return dressed[: dressed.index(bare[0])] if bare and bare[0] in dressed else []
+
+
+def special_suffix(tokenizer: Any) -> list[int]:
+    """The token ids that the tokenizer itself puts behind a text (a separator, or nothing)."""
+    bare = list(tokenizer("a", add_special_tokens=False).input_ids)
+    dressed = list(tokenizer("a").input_ids)
+    return dressed[dressed.index(bare[0]) + len(bare) :] if bare and bare[0] in dressed else []
 
 
 def _digest(text: str) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
+from ctxext.architectures.sinusoid import Sinusoids, usable_methods
 from ctxext.architectures.table import LearnedTable
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -36,6 +37,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
 from ctxext.saved import already_extended, choices, saved_form
 from ctxext.spec import AlibiSpec, Description, RopeSpec
+from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model
 
 __all__ = [
@@ -231,7 +233,7 @@ class Readings:
     @contextlib.contextmanager
     def applied(self, reading: Reading) -> Iterator[None]:
         """The model as a reading has it, inside a ``with``."""
-        if reading.is_reference or reading.method is None:
+        if reading.is_reference or reading.method is None or reading.name == AS_SAVED:
             yield
             return
         with self._patched(METHODS[reading.method["method"]].from_dict(reading.method)):
@@ -273,8 +275,10 @@ class Readings:
 
     @contextlib.contextmanager
     def _patched(self, method: Method) -> Iterator[None]:
-        own = patched_state(base_model(self.model))
+        base = base_model(self.model)
+        own = patched_state(base)
         if own is not None:
+            trained = architecture_of(base).replaced_weights(base)  # which may have been trained since
             patching.unpatch(self.model)
         try:
             with patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
@@ -282,6 +286,8 @@ class Readings:
         finally:
             if own is not None:
                 patching.patch(self.model, own.method, **choices(saved_form(own.method, own.extension)))
+                if (again := patched_state(base)) is not None:
+                    put_weights(base, trained, again.edits)
 
 
 def _reading(method: Method, description: Description) -> Reading:
@@ -334,6 +340,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
 
 def _default_names(model: nn.Module) -> list[str]:
     architecture = architecture_of(base_model(model))
+    if isinstance(architecture, Sinusoids):
+        return [name for name in usable_methods() if not _required(METHODS[name])]
     kind: type[Method] = BiasMethod if isinstance(architecture, AlibiArchitecture) else RopeMethod
     if isinstance(architecture, LearnedTable):
         kind = TableMethod

@@ -22,7 +22,16 @@ from transformers.masking_utils import causal_mask_function
 
 from ctxext.surgery.rebuild import without_weights
 
-__all__ = ["FAILURES", "Layers", "forward_without_data", "look", "reader_of", "readers_of", "reads_an_encoder"]
+__all__ = [
+    "FAILURES",
+    "WIDTHS",
+    "Layers",
+    "forward_without_data",
+    "look",
+    "reader_of",
+    "readers_of",
+    "reads_an_encoder",
+]
 
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
@@ -77,24 +86,40 @@ class Layers:
 def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
     """Let a twin of ``model`` read a few tokens without data, and watch its layers.
 
+    The twin is built from the model's class and config, so what was seen once of both is not looked for again: with a
+    method after the other on a model of many layers, that is most of the time.
+
     Args:
         model: any model; it is not touched.
         paths: its rotary modules, all of one decoder.
     """
     try:
-        twin = without_weights(model, model.config).eval()
-        decoder = reader_of(twin, paths[0])
-        if decoder is None:
-            return Layers(failure="it reads no tokens")
-        for module in decoder.modules():
-            config: Any = getattr(module, "config", None)
-            if config is not None:
-                config._attn_implementation_internal = PROBE
-        marks = _Marks()
-        _watch(twin, paths, marks)
-        forward_without_data(decoder, marks)
+        key = (type(model), model.config.to_json_string(use_diff=False), tuple(paths))
+        if key not in _SEEN:
+            if len(_SEEN) == REMEMBERED:
+                _SEEN.pop(next(iter(_SEEN)))  # the oldest
+            _SEEN[key] = _watched(without_weights(model, model.config).eval(), paths)
+        return _SEEN[key]
     except FAILURES as error:
         return Layers(failure=f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+REMEMBERED = 64
+_SEEN: dict[tuple[type, str, tuple[str, ...]], Layers] = {}
+
+
+def _watched(twin: PreTrainedModel, paths: Sequence[str]) -> Layers:
+    """What the layers of a model without weights do with a few tokens."""
+    decoder = reader_of(twin, paths[0])
+    if decoder is None:
+        return Layers(failure="it reads no tokens")
+    for module in decoder.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation_internal = PROBE
+    marks = _Marks()
+    _watch(twin, paths, marks)
+    forward_without_data(decoder, marks)
     return marks.layers()
 
 

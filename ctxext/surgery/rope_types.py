@@ -14,7 +14,7 @@ from ctxext.methods import RopeMethod, saved_class
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import RESTORING
 
-__all__ = ["GUARD", "GUARDED_FIELD", "ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters"]
+__all__ = ["GUARD", "GUARDED_FIELD", "ROPE_TYPE", "UNROTATED_TYPE", "method_rope_parameters", "without_guard"]
 
 # Stock transformers reacts to rope types whose name contains "dynamic", so these must not.
 ROPE_TYPE = "ctxext_rope"
@@ -25,6 +25,12 @@ UNROTATED_TYPE = "ctxext_unrotated"
 # error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.
 GUARDED_FIELD = "layer_norm_epsilon"
 GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
+
+
+def without_guard(config: Any) -> None:
+    """Put back into a config the numbers in whose place only stock code, which must refuse it, is to see a sentence."""
+    for name in [name for name, value in vars(config).items() if value == GUARD]:
+        setattr(config, name, config.ctxext["original"][name])
 
 
 def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Tables of positions: found in any model, made longer in place, read back.
 
-A table is a weight whose rows grow by as much as a field of the config that counts positions. Two twins of the model
-that differ in that field show which weights those are and what else has to grow along (ids of positions and of token
-types, causal masks). Which row stands for the first token is watched by letting a twin read tokens, never assumed.
+A table is a weight, or a buffer, whose rows grow by as much as a field of the config that counts positions. Two twins
+of the model that differ in that field show which those are and what else has to grow along (ids of positions and of
+token types, causal masks). Which row stands for the first token is watched by letting a twin read tokens, never
+assumed.
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.errors import IncompatibleError, VerificationError
+from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.base import Rows
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
-from ctxext.surgery.probe import FAILURES, readers_of
+from ctxext.surgery.probe import FAILURES, WIDTHS, readers_of, reads_an_encoder
 from ctxext.surgery.rebuild import reread, restoring
+from ctxext.surgery.rope_types import without_guard
 from ctxext.surgery.texts import field_of
 from ctxext.surgery.wrappers import is_zero3
 
@@ -39,11 +42,15 @@ __all__ = [
     "Twins",
     "is_sinusoidal",
     "mixed",
+    "places_of",
     "prove",
     "put_weights",
     "replace_tables",
+    "table_of",
+    "twin_of",
     "twins_of",
     "unmixed",
+    "values_of",
     "weight_of",
 ]
 
@@ -52,6 +59,7 @@ FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_len
 NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")
 STEP = 8  # by how much twins differ
 TOKENS = 6  # that a twin reads to show its first row
+LONGEST = 2**14  # tokens that a twin reads: its masks have the square of it
 SINUSOIDAL = 1e-3  # spread along the diagonals of a Gram matrix: at most 3e-6 of sinusoids, at least 0.028 of others
 FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")  # what puts values into weights
 BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
@@ -59,10 +67,10 @@ BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
 
 @dataclass(frozen=True)
 class PositionTable:
-    """A weight with a row for each position.
+    """A weight, or a buffer, with a row for each position.
 
     Args:
-        name: the weight's name in the model.
+        name: its name in the model.
         field: the config field that sets its size, with dots for parts of the config.
         rows: rows that it has.
         first: the row of the first token; rows before it stand for no position.
@@ -95,11 +103,13 @@ class Growth:
     Args:
         field: the config field in which they differ.
         tables: weights with more rows, by name, with the rows that they have now.
+        computed: likewise, those that are no weights but buffers, which the model's code fills.
         others: weights that differ in another way.
     """
 
     field: str
     tables: dict[str, int]
+    computed: dict[str, int]
     others: tuple[str, ...]
 
 
@@ -116,6 +126,8 @@ class _WeightsOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.tensor and not self.real and len(args) == 1 and args[0] == [] and not kwargs:
+            kwargs["device"] = "meta"  # so transformers asks where weights go, and computes none that go nowhere
         if func in (torch.empty, torch.rand, torch.randn) and kwargs.get("device") is None:
             size = args[0] if args and isinstance(args[0], list | tuple) else args
             if tuple(size) not in self.real:
@@ -138,6 +150,7 @@ def twin_of(model: PreTrainedModel, fields: dict[str, int], real: Iterable[tuple
     for name, value in fields.items():
         part, leaf = field_of(changed, name)
         setattr(part, leaf, value)
+    without_guard(changed)
     config = reread(changed)
     config._attn_implementation_internal = "eager"
     with torch.inference_mode(False), torch.random.fork_rng(devices=[]), restoring(), _WeightsOnMeta(real):
@@ -183,20 +196,19 @@ class Twins:
         """Every field that weights grow with."""
         fields = list(fields_of_positions(self.model.config))
         try:
-            before = weights_of(self.plain) if fields else {}
+            before, buffers = (weights_of(self.plain), _computed(self.plain)) if fields else ({}, {})
         except (*REFUSALS, RuntimeError):  # nothing can be said of a model that transformers does not build
             return []
         found = []
         for field, value in fields:
             try:
-                after = weights_of(twin_of(self.model, {field: value + STEP}))
+                twin = twin_of(self.model, {field: value + STEP})
             except (*REFUSALS, AssertionError, RuntimeError):  # a field that is not free counts something else
                 continue
-            changed = {name: shape for name, shape in before.items() if after.get(name) != shape}
-            grown = [name for name, shape in changed.items() if after.get(name) == (shape[0] + STEP, *shape[1:])]
-            if grown:
-                others = tuple(name for name in changed if name not in grown)
-                found.append(Growth(field, {name: changed[name][0] for name in grown}, others))
+            tables, others = _grown(before, weights_of(twin))
+            computed, _ = _grown(buffers, _computed(twin))
+            if tables or computed:
+                found.append(Growth(field, tables, computed, others))
         return found
 
     @functools.cached_property
@@ -206,11 +218,41 @@ class Twins:
         Raises:
             IncompatibleError: if there is none, or one of which it cannot be said which rows stand for which positions.
         """
+        found = self._read_in_order(lambda growth: list(growth.tables))
+        vars(self).pop("plain", None)  # its buffers may be large
+        return found
+
+    @functools.cached_property
+    def sinusoids(self) -> list[PositionTable]:
+        """Every table of sinusoids whose rows tokens ask for in order, weights and buffers alike.
+
+        Raises:
+            IncompatibleError: as for ``tables``.
+        """
+        return self._read_in_order(
+            lambda growth: [one for one in growth.tables | growth.computed if one in self._sinusoidal]
+        )
+
+    @functools.cached_property
+    def _sinusoidal(self) -> frozenset[str]:
+        """Which of all tables are computed, and not learned."""
+        names = {name for growth in self.growths for name in growth.tables | growth.computed}
+        saved = getattr(self.model.config, "ctxext", None) or {}
+        extending = METHODS.get(saved.get("method", {}).get("method"))
+        if names and extending is not None and issubclass(extending, RopeMethod):
+            # What such an extension was put on; its table may have been trained since, or stand at two frequencies.
+            twin = self.filled(names)
+            values = {name: table_of(twin, name).detach() for name in names}
+        else:
+            values = {name: values_of(self, name) for name in names}
+        return frozenset(name for name in names if is_sinusoidal(values[name]))
+
+    def _read_in_order(self, names: Callable[[Growth], list[str]]) -> list[PositionTable]:
         found: list[PositionTable] = []
         passed_over: list[str] = []
         kind = self.model.config.model_type
         for growth in self.growths:
-            seen = [_watched(self.plain, growth, name) for name in growth.tables]
+            seen = [_watched(self.plain, growth, name) for name in names(growth)]
             tables = [one for one in seen if isinstance(one, PositionTable)]
             reasons = [one for one in seen if isinstance(one, str)]
             reasons += [f"{name} changes with it in another way" for name in growth.others]
@@ -224,13 +266,23 @@ class Twins:
         if not found:
             why = passed_over[0] if passed_over else "no weight grows with a field of its config that counts positions"
             raise IncompatibleError(f"This {kind} has no table of positions that can be made longer: {why}.")
-        vars(self).pop("plain")  # its buffers may be large
         return found
 
     @property
     def has_learned(self) -> bool:
         """Whether a row for each position was learned."""
-        return any(not is_sinusoidal(_values(self, name)) for growth in self.growths for name in growth.tables)
+        return any(name not in self._sinusoidal for growth in self.growths for name in growth.tables)
+
+    @property
+    def has_sinusoids(self) -> bool:
+        """Whether the vector of each position, or part of it, is computed, and none is learned."""
+        return not self.has_learned and bool(self._sinusoidal)
+
+    def filled(self, names: Collection[str]) -> PreTrainedModel:
+        """The model as it is, with the tables of these names as its class fills them."""
+        if not any(table_of(self.plain, name).is_meta for name in names):
+            return self.plain
+        return twin_of(self.model, {}, real=[tuple(table_of(self.plain, name).shape) for name in names])
 
 
 # What was found, with what it was found of: many methods are tried on one model, one after the other.
@@ -245,6 +297,28 @@ def twins_of(model: PreTrainedModel) -> Twins:
         twins = Twins(weakref.ref(model))
         _FOUND[model] = now, twins
     return twins
+
+
+def _computed(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the buffers that may be tables, by name."""
+    named = model.named_buffers()
+    return {name: tuple(one.shape) for name, one in named if one.dim() == 2 and one.is_floating_point()}
+
+
+def _grown(
+    before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The rows of what has more of them ``after``, by name, and the names of what differs in another way."""
+    changed = {name: shape for name, shape in before.items() if after.get(name) != shape}
+    grown = {name: shape[0] for name, shape in changed.items() if after.get(name) == (shape[0] + STEP, *shape[1:])}
+    return grown, tuple(name for name in changed if name not in grown)
+
+
+def table_of(model: nn.Module, name: str) -> Tensor:
+    """The weight or buffer of this name."""
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(path), leaf)
+    return found
 
 
 def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -280,19 +354,20 @@ def weight_of(model: PreTrainedModel, name: str) -> nn.Parameter:
     return weight
 
 
-def _values(twins: Twins, name: str) -> Tensor:
-    """A weight of a model; for a model without memory what its class fills it with."""
-    weight: Tensor | None = dict(twins.model.named_parameters()).get(name)
+def values_of(twins: Twins, name: str) -> Tensor:
+    """A table of a model; for a model without memory what its class fills it with."""
+    held = dict(twins.model.named_parameters()) | dict(twins.model.named_buffers())
+    weight: Tensor | None = held.get(name)
     if weight is not None and not weight.is_meta and weight.is_floating_point():
         return weight
-    shape = weights_of(twins.plain)[name]
-    made: Tensor = twin_of(twins.model, {}, real=[shape]).get_parameter(name)
-    return made
+    return table_of(twins.filled([name]), name).detach()
 
 
 def is_sinusoidal(weight: Tensor) -> bool:
     """Whether a table holds sinusoids: then the product of two rows depends on their distance alone."""
-    rows = weight.detach()[2 : 2 + 64].to("cpu", torch.float64)  # some begin with a row of zeros
+    rows = weight.detach()[2 : 2 + 64].to("cpu", torch.float64)
+    if len(empty := (rows == 0).all(1).nonzero()):  # the row of padding, where it is not one of the first two
+        rows = rows[int(empty[-1]) + 1 :]
     gram = rows @ rows.T
     spread = [gram.diagonal(distance).std(correction=0) for distance in range(1, len(rows) - 1)]
     size = gram.diagonal().mean()
@@ -315,17 +390,19 @@ def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable 
     if padding is not None:
         padded = lookups(twin, name, [padding] * 2 + [token] * TOKENS, only_first=True)
         skips_padding = bool(padded) and padded[0].flatten()[2:3].tolist() == [first]
-    table = PositionTable(name, growth.field, growth.tables[name], first, token, skips_padding)
+    rows = (growth.tables | growth.computed)[name]
+    table = PositionTable(name, growth.field, rows, first, token, skips_padding)
     return unread(twin, table) or table
 
 
 def unread(twin: PreTrainedModel, table: PositionTable) -> str | None:
     """Why a text that fills a table does not read its rows to the last one, None where it does."""
-    asked = lookups(twin, table.name, [table.token] * table.positions, only_first=True)
-    found = asked[0].flatten()[: table.positions].tolist() if asked else []
-    if found == list(range(table.first, table.rows)):
+    length = min(table.positions, LONGEST)
+    asked = lookups(twin, table.name, [table.token] * length, only_first=True)
+    found = asked[0].flatten()[:length].tolist() if asked else []
+    if found == list(range(table.first, table.first + length)):
         return None
-    return f"a text of {table.positions:,} tokens does not read the rows of {table.name} to the last one"
+    return f"a text of {length:,} tokens does not read the rows of {table.name} to the last one"
 
 
 class _Enough(Exception):
@@ -335,7 +412,7 @@ class _Enough(Exception):
 class _Lookups(TorchFunctionMode):
     """Notes which rows of a weight are asked for, and computes with zeros in the place of weights without memory."""
 
-    def __init__(self, table: nn.Parameter, only_first: bool) -> None:
+    def __init__(self, table: Tensor, only_first: bool) -> None:
         super().__init__()
         self.table, self.only_first = table, only_first
         self.asked: list[Tensor] = []
@@ -345,7 +422,10 @@ class _Lookups(TorchFunctionMode):
         if func is F.embedding and _argument(args, kwargs, 1, "weight") is self.table:
             self._note(_argument(args, kwargs, 0, "input"))
         elif func is Tensor.__getitem__ and args[0] is self.table:
-            self._note(args[1] if isinstance(args[1], Tensor) else torch.arange(len(self.table))[args[1]])
+            rows = args[1][0] if isinstance(args[1], tuple) else args[1]
+            self._note(rows if isinstance(rows, Tensor) else torch.arange(len(self.table))[rows])
+        elif func is Tensor.index_select and args[0] is self.table:
+            self._note(_argument(args, kwargs, 2, "index"))
         if str(kwargs.get("device")) == "meta":  # made where the weights are, but read for its values
             kwargs = {**kwargs, "device": "cpu"}
         if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
@@ -395,19 +475,36 @@ def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bo
 
     Args:
         twin: a model from ``twin_of``.
-        name: of the weight.
+        name: of the weight, or of the buffer.
         text: tokens.
         only_first: whether to stop at the first time.
     """
-    readers = [one for one in readers_of(twin, name) if BOTH_SIDES not in inspect.signature(one.forward).parameters]
-    for reader in reversed(readers):  # a whole model first: it may tell its parts which positions
-        watch = _Lookups(twin.get_parameter(name), only_first)
-        behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
-        with behind, torch.inference_mode(False), torch.no_grad(), watch:
-            reader(input_ids=torch.tensor([text]))
-        if watch.asked:
-            return watch.asked
+    owner = twin.get_submodule(name.rpartition(".")[0])
+    readers = [one for one in readers_of(twin, name) if one is not owner]
+    reads_two = [BOTH_SIDES in inspect.signature(one.forward).parameters for one in readers]
+    tokens = torch.tensor([text])
+    # A whole model first: it may tell its parts which positions. One that reads two texts only where no part of it
+    # reads alone: a decoder may need what the encoder makes.
+    for two, reader in sorted(zip(reversed(reads_two), reversed(readers), strict=True), key=lambda pair: pair[0]):
+        both = {"input_ids": tokens[:, -1:].expand(1, TOKENS), BOTH_SIDES: tokens}
+        for texts in [both] if two else ({"input_ids": tokens} | more for more in _heard(reader)):
+            watch = _Lookups(table_of(twin, name), only_first)
+            behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
+            with behind, torch.inference_mode(False), torch.no_grad(), watch:
+                reader(**texts)
+            if watch.asked:
+                return watch.asked
     return []
+
+
+def _heard(reader: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Nothing; and for a decoder that looks at what its encoder says before all else, that, as wide as it may be."""
+    yield {}
+    if reads_an_encoder(reader):
+        config: Any = reader.config
+        parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+        widths = [width for part in parts for name in WIDTHS if (width := getattr(part, name, None))]
+        yield from ({"encoder_hidden_states": torch.zeros(1, 1, width)} for width in dict.fromkeys(widths))
 
 
 def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
@@ -430,25 +527,36 @@ def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
 
 def unmixed(table: Tensor, first: int, trained: int, rows: Rows) -> Tensor | None:
     """The rows that ``mixed`` was given, where each can still be read; None where one is in mixtures only."""
+    places = places_of(trained, rows)
+    if len(places) < trained:
+        return None
+    return table.detach()[torch.cat([torch.arange(first), first + places]).to(table.device)]
+
+
+def places_of(trained: int, rows: Rows) -> Int[Tensor, " readable"]:
+    """Where among the new rows each trained one stands first, unmixed; those that are in mixtures only are left out."""
     indices, weights = rows
     dense = torch.zeros(len(indices), trained, dtype=torch.float64).scatter_add_(1, indices, weights)
     whole = (dense == 1) & ((dense != 0).sum(1, keepdim=True) == 1)
-    if not bool(whole.any(0).all()):
-        return None
-    places = torch.cat([torch.arange(first), first + whole.int().argmax(0)])
-    return table.detach()[places.to(table.device)]
+    return whole.int().argmax(0)[whole.any(0)]
 
 
 def replace_tables(
-    twins: Twins, tables: dict[str, Tensor], fields: dict[str, int], edits: Edits
+    twins: Twins,
+    tables: dict[str, Tensor],
+    fields: dict[str, int],
+    edits: Edits,
+    *,
+    after: PreTrainedModel | None = None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Put other tables into a model, with all that depends on how many rows they have.
 
     Args:
         twins: of the model, which is changed through ``edits`` only.
-        tables: the new values of weights, by name.
+        tables: the new values of weights and buffers, by name.
         fields: the config fields that go with them, by dotted name.
         edits: the journal.
+        after: the twin with these fields, where it is there already.
 
     Returns:
         A twin of the model as it is then, and attributes of layers that changed with it: they own neither a table nor a
@@ -458,16 +566,20 @@ def replace_tables(
         IncompatibleError: if something that would have to grow is not as the model's class makes it.
         VerificationError: if the model would not have the new tables when it is loaded again.
     """
-    model, before, after = twins.model, twins.plain, twin_of(twins.model, fields)
-    shapes = weights_of(after)
+    model, before = twins.model, twins.plain
+    after = twin_of(model, fields) if after is None else after
     for name, value in tables.items():
-        if shapes[name] != tuple(value.shape):
+        if (shape := tuple(table_of(after, name).shape)) != tuple(value.shape):
             raise VerificationError(
-                f"{name} would have the shape {tuple(value.shape)}, and transformers would build {shapes[name]} from "
-                f"the config."
+                f"{name} would have the shape {tuple(value.shape)}, and transformers would build {shape} from the "
+                f"config."
             )
-    put_weights(model, tables, edits)
-    grown = _set_buffers(model, before, after, edits)
+    computed = {name for name, _ in model.named_buffers()} & tables.keys()
+    put_weights(model, {name: value for name, value in tables.items() if name not in computed}, edits)
+    for name in computed:
+        path, _, leaf = name.rpartition(".")
+        edits.set(model.get_submodule(path), leaf, tables[name])
+    grown = _set_buffers(model, before, after, computed, edits)
     others = _set_attributes(model, before, after, {name.rpartition(".")[0] for name in tables} | grown, edits)
     _set_fields(model, after, fields, edits)
     return after, others
@@ -493,10 +605,14 @@ def put_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], edits: Ed
             edits.replace_weight(model.get_submodule(path), leaf, new)
 
 
-def _set_buffers(model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, edits: Edits) -> set[str]:
-    """Let buffers grow along; return the paths of their modules."""
+def _set_buffers(
+    model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, done: set[str], edits: Edits
+) -> set[str]:
+    """Let buffers other than those that are ``done`` grow along; return the paths of their modules."""
     olds, lives, owners = dict(before.named_buffers()), dict(model.named_buffers()), set()
     for name, new in after.named_buffers():
+        if name in done:
+            continue
         old, live = olds[name], lives.get(name)
         if not new.is_meta and old.shape == new.shape and torch.equal(old, new):
             continue

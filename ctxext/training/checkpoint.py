@@ -97,7 +97,9 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
 
 def _load_plain(settings: Settings, device: torch.device | str) -> Checkpoint:
     """Load the run's checkpoint, and take off the extension that it was saved with, if there is one."""
-    checkpoint = load_checkpoint(settings.checkpoint, dtype=settings.dtype, device=device)
+    dtype = settings.dtype if settings.table is None else "fp32"  # it is held in float32, as all that is trained
+    masked = settings.data.masked is not None
+    checkpoint = load_checkpoint(settings.checkpoint, dtype=dtype, device=device, masked=masked)
     if patching.describe(checkpoint.model).method is None:
         return checkpoint
     patching.unpatch(checkpoint.model)

@@ -82,7 +82,7 @@ def attach_lora(
         trained |= {name for name, module in causal.named_modules() if _is_linear(module) and _ends_in(name, layers)}
     tied = embeddings and _tied(causal)
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if causal.can_generate() else None,
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,

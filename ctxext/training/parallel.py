@@ -64,6 +64,12 @@ def require_carried(model: nn.Module, accelerator: Any, *, lengths: Collection[i
             "The first version of FSDP flattens weights, which a loss in chunks and separate learning rates cannot "
             "use. Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does."
         )
+    ours = [name for name, weight in base.named_parameters() if weight._backward_hooks]
+    if ours and (plugin is not None or accelerator.distributed_type == "DEEPSPEED"):
+        raise IncompatibleError(
+            f"{ours[0]} is trained row by row, and this engine puts weights of its own in its place. Train a table on "
+            f"one process, or under plain data parallelism (recipes/accelerate/ddp.yaml)."
+        )
     if parallelism is None:
         return
     size = max(parallelism.cp_size, parallelism.sp_size)

@@ -91,6 +91,8 @@ class Data(Section):
             several documents in a sequence, each at positions of its own and seeing itself alone.
         shortest: leave out documents of fewer tokens than this; None leaves out those that do not fill a sequence, or
             with ``packed`` none.
+        masked: for a model that fills in masked tokens (BERT, RoBERTa, ModernBERT): the share of tokens that it is to
+            fill in, above 0 and below 1 (0.15 as BERT was trained); None trains on predicting the next token.
     """
 
     train: Annotated[list[str], OneOrMore, Field(min_length=1)]
@@ -100,6 +102,7 @@ class Data(Section):
     length: int = Field(ge=4)
     positions: Literal["consecutive", "pose", "packed"] = "consecutive"
     shortest: int | None = Field(default=None, ge=1)
+    masked: float | None = Field(default=None, gt=0, lt=1)
 
 
 class Stage(Section):
@@ -121,7 +124,7 @@ class Stage(Section):
 
 
 class Lora(Section):
-    """Which weights are trained.
+    """Which weights are trained, unless it is the table of positions.
 
     Args:
         rank: the rank of LoRA's updates.
@@ -135,7 +138,7 @@ class Lora(Section):
     """
 
     rank: int = Field(default=16, ge=1)
-    alpha: float = Field(default=32, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Annotated[list[Literal["attention", "mlp"]], OneOrMore, Field(min_length=1)] = ["attention", "mlp"]
     norms: bool = True
@@ -181,7 +184,8 @@ class MemorySettings(Section):
     """How a training step holds memory: what ``ctxext.training.Memory`` is given (explained there), and one more.
 
     Args:
-        loss_chunk: tokens whose logits exist at a time; None computes the loss as the model does.
+        loss_chunk: tokens whose logits exist at a time; None computes the loss as the model does, as it is always done
+            with ``data.masked``.
         checkpointing: keep one activation per layer and compute the others again: less memory, a third more time.
         save_attention: with ``checkpointing``, do not compute attention again.
         offload: with ``checkpointing``, keep what it keeps in host memory. CUDA only.
@@ -250,6 +254,9 @@ class Settings(Section):
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one. A run that only makes sense on a GPU says
             ``cuda``, and is refused elsewhere.
         quantisation: ``nf4`` holds the weights that are not trained in 4 bits (QLoRA); CUDA and bitsandbytes.
+        table: train the extended table of learned positions and nothing else, without an adapter: ``new_rows`` keeps
+            the learned rows bit for bit, wherever the method put them, ``whole`` trains all. The result is ``model``, a
+            whole model in stock form. The section ``lora`` and ``merge`` then say nothing.
         stages: a length curriculum, trained before the extension that the settings end with; each stage has ``steps``,
             ``factor`` or ``target_length``, and ``length``.
     """
@@ -261,6 +268,7 @@ class Settings(Section):
     merge: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantisation: Literal["nf4"] | None = None
+    table: Literal["new_rows", "whole"] | None = None
     extension: ExtensionSettings
     data: Data
     lora: Lora = Lora()
@@ -283,6 +291,33 @@ class Settings(Section):
             raise ValueError("weights held in 4 bits are not trained themselves: set lora.whole to false")
         if self.quantisation and (self.checkpoint is None or self.checkpoint.endswith(".gguf")):
             raise ValueError("quantisation needs a checkpoint of safetensors; weights out of a GGUF file are not it")
+        return self
+
+    @model_validator(mode="after")
+    def _table_alone(self) -> Settings:
+        if self.table is None:
+            return self
+        if self.stages:
+            raise ValueError("stages exchange the table, and would drop the rows just trained: leave out table or them")
+        if self.table == "new_rows" and self.training.weight_decay:
+            raise ValueError("a weight decay shrinks the rows that are to stay, too: set training.weight_decay to 0")
+        if self.quantisation:
+            raise ValueError("quantisation is for adapters: leave out table or quantisation")
+        return self
+
+    @model_validator(mode="after")
+    def _masked_alone(self) -> Settings:
+        if self.data.masked is None:
+            return self
+        if self.data.positions == "packed":
+            raise ValueError("masked language models do not keep packed documents apart: choose other data.positions")
+        if self.checkpoint is None or self.checkpoint.endswith(".gguf") or self.quantisation:
+            raise ValueError("data.masked needs a masked language model: a checkpoint of safetensors, not quantised")
+        if self.evaluation.text or self.evaluation.passkey_lengths:
+            raise ValueError(
+                "evaluation predicts the next token, which a masked language model does not: leave it out, and measure "
+                "the result with ctxext eval masked"
+            )
         return self
 
 

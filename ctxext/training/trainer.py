@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, embedding_learning_rate: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **{"data_collator": collate, **kwargs})
         self.embedding_learning_rate = embedding_learning_rate
+        if "loss_function" not in inspect.unwrap(type(base_model(self.model)).forward).__code__.co_names:
+            # BERT's class takes the number of tokens in a step among its keywords, and no notice of it: its loss is the
+            # mean of one pass, which the Trainer would add up over all that a step accumulates.
+            self.model_accepts_loss_kwargs = False
         data = self.train_dataset
         lengths = {data.length_of(i) for i in range(len(data))} if isinstance(data, Sequences) else set()
         require_carried(self.model, self.accelerator, lengths=lengths, packed=_packed(data))

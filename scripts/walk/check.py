@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,29 +18,37 @@ from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.architectures import find_architecture
+from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
-from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.spec import RopeSpec
 from ctxext.surgery.probe import FAILURES, look
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.stock import logits_of
+from ctxext.surgery.sides import sides_of
+from scripts.walk.kinds import group_of, groups_for
+from scripts.walk.stock import logits_of, output_of
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY
 
 __all__ = [
     "Finding",
     "State",
     "Stock",
-    "check_method",
     "check_model",
-    "inputs_for",
     "rotating_layers",
-    "sees_future",
+    "sees_ahead",
+    "text_of_length",
     "walked_methods",
 ]
 
 FIRST_TOKEN = 40  # below are special tokens (images, audio, ends of text) in some vocabularies
+# Largest difference of logits, whose size is about 10, where the model's own code computes ALiBi by another kernel: in
+# float32 either is off by 3e-5. Slopes that are wrong by a hundredth move them by far more.
+OTHER_KERNEL = 1e-4
+FACTOR = 2.0  # of tables: their longest text is read to its end, so it is kept short
+# What ``describe`` says of short texts.
+KEPT, MOVED = "are read exactly as before", "are read at other positions than before"
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Finding:
     """The outcome of one method on one model.
 
     Args:
-        method: the method's name, with what was done about sliding windows.
+        method: the method's name, with the side it was given to and what was done about sliding windows.
         outcome: "right", "refused" (by a named reason), "wrong", or "unchecked" (accepted, and not to be run here).
         detail: how it is stored, or the reason, or what went wrong.
         stock: whether stock transformers loads it.
@@ -93,54 +102,179 @@ class Stock:
         return reply["error"] if "error" in reply else load_file(directory / reply["logits"])["logits"].clone()
 
 
+@dataclass(frozen=True)
+class State:
+    """Everything that unpatching must bring back."""
+
+    inputs: Tensor
+    logits: Tensor
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, inputs: Tensor) -> State:
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        return cls(inputs, logits_of(model, inputs), model.config.to_dict(), weights)
+
+    def difference(self, model: PreTrainedModel) -> str | None:
+        """What of it differs in ``model`` now."""
+        now = State.of(model, self.inputs)
+        if now.config != self.config:
+            keys = [k for k in {*now.config, *self.config} if now.config.get(k) != self.config.get(k)]
+            return f"config differs in {sorted(keys)}"
+        if list(now.weights) != list(self.weights):
+            return "state_dict has other keys"
+        for name, value in self.weights.items():
+            if not torch.equal(now.weights[name], value):
+                return f"weight {name} differs"
+        return _unequal(now.logits, self.logits)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that is to be checked, as it was before any patch.
+
+    Args:
+        model: the model.
+        before: what it was, with a text that it could read then.
+        long: a text beyond its trained length, which it must read once it is extended.
+        trained: its trained length.
+        read: what it said of the long text before; None where it could not read that.
+        sees: whether tokens see those after them, of the decoder and of the encoder.
+        stock: the process to reload in.
+        folder: for checkpoints; the long text lies there.
+        rounding: by how much logits of stock code may differ from those of ctxext.
+    """
+
+    model: PreTrainedModel
+    before: State
+    long: Tensor
+    trained: int
+    read: Tensor | None
+    sees: tuple[bool, ...]
+    stock: Stock
+    folder: Path
+    rounding: float = 0.0
+
+    @property
+    def is_table(self) -> bool:
+        """Whether a text of the trained length is all that the model could read before."""
+        return self.before.inputs.shape != self.long.shape
+
+
 def walked_methods(names: list[str] | None = None) -> list[type[Method]]:
-    """All discovered methods, or those named: those that change rotation and the retrofits that replace it."""
-    chosen = [METHODS[name] for name in names or METHODS]
-    return [cls for cls in chosen if issubclass(cls, RopeMethod) or not issubclass(cls, TableMethod)]
+    """All discovered methods, or those named."""
+    return [METHODS[name] for name in names or METHODS]
 
 
-def inputs_for(model: PreTrainedModel) -> Tensor:
-    """Random tokens, three times as many as the model was trained for where its positions allow that."""
-    reads_further = any(True for _ in rotaries(model)) or isinstance(find_architecture(model), Buckets)
-    length = 3 * TRAINED_LENGTH if reads_further else TRAINED_LENGTH
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(FIRST_TOKEN, VOCABULARY, (1, length), generator=generator)
+def text_of_length(length: int) -> Tensor:
+    """Random tokens."""
+    return torch.randint(FIRST_TOKEN, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
 
 
-def check_model(model: PreTrainedModel, methods: list[type[Method]], stock: Stock, folder: Path) -> list[Finding]:
-    """Every method on one model; where the windows of all layers must be decided on, both decisions."""
-    inputs = inputs_for(model)
-    try:
-        logits_of(model, inputs)
-    except FAILURES as error:
-        return [_refused_at_least(model, method, error) for method in methods]
-    problem = _layers_problem(model, inputs)
-    if problem:
-        return [Finding("none", "wrong", problem)]
-    save_file({"input_ids": inputs}, folder / "inputs.safetensors")
-    problem = _plain_problem(model, inputs, stock, folder)
-    if problem:
-        return [Finding("none", "wrong", f"unpatched: {problem}")]
-    findings = []
-    before = State.of(model, inputs)
-    bidirectional = sees_future(model, inputs, before.logits)
-    arguments = _necessary_arguments(model)
+def check_model(
+    model: PreTrainedModel, methods: list[type[Method]], stock: Stock, folder: Path, kind: str | None = None
+) -> list[Finding]:
+    """Every method on one model; where the windows of all layers must be decided on, both decisions.
+
+    Args:
+        model: a tiny model.
+        methods: those to check.
+        stock: a process of stock transformers.
+        folder: for checkpoints.
+        kind: its kind of positions. Of groups of methods that are not for these, one method is tried, and the others
+            only if that is not refused. Left out, every method is checked.
+    """
+    case: Case | list[Finding] | Exception = _case_of(model, stock, folder)
+    if isinstance(case, list):
+        return case
+    findings: list[Finding] = []
+    spec, arguments = _spec(model), _necessary_arguments(model)
+    skipped: set[str] = set()
     for method_class in methods:
-        method = method_class.example(_spec(model))
-        for more in arguments:
-            findings.append(check_method(model, before, method, more, stock, folder, bidirectional))
+        group = group_of(method_class, kind or "")
+        if group in skipped:
+            continue
+        method = _example(method_class, spec, not isinstance(case, Exception) and case.is_table)
+        for given in _sides(model, method):
+            for more in arguments:
+                if isinstance(case, Exception):
+                    findings.append(_refused_at_least(model, given, more, case))
+                else:
+                    findings.append(check_method(case, given, more))
+        if kind is not None and group not in groups_for(kind) and findings[-1].outcome == "refused":
+            skipped.add(group)
     return findings
 
 
-def _refused_at_least(model: PreTrainedModel, method_class: type[Method], error: Exception) -> Finding:
-    """A model that does not read tokens alone cannot be checked, so nothing may be promised of it."""
+def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[Finding] | Exception:
+    """The model as it is, or what is wrong with it already, or the error of one that does not read tokens alone."""
+    long, short = text_of_length(3 * TRAINED_LENGTH), text_of_length(3 * TRAINED_LENGTH)
+    trained, architecture = TRAINED_LENGTH, find_architecture(model)
+    if architecture is None or architecture.replaces_weights(model):
+        said = ctxext.describe(model).trained_length
+        trained = said if said and said > 0 else TRAINED_LENGTH  # XLNet's config says -1
+        short, long = text_of_length(trained), text_of_length(int(FACTOR * trained))
     try:
-        ctxext.patch(model, method_class.example(_spec(model)), **_necessary_arguments(model)[0])
+        logits = logits_of(model, short)
+    except FAILURES as error:
+        return error
+    if problem := _layers_problem(model, short):
+        return [Finding("none", "wrong", problem)]
+    for name, inputs in (("short", short), ("long", long)):
+        save_file({"input_ids": inputs}, folder / f"{name}.safetensors")
+    if problem := _plain_problem(model, short, stock, folder):
+        if architecture is None:  # there is nothing to patch, and nothing to compare afterwards
+            return RuntimeError(problem)
+        return [Finding("none", "wrong", f"unpatched: {problem}")]
+    try:
+        read = logits if long.shape == short.shape else logits_of(model, long)
+    except FAILURES:
+        read = None
+    rounding = 0.0
+    if isinstance(architecture, AlibiArchitecture):
+        read, rounding = None, OTHER_KERNEL  # its own ALiBi is what it read before, computed otherwise
+    before = State.of(model, short)
+    return Case(model, before, long, trained, read, sees_ahead(model, short), stock, folder, rounding)
+
+
+def _example(method_class: type[Method], spec: RopeSpec, is_table: bool) -> Method:
+    if is_table and issubclass(method_class, TableMethod):
+        return method_class.of({"factor": FACTOR})
+    return method_class.example(spec)
+
+
+def _sides(model: PreTrainedModel, method: Method) -> Iterator[dict[str, Method]]:
+    """What to give a method to: the model, or each side of an encoder-decoder, and both."""
+    try:
+        sides = list(sides_of(model))
+    except IncompatibleError:  # patch says so too
+        sides = []
+    for name in sides:
+        yield {name: method}
+    yield {"method": method}
+
+
+def _refused_at_least(
+    model: PreTrainedModel, given: dict[str, Method], more: dict[str, Any], error: Exception
+) -> Finding:
+    """A model that does not read tokens alone cannot be checked, so nothing may be promised of it."""
+    name = _name(given, more)
+    try:
+        ctxext.patch(model, **given, **more)
     except CtxextError as refusal:
-        return Finding(method_class.name, "refused", f"{type(refusal).__name__}: {refusal}")
+        return Finding(name, "refused", f"{type(refusal).__name__}: {refusal}")
     ctxext.unpatch(model)
     cause = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return Finding(method_class.name, "unchecked", f"does not read tokens alone ({cause})")
+    return Finding(name, "unchecked", f"does not read tokens alone ({cause})")
+
+
+def _name(given: dict[str, Method], more: dict[str, Any]) -> str:
+    """A method as it is listed, with the side that it was given to and what was done about windows."""
+    side, method = next(iter(given.items()))
+    words = [side] if side != "method" else []
+    words += [more["sliding_window"]] if "sliding_window" in more else []
+    return f"{method.name} ({', '.join(words)})" if words else method.name
 
 
 def _layers_problem(model: PreTrainedModel, inputs: Tensor) -> str | None:
@@ -203,12 +337,26 @@ def rotating_layers(model: PreTrainedModel, inputs: Tensor, paths: list[str], la
     return found
 
 
-def sees_future(model: PreTrainedModel, inputs: Tensor, logits: Tensor) -> bool:
-    """Whether a change of one token reaches what the model says of the tokens before it; ``logits`` are unchanged's."""
+def sees_ahead(model: PreTrainedModel, inputs: Tensor) -> tuple[bool, ...]:
+    """Whether a change of one token reaches what the model says of the tokens before it.
+
+    Of an encoder-decoder, whether a token of the decoder's text does, and whether one of the encoder's does in what the
+    encoder says.
+    """
     other, at = inputs.clone(), 2 * inputs.shape[1] // 3
     other[0, at] = FIRST_TOKEN + (other[0, at] - FIRST_TOKEN + 1) % (VOCABULARY - FIRST_TOKEN)
-    moved = (logits_of(model, other) - logits)[:, :at].abs().max()
-    return bool(moved > 1e-4 * logits.abs().max())  # sums of other lengths (experts) round differently
+    if not model.config.is_encoder_decoder:
+        return (_moved(logits_of(model, inputs), logits_of(model, other), at),)
+    plain, written, read = (output_of(model, *texts) for texts in ((inputs,), (inputs, other), (other, inputs)))
+    found = [_moved(plain.logits, written.logits, at)]
+    if (states := plain.get("encoder_last_hidden_state")) is not None and states.shape[1] == inputs.shape[1]:
+        found.append(_moved(states, read.encoder_last_hidden_state, at))
+    return tuple(found)
+
+
+def _moved(plain: Tensor, other: Tensor, at: int) -> bool:
+    # Sums of other lengths (experts) round differently.
+    return bool((other - plain)[:, :at].abs().max() > 1e-4 * plain.abs().max())
 
 
 def _plain_problem(model: PreTrainedModel, inputs: Tensor, stock: Stock, folder: Path) -> str | None:
@@ -217,7 +365,7 @@ def _plain_problem(model: PreTrainedModel, inputs: Tensor, stock: Stock, folder:
     if not torch.isfinite(logits).all():
         return "the random model has no finite logits"
     model.save_pretrained(folder / "plain")
-    found = stock.logits(folder / "plain", folder / "inputs.safetensors")
+    found = stock.logits(folder / "plain", folder / "short.safetensors")
     return found if isinstance(found, str) else _prefixed("stock reload: ", _unequal(found, logits))
 
 
@@ -248,117 +396,99 @@ def _spec(model: PreTrainedModel) -> RopeSpec:
     """What examples of methods are made for; any spec will do for a model that is refused anyway."""
     model.config.get_text_config(decoder=True)
     try:
-        return find_sites(model, TRAINED_LENGTH)[0].spec
+        found = find_architecture(model)
+        if hasattr(found, "spec") and not isinstance(found, AlibiArchitecture):
+            spec: RopeSpec = found.spec(model)
+            return spec
+        sides = sides_of(model)
+        part = next(iter(sides.values())).model if sides else model
+        return find_sites(part, TRAINED_LENGTH)[0].spec
     except IncompatibleError:
         return RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 
 
-@dataclass(frozen=True)
-class State:
-    """Everything that unpatching must bring back."""
+def check_method(case: Case, given: dict[str, Method], more: dict[str, Any]) -> Finding:
+    """Patch, save, reload with and without ctxext, unpatch; say what was found.
 
-    inputs: Tensor
-    logits: Tensor
-    config: dict[str, Any]
-    weights: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, inputs: Tensor) -> State:
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        return cls(inputs, logits_of(model, inputs), model.config.to_dict(), weights)
-
-    def difference(self, model: PreTrainedModel) -> str | None:
-        """What of it differs in ``model`` now."""
-        now = State.of(model, self.inputs)
-        if now.config != self.config:
-            keys = [k for k in {*now.config, *self.config} if now.config.get(k) != self.config.get(k)]
-            return f"config differs in {sorted(keys)}"
-        if list(now.weights) != list(self.weights):
-            return "state_dict has other keys"
-        for name, value in self.weights.items():
-            if not torch.equal(now.weights[name], value):
-                return f"weight {name} differs"
-        return _unequal(now.logits, self.logits)
-
-
-def check_method(
-    model: PreTrainedModel,
-    before: State,
-    method: Method,
-    arguments: dict[str, Any],
-    stock: Stock,
-    folder: Path,
-    bidirectional: bool,
-) -> Finding:
-    """Patch, save, reload with and without ctxext, unpatch; say what was found."""
-    window = arguments.get("sliding_window")
-    name = f"{method.name} ({window})" if window else method.name
+    Args:
+        case: the model.
+        given: the method, under the name of the argument of ``patch`` that takes it.
+        more: what ``patch`` needs to be told beside it.
+    """
+    model, name = case.model, _name(given, more)
     try:
-        ctxext.patch(model, method, **arguments)
+        ctxext.patch(model, **given, **more)
     except CtxextError as error:
-        left = before.difference(model)
+        left = case.before.difference(model)
         if left:
             return Finding(name, "wrong", f"a refused patch left traces: {left} ({error})")
         return Finding(name, "refused", f"{type(error).__name__}: {error}")
     description = ctxext.describe(model)
     # A directory of its own: weights are memory-mapped, and a file must not change under a process that has it open.
-    with tempfile.TemporaryDirectory(dir=folder) as directory:
-        where = Path(directory), folder / "inputs.safetensors"
-        problem = _patched_problem(model, before, arguments, stock, *where, bidirectional)
+    with tempfile.TemporaryDirectory(dir=case.folder) as directory:
+        problem = _patched_problem(case, more, Path(directory))
     ctxext.unpatch(model)
-    problem = problem or _prefixed("unpatch: ", before.difference(model))
+    problem = problem or _prefixed("unpatch: ", case.before.difference(model))
     if problem:
         return Finding(name, "wrong", f"{problem} [{description.stored_as}]", description.stock)
     return Finding(name, "right", description.stored_as, description.stock)
 
 
-def _patched_problem(
-    model: PreTrainedModel,
-    before: State,
-    arguments: dict[str, Any],
-    stock: Stock,
-    directory: Path,
-    inputs_file: Path,
-    bidirectional: bool,
-) -> str | None:
-    inputs, is_stock = before.inputs, ctxext.describe(model).stock
-    logits = logits_of(model, inputs)
+def _patched_problem(case: Case, more: dict[str, Any], directory: Path) -> str | None:
+    model, description = case.model, ctxext.describe(case.model)
+    logits = logits_of(model, case.long)
     if not torch.isfinite(logits).all():
         return "the patched model has no finite logits"
-    if sees_future(model, inputs, logits) is not bidirectional:
-        return f"tokens {'no longer see' if bidirectional else 'now see'} those that come after them"
-    if problem := _window_problem(model, before, arguments.get("sliding_window")):
+    now = sees_ahead(model, case.before.inputs)
+    if now != case.sees:
+        return f"tokens {'no longer see' if sum(now) < sum(case.sees) else 'now see'} those that come after them"
+    if problem := _window_problem(case, more.get("sliding_window")):
         return problem
-    beyond = (logits - before.logits)[:, TRAINED_LENGTH:].abs().max().item()
-    if beyond < 1e-3:
-        return f"patching hardly changed the logits beyond the trained length: {beyond:.3g}"
+    if problem := _effect_problem(case, logits):
+        return problem
     model.save_pretrained(directory)
-    found = stock.logits(directory, inputs_file)
-    if isinstance(found, str) and is_stock:
+    found = case.stock.logits(directory, case.folder / "long.safetensors")
+    if isinstance(found, str) and description.stock:
         return f"stock transformers does not load it: {found}"
-    if isinstance(found, Tensor) and not is_stock:
+    if isinstance(found, Tensor) and not description.stock:
         return "stock transformers loads what only ctxext can express"
-    if isinstance(found, Tensor) and (problem := _unequal(found, logits)):
+    if isinstance(found, Tensor) and (problem := _unequal(found, logits, case.rounding)):
         return f"stock reload: {problem}"
     loaded = ctxext.load(directory).eval()
-    return _prefixed("ctxext.load: ", _unequal(logits_of(loaded, inputs), logits))
+    return _prefixed("ctxext.load: ", _unequal(logits_of(loaded, case.long), logits))
 
 
-def _window_problem(model: PreTrainedModel, before: State, choice: str | None) -> str | None:
+def _effect_problem(case: Case, logits: Tensor) -> str | None:
+    """Whether long texts are read otherwise, and short ones as before where that is promised."""
+    if case.read is not None:
+        beyond = (logits - case.read)[:, case.trained :].abs().max().item()
+        if beyond < 1e-3:
+            return f"patching hardly changed the logits beyond the trained length: {beyond:.3g}"
+    if not case.is_table:
+        return None
+    is_kept = torch.equal(logits_of(case.model, case.before.inputs), case.before.logits)
+    notes = " ".join(ctxext.describe(case.model).notes)
+    if KEPT in notes and not is_kept:
+        return "a text of the trained length is promised to be read as before, and is not"
+    if MOVED in notes and is_kept:
+        return "a text of the trained length is read as before, though it is said to be read otherwise"
+    return None
+
+
+def _window_problem(case: Case, choice: str | None) -> str | None:
     """Whether windows that were to be lifted still hide the first token from the last one."""
     if choice != "lift":
         return None
-    other = before.inputs.clone()
+    other = case.long.clone()
     other[0, 0] = FIRST_TOKEN + (other[0, 0] - FIRST_TOKEN + 1) % (VOCABULARY - FIRST_TOKEN)
-    if torch.equal(logits_of(model, other)[:, -1], logits_of(model, before.inputs)[:, -1]):
+    if torch.equal(logits_of(case.model, other)[:, -1], logits_of(case.model, case.long)[:, -1]):
         return "sliding_window='lift': the last token does not see the first one"
     return None
 
 
-def _unequal(found: Tensor, expected: Tensor) -> str | None:
-    if torch.equal(found, expected):
-        return None
-    return f"logits differ by up to {(found - expected).abs().max().item():.3g}"
+def _unequal(found: Tensor, expected: Tensor, rounding: float = 0.0) -> str | None:
+    apart = (found - expected).abs().max().item()
+    return f"logits differ by up to {apart:.3g}" if not apart <= rounding else None
 
 
 def _prefixed(prefix: str, problem: str | None) -> str | None:

@@ -20,7 +20,7 @@ _INDEXER = {
 # Types that have no logits of their own to compare, so that nothing can be proven about them.
 NOT_ALONE: dict[str, str] = dict.fromkeys(
     ("gemma4_assistant", "gemma4_unified_assistant"),
-    "a draft model: it reads the keys and values of the model it drafts for and gives no logits without them",
+    "It is a draft model: it reads the keys and values of the model it drafts for and gives no logits without them.",
 )
 
 _SLIDING_MLA = {  # its sliding layers have sizes of their own
@@ -32,6 +32,10 @@ _SLIDING_MLA = {  # its sliding layers have sizes of their own
     "swa_qk_nope_head_dim": 16,
     "swa_v_head_dim": 16,
 }
+
+_CROSS = {"cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 32}
+
+_SOUND = {"num_filters": 2}  # doubled with each of its layers
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # the default config has no attention at all
@@ -46,6 +50,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
+    "dia": {"decoder_config": _CROSS | {"cross_hidden_size": 128}},  # its decoder says the encoder's sizes again
+    "distilbert": {"dim": 128, "hidden_dim": 192},
     "dots3_note": {"text_config": _SLIDING_MLA},
     "dots3_note_text": _SLIDING_MLA,
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 4},
@@ -60,17 +66,40 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
+    "flaubert": {"emb_dim": 128},
+    "funnel": {"d_inner": 192},
+    "fun_asr_nano": {
+        "text_config": {"hidden_size": 128},
+        "adaptor_config": {"hidden_size": 128, "intermediate_size": 32},
+    },
+    "granite_speech": {"encoder_config": {"hidden_dim": 128, "dim_head": 32}},
+    "granite_speech_plus": {"encoder_config": {"hidden_dim": 128, "dim_head": 32}},
     "granitemoehybrid": {  # rotary is off by default; layer_types show both kinds
         "position_embedding_type": "rope",
         "layer_types": ["linear_attention", "full_attention"],
         "num_hidden_layers": 2,
     },
     # Their own defaults for the one, windows as wide as a padded text for the other, are too long for a walk.
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 128}},
+    "layoutlmv3": {"hidden_size": 128, "coordinate_size": 24, "shape_size": 16},
+    "lilt": {"hidden_size": 192, "num_attention_heads": 4},  # a sixth of it for each side of a box
     "led": {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 16},
     "luke": {"entity_vocab_size": 64},
+    "moonshine_streaming": {"num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_hidden_layers": 3},
+    "mamba2": {"hidden_size": 128, "num_heads": 4, "head_dim": 64, "n_groups": 1},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [32, 96]},
+    "perceiver": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2, "num_cross_attention_heads": 4},
     "qwen4_exp_text": _INDEXER,  # without them it has linear attention only
     "qwen4_exp": {"text_config": _INDEXER},
+    "phi4_multimodal": {"audio_config": {"nemo_conv_channels": 64, "ext_pw_out_channel": 128, "num_blocks": 2}},
     "recurrent_gemma": {"num_hidden_layers": 3},  # only every third layer has attention
+    "roc_bert": {"shape_vocab_size": 128, "pronunciation_vocab_size": 128},
+    "switch_transformers": {"d_ff": 192},
+    "vibevoice": {"audio_config": _SOUND, "semantic_model_config": _SOUND},
+    "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _SOUND, "semantic_tokenizer_encoder_config": _SOUND},
+    "xlm": {"emb_dim": 128},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"use_mem_rope": True},  # rotary is off by default
 }

@@ -11,8 +11,11 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    AutoModelForTextEncoding,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -60,6 +63,9 @@ KINDS: dict[str, Any] = {
     "masked": AutoModelForMaskedLM,
     "seq2seq": AutoModelForSeq2SeqLM,
     "speech": AutoModelForSpeechSeq2Seq,
+    "encoder": AutoModelForTextEncoding,
+    "tokens": AutoModelForTokenClassification,
+    "answers": AutoModelForQuestionAnswering,
 }
 
 
@@ -175,9 +181,9 @@ def _layers(default: Any, small: dict[str, Any]) -> dict[str, Any]:
         return {}
     count = getattr(default, count_name)
     lists = {k: v for k, v in vars(default).items() if isinstance(v, list) and len(v) == count and _per_layer(v)}
-    kinds: dict[tuple[Any, ...], int] = {}
+    kinds: dict[str, int] = {}
     for layer, kind in enumerate(zip(*lists.values(), strict=True)):
-        kinds.setdefault(kind, layer)
+        kinds.setdefault(str(kind), layer)
     chosen = sorted(kinds.values())
     chosen += [layer for layer in range(count) if layer not in chosen][: max(0, LAYERS - len(chosen))]
     chosen.sort()

@@ -107,8 +107,9 @@ def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: p
     types = model_types("causal")
     assert len(types) > 150
     assert {"llama", "gemma3_text", "deepseek_v3"} <= set(types)
-    line = walk_architectures.walk_safely("mamba")
-    assert line["outcome"] == "no rope"
+    line = walk_architectures.walk_safely("mamba", ["pi", "alibi"])
+    assert (line["positions"], line["outcome"]) == ("none", "refused")
+    assert "it has no positions at all, so nothing needs extending" in line["reason"]
 
     def crash(*_: object) -> None:
         raise KeyError("a bug")
@@ -161,8 +162,8 @@ def test_the_walk_finds_layers_seen_wrongly_and_causality_lost(
     (finding,) = check_model(tiny(), walked_methods(["pi"]), stock, tmp_path)
     assert "layers that rotate" in finding.detail
     monkeypatch.undo()
-    answers = iter([True, False])
-    monkeypatch.setattr(check, "sees_future", lambda *_: next(answers))
+    answers = iter([(True,), (False,)])
+    monkeypatch.setattr(check, "sees_ahead", lambda *_: next(answers))
     (finding,) = check_model(tiny(), walked_methods(["pi"]), stock, tmp_path)
     assert finding.outcome == "wrong"
     assert "tokens no longer see those that come after them" in finding.detail

@@ -34,6 +34,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from scripts.walk.check import State
 from scripts.walk.tiny import tiny_config, tiny_model
+from tests._models import RECENT
 from tests._tokenizer import make_tokenizer
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
@@ -110,6 +111,15 @@ def test_the_text_side_of_clip_as_long_clip_has_it() -> None:
     ctxext.patch(model, "stretch", target_length=248)
     assert model.config.max_position_embeddings == 248
     assert torch.isfinite(model(torch.randint(5, 300, (1, 248)))[0]).all()
+
+
+@pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
+def test_a_decoder_that_looks_at_its_encoder_first() -> None:
+    """It projects what it is told from the encoder's width to its own before it asks for positions."""
+    model = tiny_model(tiny_config("cohere_asr", encoder_config={"hidden_size": 64}))
+    [(name, rows, first, _)] = tables(model)
+    assert (name, rows, first) == ("model.decoder.pos_emb.weight", 64, 0)
+    assert ctxext.describe(ctxext.patch(model, "tile", factor=2)).target_length == 128
 
 
 def test_a_field_that_says_the_length_again_is_raised_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -36,6 +37,7 @@ CHECKPOINTS: dict[str | None, tuple[int, str, dict[str, Any]]] = {
     "mistralai/Mistral-7B-v0.1": (8192, "mistral", {"sliding_window": 16}),
     "bigscience/bloom-560m": (2048, "bloom", {}),
     "bigscience/bloom-7b1": (2048, "bloom", {}),
+    "google-bert/bert-base-uncased": (512, "bert", {"vocab_size": 258}),
 }
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
@@ -49,8 +51,11 @@ def models(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPath
         key = f"{model_type} {changes}"
         if key not in made:
             made[key] = tmp_path_factory.mktemp(model_type)
-            tiny(model_type, vocab_size=257, **changes).save_pretrained(made[key])
-            tokenizer.save_pretrained(made[key])
+            tiny(model_type, **{"vocab_size": 257} | changes).save_pretrained(made[key])
+            own = copy.deepcopy(tokenizer)
+            if model_type == "bert":
+                own.add_special_tokens({"mask_token": "<mask>"})
+            own.save_pretrained(made[key])
         found[name] = made[key]
     return found
 
@@ -68,6 +73,7 @@ def test_there_are_configs_for_every_promise() -> None:
     assert {one.device for one in settings} == {"auto", "cuda"}
     assert any(one.stages for one in settings)
     assert any(one.quantisation for one in settings)
+    assert any(one.table and one.data.masked for one in settings)
 
 
 @every_config

@@ -53,6 +53,7 @@ class Session:
         source: what is measured.
         results: where the result goes; without it the command writes files of its own.
         reference: name of the checkpoint that the references are read with, where it is another.
+        masked: whether it is a model that fills in masked tokens.
 
     Attributes:
         group: the processes that share the work.
@@ -65,7 +66,12 @@ class Session:
     """
 
     def __init__(
-        self, source: SourceOptions, results: OutputOptions | None = None, *, reference: str | None = None
+        self,
+        source: SourceOptions,
+        results: OutputOptions | None = None,
+        *,
+        reference: str | None = None,
+        masked: bool = False,
     ) -> None:
         from ctxext.evaluation.survey import launched_processes
 
@@ -74,6 +80,7 @@ class Session:
         self.group = launched_processes()
         self.console = Console(stderr=self.results.to_stdout, quiet=not self.group.is_main, highlight=False)
         self._source = source
+        self._masked = masked
         self.checkpoint = self.load(source.checkpoint)
         self.reference = None if reference is None else self.load(reference)
 
@@ -84,7 +91,9 @@ class Session:
         asked = self._source
         device = asked.device or self.group.device
         with self.console.status("Loading the checkpoint ..."):
-            return load_checkpoint(name, dtype=asked.dtype, device=device, trust_remote_code=asked.trust)
+            return load_checkpoint(
+                name, dtype=asked.dtype, device=device, trust_remote_code=asked.trust, masked=self._masked
+            )
 
     def bar(self, total: float) -> StageBar:
         """A bar for so much work, on standard error; quiet in all processes but the main one."""
@@ -95,7 +104,12 @@ class Session:
     ) -> None:
         """Show and write what was measured, in the main process; see ``OutputOptions.write``."""
         if self.group.is_main:
-            self.results.write(result, show=lambda: show(result, self.console), draw=lambda path: draw(result, path))
+            self.results.write(
+                result,
+                self.console,
+                show=lambda console: show(result, console),
+                draw=lambda path: draw(result, path),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

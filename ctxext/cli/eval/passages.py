@@ -90,5 +90,8 @@ def passages(
         provenance = replace(provenance, documents=(document.name,))
     report = passage_report(survey, haystack.name, provenance)
     results.write(
-        report, show=lambda: show_passages(report, console), draw=lambda path: save_passage_figure(report, path)
+        report,
+        console,
+        show=lambda console: show_passages(report, console),
+        draw=lambda path: save_passage_figure(report, path),
     )

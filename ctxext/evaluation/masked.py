@@ -1,0 +1,580 @@
+"""Masked-token loss: how well does a model that reads to both sides (BERT, RoBERTa, ModernBERT) fill in what is masked?
+
+**Which tokens are masked.** In a pass every seventh token of the text is masked (14.3 percent), always by the mask
+token itself. Where the first one stands is another place in every pass, in an order that the seed decides: the passes
+over one text never mask a token twice, seven of them mask each once, and texts take turns, so that over a few texts
+every position is asked for. This lies between two published ways: BERT's training masks 15 percent at random, a tenth
+of them by random tokens and a tenth by themselves; pseudo-log-likelihood masks a single token in each pass. Evenly
+spread masks never hide two neighbours together, so that losses are lower than with random ones: compare losses of one
+protocol only.
+
+**Position and length.** Every token sees the whole text, so that a loss belongs to a position *and* to the length that
+was read: each length is read anew. The position is the masked token's place in what is read, special tokens counted;
+the distance to the end is how many tokens stand behind it. A token near the end sees hardly more than one side.
+
+**The baseline** of whoever has no longer context is a window around the masked token: the same masked tokens (and the
+same others masked) are read by the unextended model in windows of a quarter, a half, three quarters and all of the
+trained length. A window is asked for the masked tokens in its middle half, so that each sees at least a quarter of it
+to either side, or all that there is. The best of the four counts, chosen on the very tokens that are compared, as in
+``ctxext.evaluation.truncation``. Within the trained length nothing has to be cut: the unextended model reads it all.
+
+Source: Devlin et al., arXiv:1810.04805, section 3.1 (masks); Salazar et al., arXiv:1910.14659, section 2
+(pseudo-log-likelihood).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ctxext.architectures import find_architecture
+from ctxext.architectures.table import LearnedTable
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus, special_suffix
+from ctxext.evaluation.forward import Progress, head_chunk, pass_cost, ticking, turning_point
+from ctxext.evaluation.provenance import Provenance, Report
+from ctxext.evaluation.readings import Reader, find_readers, known_trained_length
+from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, PairedDifference, difference_columns, document_difference
+from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, is_reference, window_name, windows_of
+from ctxext.surgery.head import require_pieces, shell_of
+from ctxext.surgery.wrappers import base_model
+
+__all__ = [
+    "CURVE",
+    "END",
+    "EVERY",
+    "POSITION",
+    "WHOLE",
+    "MaskedJob",
+    "MaskedReading",
+    "MaskedReport",
+    "MaskedScore",
+    "MaskedText",
+    "masked_jobs",
+    "masked_losses",
+    "masked_readers",
+    "masked_report",
+    "masked_texts",
+    "tokens_needed",
+]
+
+EVERY = 7
+LEAST = 8  # tokens of the text that the smallest window holds
+SPANS = 8  # of positions in a table
+FINE = 8  # pieces of a trained length in a figure, at most
+NEAR = (0, 16, 64, 256, 1024, 4096, 16384)  # distances to the end, in tokens
+# What a score is of: all of the text, the positions in a span, the same for a figure, the distances to the end.
+WHOLE, POSITION, CURVE, END = "whole", "position", "curve", "end"
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What one row of a forward pass sees of a text, special tokens apart.
+
+    Args:
+        start: the first position.
+        stop: one past the last.
+        masked: positions whose tokens are masked.
+        asked: those of them whose losses count.
+    """
+
+    start: int
+    stop: int
+    masked: Int[Tensor, " masked"]
+    asked: Int[Tensor, " asked"]
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedText:
+    """A text of just so many tokens, and which of them each pass masks.
+
+    Args:
+        name: of the document.
+        input_ids: [tokens], with the special tokens before and behind the text.
+        prefix: how many special tokens stand before it.
+        suffix: how many behind it.
+        passes: for each pass the positions that are masked.
+        mask: the id of the mask token.
+    """
+
+    name: str
+    input_ids: Int[Tensor, " tokens"]
+    prefix: int
+    suffix: int
+    passes: tuple[Tensor, ...]
+    mask: int
+
+    @property
+    def length(self) -> int:
+        """Tokens, special ones included."""
+        return len(self.input_ids)
+
+    @property
+    def sha256(self) -> str:
+        """The first 12 hexadecimal digits of a hash of tokens and masks."""
+        content = [self.input_ids.tolist(), [one.tolist() for one in self.passes], self.mask]
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+
+    def views(self, window: int | None = None) -> list[View]:
+        """All rows that give the loss of every masked token once.
+
+        Args:
+            window: tokens of a row, special ones included; None, or as much as the text has, for the whole text.
+        """
+        first, last = self.prefix, self.length - self.suffix
+        if window is None or window >= self.length:
+            return [View(first, last, masked, masked) for masked in self.passes]
+        room = window - self.prefix - self.suffix
+        middle = max(1, room // 2)
+        found = []
+        for masked, begin in itertools.product(self.passes, range(first, last, middle)):
+            asked = masked[(masked >= begin) & (masked < begin + middle)]
+            start = min(max(begin - (room - middle) // 2, first), last - room)
+            seen = masked[(masked >= start) & (masked < start + room)]
+            found += [View(start, start + room, seen, asked)] if len(asked) else []
+        return found
+
+    def row(self, view: View) -> Int[Tensor, " tokens"]:
+        """The token ids of a view, masked, with the special tokens around it."""
+        ids = self.input_ids.clone()
+        ids[view.masked] = self.mask
+        ends = self.input_ids[: self.prefix], self.input_ids[self.length - self.suffix :]
+        return torch.cat([ends[0], ids[view.start : view.stop], ends[1]])
+
+
+def tokens_needed(tokenizer: Any, length: int) -> int:
+    """Tokens that a document must have, what stands before it included, to be read at a length."""
+    return length - len(special_suffix(tokenizer))
+
+
+def masked_texts(
+    tokenizer: Any, corpus: Corpus, length: int, *, every: int = EVERY, passes: int = 1, seed: int = 0
+) -> tuple[MaskedText, ...]:
+    """The documents cut to a length, and their masks.
+
+    Args:
+        tokenizer: a transformers tokenizer with a mask token.
+        corpus: documents of at least ``tokens_needed`` tokens.
+        length: tokens of each text, special ones included.
+        every: every so many tokens one is masked; at least 2.
+        passes: over each text, each masking other tokens; from 1 to ``every``.
+        seed: decides which pass masks which tokens.
+
+    Raises:
+        InvalidParameterError: a number out of range, or a tokenizer without a mask token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise InvalidParameterError(
+            f"{type(tokenizer).__name__} has no mask token, so that its model fills in nothing. Give a masked language "
+            f"model; a causal one is measured by ctxext eval perplexity."
+        )
+    for name, value, least, most in (("every", every, 2, None), ("passes", passes, 1, every)):
+        if value < least or (most is not None and value > most):
+            allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise InvalidParameterError(f"{name} must be {allowed}, found {value}.")
+    suffix = special_suffix(tokenizer)
+    order = random.Random(f"masks {seed} {every}").sample(range(every), every)
+    texts = []
+    for number, document in enumerate(corpus.documents):
+        taken = document.take(length - len(suffix))
+        ids = torch.cat([taken.input_ids[0], taken.input_ids.new_tensor(suffix)])
+        place = torch.arange(document.prefix, length - len(suffix))
+        offsets = [order[(number * passes + one) % every] for one in range(passes)]
+        masks = tuple(place[(place - document.prefix) % every == offset] for offset in offsets)
+        texts.append(MaskedText(document.name, ids, document.prefix, len(suffix), masks, tokenizer.mask_token_id))
+    return tuple(texts)
+
+
+# Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
+@torch.no_grad()
+def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = None) -> Float[Tensor, " tokens"]:
+    """The loss of every masked token at its position, in nats; NaN where none was masked.
+
+    The head runs at the masked positions alone, so that positions x vocabulary never exists.
+
+    Args:
+        model: a masked language model in eval mode.
+        text: what is read.
+        window: tokens that each masked token is shown at most; None for the whole text.
+
+    Raises:
+        IncompatibleError: a model in training mode, or one whose head takes more than the hidden states.
+    """
+    base = base_model(model)
+    if base.training:
+        raise IncompatibleError(
+            f"{type(base).__name__} is in training mode, where dropout is noise. Call model.eval() first."
+        )
+    losses = torch.full((text.length,), torch.nan)
+    for views in _batches(text, window):
+        _read(base, text, views, losses)
+    return losses
+
+
+def _batches(text: MaskedText, window: int | None) -> list[list[View]]:
+    """Views that go through the model together: about as many tokens as the whole text has."""
+    views = text.views(window)
+    rows = max(1, text.length // (window or text.length))
+    return [views[at : at + rows] for at in range(0, len(views), rows)]
+
+
+def _read(base: Any, text: MaskedText, views: Sequence[View], losses: Tensor) -> None:
+    device = next(base.parameters()).device
+    ids = torch.stack([text.row(view) for view in views]).to(device)
+    rows = torch.cat([torch.full((len(view.asked),), row) for row, view in enumerate(views)])
+    columns = torch.cat([view.asked - view.start + text.prefix for view in views])
+    places = torch.cat([view.asked for view in views])
+    shell, replay = shell_of(base)
+    shell(input_ids=ids, return_dict=True)  # the layers read everything, the head one position
+    chunk = head_chunk(base)
+    for at in range(0, len(places), chunk):
+        part = slice(at, at + chunk)
+        replay.calls = 0
+        replay.hidden = replay.output[0][rows[part].to(device), columns[part].to(device)][None]
+        logits = shell(input_ids=ids, return_dict=True).logits
+        require_pieces(base, replay, logits)
+        wanted = text.input_ids[places[part]].to(device)
+        losses[places[part]] = functional.cross_entropy(logits[0].float(), wanted, reduction="none").cpu()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MaskedJob(Job):
+    """One reader and one text.
+
+    Args:
+        text: what is read.
+        index: its number among the texts of its length.
+    """
+
+    text: MaskedText
+    index: int
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """The losses of all masked tokens, NaN at the others."""
+        window = self.reader.reading.window
+        with ticking(model, self.name, self.cost / len(_batches(self.text, window)), progress):
+            losses = masked_losses(model, self.text, window=window)[torch.cat(self.text.passes)]
+        check_finite(losses, self.name)
+        return Answer({"item": self.text.name, "length": self.text.length, "masked": losses.tolist()})
+
+    def losses(self, line: Mapping[str, Any]) -> Float[Tensor, " tokens"]:
+        """What ``masked_losses`` gave, out of the finished line."""
+        losses = torch.full((self.text.length,), torch.nan)
+        losses[torch.cat(self.text.passes)] = torch.tensor(line["masked"])
+        return losses
+
+
+def masked_readers(
+    checkpoint: Checkpoint,
+    *,
+    methods: Sequence[str] = (),
+    factors: Sequence[float] = (),
+    lengths: Sequence[int] = (),
+    reference: Checkpoint | None = None,
+    trained_length: int | None = None,
+) -> tuple[Reader, ...]:
+    """Who reads: the unextended model, the same in windows around each masked token, and each method up to its reach.
+
+    Beyond its trained length the unextended model reads as a control, where it can: a learned table has no rows there.
+
+    Args:
+        checkpoint: loaded with ``masked``.
+        methods: names, with parameters behind them where needed; empty for the checkpoint as it is.
+        factors: at which to extend; empty for what the greatest length needs.
+        lengths: tokens to read, to which the trained length is added; empty for that and the reach of every method.
+        reference: the original of a checkpoint that comes extended.
+        trained_length: tokens that the weights were trained for; None where the config says so.
+
+    Raises:
+        InvalidParameterError: a length that nobody is meant for.
+        IncompatibleError: a method that cannot be right on this model.
+        UnknownNameError: an unknown method.
+    """
+    trained = known_trained_length(checkpoint.model, trained_length)
+    found = find_readers(
+        checkpoint,
+        methods=methods,
+        factors=factors,
+        lengths=sorted({*lengths, trained}) if lengths else (),
+        reference=reference,
+        unpatched=not isinstance(find_architecture(base_model(checkpoint.model)), LearnedTable),
+        trained_length=trained_length,
+    )
+    readers: list[Reader] = []
+    for reader in found:
+        if reader.reading.name != TRUNCATED:
+            readers.append(reader)
+            continue
+        beyond = tuple(length for length in reader.lengths if length > trained)
+        special = checkpoint.tokenizer.num_special_tokens_to_add()
+        sizes = [size for size in windows_of(trained) if size >= special + LEAST]
+        named = [replace(reader.reading, name=window_name(size), label=f"{size:,} around") for size in sizes]
+        readers += [Reader(one, reader.readings, beyond) for one in named if beyond]
+    return tuple(readers)
+
+
+def masked_jobs(
+    readers: Sequence[Reader], texts: Callable[[int], Sequence[MaskedText]], checkpoint: Checkpoint
+) -> list[MaskedJob]:
+    """Every reader and every text of a length that it is meant for.
+
+    Args:
+        readers: from ``masked_readers``.
+        texts: called with each length.
+        checkpoint: what is measured.
+    """
+    point = turning_point(checkpoint.model)
+    made = {length: texts(length) for length in sorted({one for reader in readers for one in reader.lengths})}
+    jobs = []
+    for reader, (length, own) in itertools.product(readers, made.items()):
+        for index, text in enumerate(own if length in reader.lengths else ()):
+            reading = reader.reading
+            rows = len(text.views(reading.window))
+            jobs.append(
+                MaskedJob(
+                    key=reader.readings.key(
+                        [reading.name, reading.method, reading.fingerprint], task=["masked", text.sha256]
+                    ),
+                    cost=rows * pass_cost(reading.window or length, point),
+                    reader=reader,
+                    name=f"{reading.label}, {text.name}, {length:,} tokens",
+                    text=text,
+                    index=index,
+                )
+            )
+    return jobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedScore:
+    """One number of a reading.
+
+    Args:
+        length: tokens of the texts.
+        kind: ``whole``; ``position`` or, finer, ``curve`` for the positions ``start <= i < stop``; ``end`` for the
+            tokens behind which ``start <= n < stop`` others stand.
+        start: tokens.
+        stop: tokens.
+        tokens: masked tokens whose losses were averaged, over all texts.
+        loss: nats per masked token.
+        versus: the loss minus the baseline's on the same tokens: beyond the trained length that of the best window
+            around each, within it the unextended model's; None for the baseline itself.
+        window: of the best windows: tokens of the one that is best on these masked tokens.
+    """
+
+    length: int
+    kind: str
+    start: int
+    stop: int
+    tokens: int
+    loss: float
+    versus: PairedDifference | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedReading:
+    """One way to read the texts.
+
+    Args:
+        name: ``unpatched``, ``truncated`` for the best window around each masked token, ``truncated 512`` for a single
+            one of these, or how the model was extended.
+        label: the same, as a reader wants it.
+        scores: of all lengths that it was meant for.
+    """
+
+    name: str
+    label: str
+    scores: tuple[MaskedScore, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens, increasing."""
+        return tuple(sorted({score.length for score in self.scores}))
+
+    def at(self, length: int, kind: str) -> tuple[MaskedScore, ...]:
+        """The scores of one length and kind, by increasing position."""
+        return tuple(score for score in self.scores if (score.length, score.kind) == (length, kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedReport(Report):
+    """A whole measurement.
+
+    Args:
+        trained_length: tokens that the model was trained for.
+        every: every so many tokens one was masked.
+        passes: over each text.
+        readings: the unextended ones first.
+        provenance: what was measured, on what, with what.
+    """
+
+    TITLE, KIND, FORMAT = "a masked-token report", "masked", 1
+
+    trained_length: int
+    every: int
+    passes: int
+    readings: tuple[MaskedReading, ...]
+    provenance: Provenance
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """All lengths, in tokens, increasing."""
+        return tuple(sorted({length for reading in self.readings for length in reading.lengths}))
+
+    def find(self, name: str) -> MaskedReading | None:
+        """The reading of one name, None where it was not made."""
+        return next((one for one in self.readings if one.name == name), None)
+
+    @property
+    def extensions(self) -> tuple[MaskedReading, ...]:
+        """The readings of extended models."""
+        return tuple(one for one in self.readings if not is_reference(one.name))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per score, for CSV."""
+        return [
+            {
+                "checkpoint": self.provenance.checkpoint,
+                "reading": reading.name,
+                "length": score.length,
+                "kind": score.kind,
+                "start": score.start,
+                "stop": score.stop,
+                "tokens": score.tokens,
+                "loss": score.loss,
+                **difference_columns("versus", score.versus),
+                "window": score.window,
+            }
+            for reading in self.readings
+            for score in reading.scores
+        ]
+
+
+def masked_report(survey: Survey[MaskedJob], provenance: Provenance, *, every: int, passes: int) -> MaskedReport:
+    """What a finished survey found.
+
+    Args:
+        survey: all of whose jobs are finished.
+        provenance: of the measurement.
+        every: as for ``masked_texts``.
+        passes: as for ``masked_texts``.
+    """
+    trained = survey.readers[0].readings.trained_length
+    lengths = sorted({job.text.length for job in survey.jobs})
+    found: dict[str, MaskedReading] = {}
+    for length in lengths:
+        for name, label, scores in _Finished.of(survey, length, trained).scored():
+            before = found.get(name, MaskedReading(name=name, label=label, scores=()))
+            found[name] = replace(before, scores=before.scores + scores)
+    order = [UNPATCHED, TRUNCATED, *(reader.reading.name for reader in survey.readers)]
+    return MaskedReport(
+        trained_length=trained,
+        every=every,
+        passes=passes,
+        readings=tuple(found[name] for name in dict.fromkeys(order) if name in found),
+        provenance=survey.with_extensions(provenance),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Finished:
+    """The losses of all readings at one length.
+
+    Args:
+        length: tokens.
+        trained: tokens that the model was trained for.
+        losses: by the name of a reading: [tokens] of each text, NaN where nothing was masked.
+        labels: by the same names.
+        windows: by tokens, those of the windows around masked tokens; empty within the trained length.
+    """
+
+    length: int
+    trained: int
+    losses: dict[str, list[Tensor]]
+    labels: dict[str, str]
+    windows: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, survey: Survey[MaskedJob], length: int, trained: int) -> _Finished:
+        lines = survey.journal.finished()
+        made = cls(length, trained, {}, {})
+        for job in survey.jobs:
+            if job.text.length == length:
+                reading = job.reader.reading
+                made.losses.setdefault(reading.name, []).append(job.losses(lines[job.key]))
+                made.labels[reading.name] = reading.label
+                if reading.window is not None:
+                    made.windows[reading.window] = made.losses[reading.name]
+        return made
+
+    def scored(self) -> Iterator[tuple[str, str, tuple[MaskedScore, ...]]]:
+        """Name, label and scores of each reading, the best windows among them."""
+        if self.windows:
+            yield TRUNCATED, "best window around", tuple(self._score(None, *span) for span in self._spans())
+        for name, own in self.losses.items():
+            yield name, self.labels[name], tuple(self._score(own, *span) for span in self._spans())
+
+    def _spans(self) -> Iterator[tuple[str, int, int]]:
+        """Kind, start and stop of every score that has masked tokens."""
+        step = self.trained * max(1, -(-self.length // (SPANS * self.trained)))
+        fine = max(1, -(-self.length // (FINE * SPANS)), self.trained // FINE)
+        ends = [*(one for one in NEAR if one < self.length), self.length]
+        edges = {
+            WHOLE: [0, self.length],
+            POSITION: [*range(0, self.length, step), self.length],
+            CURVE: [*range(0, self.length, fine), self.length],
+            END: ends,
+        }
+        some = next(iter(self.losses.values()))
+        for kind, own in edges.items():
+            for start, stop in itertools.pairwise(own):
+                if any(len(part) for part in self._parts(some, kind, start, stop)):
+                    yield kind, start, stop
+
+    def _parts(self, losses: Sequence[Tensor], kind: str, start: int, stop: int) -> list[Tensor]:
+        """The losses of the masked tokens of a span, for each text."""
+        span = slice(self.length - stop, self.length - start) if kind == END else slice(start, stop)
+        return [one[span][~one[span].isnan()] for one in losses]
+
+    def _score(self, losses: Sequence[Tensor] | None, kind: str, start: int, stop: int) -> MaskedScore:
+        """The score of a span; of the best windows where no losses are given."""
+        window = best_window(self._windows_at(kind, start, stop)) if self.windows else None
+        baseline = self.losses.get(UNPATCHED) if window is None else self.windows[window]
+        mine = baseline if losses is None else losses
+        assert mine is not None, "where none are given, there are windows"
+        own = self._parts(mine, kind, start, stop)
+        values = torch.cat(own).double()
+        compared = baseline is not None and mine is not baseline and kind != CURVE
+        return MaskedScore(
+            length=self.length,
+            kind=kind,
+            start=start,
+            stop=stop,
+            tokens=len(values),
+            loss=values.mean().item(),
+            versus=self._versus(own, self._parts(baseline or [], kind, start, stop)) if compared else None,
+            window=window if losses is None else None,
+        )
+
+    def _windows_at(self, kind: str, start: int, stop: int) -> dict[int, list[Tensor]]:
+        """The losses of a span, by the window in which they were read."""
+        return {window: self._parts(own, kind, start, stop) for window, own in self.windows.items()}
+
+    def _versus(self, own: Sequence[Tensor], baseline: Sequence[Tensor]) -> PairedDifference | None:
+        """The paired difference, None where there are too few masked tokens for a standard error."""
+        groups = sum(1 for part in own if len(part)) if len(own) >= ENOUGH_DOCUMENTS else sum(map(len, own))
+        if groups < 2:
+            return None
+        return document_difference(own, baseline, baselines=max(1, len(self.windows)))

@@ -1,0 +1,78 @@
+"""What kind of positions a model has, and which groups of methods are for it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from ctxext.architectures import find_architecture
+from ctxext.architectures.alibi import AlibiArchitecture
+from ctxext.architectures.base import why_absent
+from ctxext.errors import IncompatibleError
+from ctxext.methods import METHODS, BiasMethod, BucketMethod, Method, RopeMethod, TableMethod
+from ctxext.methods.remap import RemapMethod
+from ctxext.surgery.sides import sides_of
+
+__all__ = ["GROUPS", "NO_POSITIONS", "OTHER", "group_of", "groups_for", "positions_of"]
+
+# Groups of methods by what they change; a method belongs to the first one that fits.
+GROUPS: dict[str, type[Method]] = {
+    "remap": RemapMethod,
+    "frequencies": RopeMethod,
+    "slopes": BiasMethod,
+    "rows": TableMethod,
+    "buckets": BucketMethod,
+}
+
+NO_POSITIONS, OTHER = "none", "other"
+
+# For each kind of positions the groups whose methods are all walked, the most natural one first; of the other groups,
+# and of all groups for a kind that is not here, one method is tried, and the rest where that is not refused.
+_OF_KIND: dict[str, tuple[str, ...]] = {
+    "rotary": ("frequencies", "remap", "slopes"),
+    "rotary encoder": ("frequencies", "remap", "slopes"),
+    "rotary on two sides": ("frequencies", "remap", "slopes"),
+    "ALiBi": ("slopes",),
+    "learned table": ("rows",),
+    "buckets": ("buckets",),
+    "sinusoids": ("frequencies",),
+}
+
+_BY_ARCHITECTURE = {"rope": "rotary", "table": "learned table", "sinusoid": "sinusoids"}
+
+
+def positions_of(model: PreTrainedModel, read_as: str) -> str:
+    """The kind of positions that a model has, in a word or two.
+
+    Args:
+        model: any model.
+        read_as: what it is walked as, one of ``scripts.walk.tiny.KINDS``.
+    """
+    found = find_architecture(model)
+    if found is None:
+        why = why_absent(model)
+        return NO_POSITIONS if "no positions at all" in why else "sinusoids" if "sinusoid" in why else OTHER
+    if isinstance(found, AlibiArchitecture):
+        return "ALiBi"
+    kind = _BY_ARCHITECTURE.get(found.name, found.name)
+    if kind == "rotary" and _has_sides(model):
+        return "rotary on two sides"
+    return "rotary encoder" if kind == "rotary" and read_as not in ("causal", "seq2seq", "speech") else kind
+
+
+def _has_sides(model: PreTrainedModel) -> bool:
+    try:
+        return bool(sides_of(model))
+    except IncompatibleError:  # it has, and they cannot be told apart
+        return True
+
+
+def groups_for(kind: str) -> tuple[str, ...]:
+    """The groups of methods that are walked whole for a kind of positions."""
+    return _OF_KIND.get(kind, ())
+
+
+def group_of(method: str | type[Method], kind: str) -> str:
+    """The group that a method belongs to, on models of a kind of positions."""
+    cls = METHODS[method] if isinstance(method, str) else method
+    names = [name for name, base in GROUPS.items() if issubclass(cls, base)]
+    return next((name for name in groups_for(kind) if name in names and "remap" not in names), names[0])

@@ -1,0 +1,165 @@
+"""The walk over all model types: what it looks at for each kind of positions, and the pages that come of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ctxext
+from ctxext.methods import METHODS
+from scripts import walk_architectures
+from scripts.walk import check, pages
+from scripts.walk.check import Stock, check_model, sees_ahead, text_of_length, walked_methods
+from scripts.walk.kinds import GROUPS, group_of, positions_of
+from scripts.walk.tiny import KINDS, kind_of, tiny_config, tiny_model
+from tests._models import RECENT
+
+pytestmark = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
+
+
+def walked(model_type: str, *methods: str) -> dict[str, Any]:
+    return walk_architectures.walk_type(model_type, list(methods))
+
+
+def outcomes(line: dict[str, Any]) -> dict[str, str]:
+    return {one["method"]: one["outcome"] for one in line["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        ("llama", "rotary"),
+        ("eurobert", "rotary encoder"),
+        ("t5gemma", "rotary on two sides"),
+        ("moonshine", "rotary on two sides"),
+        ("bloom", "ALiBi"),
+        ("bert", "learned table"),
+        ("clip_text_model", "learned table"),
+        ("t5", "buckets"),
+        ("pegasus", "sinusoids"),
+        ("mamba", "none"),
+        ("xlnet", "other"),
+    ],
+)
+def test_every_kind_of_positions_has_its_name(model_type: str, kind: str) -> None:
+    config = tiny_config(model_type)
+    assert positions_of(tiny_model(config), kind_of(type(config))) == kind
+
+
+def test_every_method_belongs_to_a_group_on_every_kind() -> None:
+    assert {group_of(name, "rotary") for name in METHODS} == set(GROUPS)
+    assert [group_of("pi", kind) for kind in ("rotary", "ALiBi", "learned table")] == ["frequencies", "slopes", "rows"]
+
+
+def test_a_table_gets_its_own_methods_and_one_of_each_other_group() -> None:
+    line = walked("gpt2", "yarn", "ntk", "tile", "hierarchical", "stretch_buckets")
+    assert line["outcome"] == "right"
+    found = outcomes(line)
+    assert found["tile"] == found["hierarchical"] == "right"
+    assert found["yarn"] == found["stretch_buckets"] == "refused"
+    assert "ntk" not in found, "of a group that is for another kind, one method is enough"
+
+
+def test_what_is_a_decoder_and_an_encoder_decoder_is_walked_as_both() -> None:
+    line = walked("bart", "tile")
+    assert line["kind"] == "causal, seq2seq"
+    assert outcomes(line) == {"tile": "right", "tile (seq2seq)": "right"}
+    assert walked("bert", "tile")["kind"] == "masked", "its causal form is a copy of it"
+
+
+def test_each_side_of_an_encoder_decoder_is_walked() -> None:
+    line = walked("t5gemma", "pi", "nope")
+    sides = ("encoder", "decoder")
+    assert {f"pi ({side})": "right" for side in sides}.items() <= outcomes(line).items()
+    assert outcomes(line)["pi"] == "right"
+    assert outcomes(line)["nope (encoder)"] == "refused"
+    said = next(one["detail"] for one in line["findings"] if one["method"] == "nope (encoder)")
+    assert "reads both ways" in said
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("seq2seq", "speech")])
+def test_each_kind_of_model_says_something_of_tokens(kind: str) -> None:
+    model_type = {"causal": "llama", "masked": "eurobert", "encoder": "clip_text_model"}.get(kind, "markuplm")
+    model = tiny_model(tiny_config(model_type), loader=KINDS[kind])
+    found = check.logits_of(model, text_of_length(16))
+    assert found.shape[:2] == (1, 16)
+    assert sees_ahead(model, text_of_length(16)) == (kind not in ("causal", "encoder"),)
+
+
+def test_an_encoder_that_went_blind_is_found(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an encoder-decoder what its encoder sees is looked at by itself: its decoder sees all of it in any case."""
+    model = tiny_model(tiny_config("t5gemma"))
+    assert sees_ahead(model, text_of_length(32)) == (False, True)
+    answers = iter([(False, True), (False, False)])
+    monkeypatch.setattr(check, "sees_ahead", lambda *_: next(answers))
+    monkeypatch.setattr(check, "_sides", lambda model, method: [{"method": method}])
+    (finding,) = check_model(model, walked_methods(["pi"]), stock, tmp_path)
+    assert finding.outcome == "wrong"
+    assert "tokens no longer see those that come after them" in finding.detail
+
+
+def test_a_promise_about_short_texts_is_held_to(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wandering(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = original(model, inputs)
+        return logits + (ctxext.describe(model).method is not None)
+
+    original = check.logits_of
+    monkeypatch.setattr(check, "logits_of", wandering)
+    (finding,) = check_model(tiny_model(tiny_config("gpt2")), walked_methods(["tile"]), stock, tmp_path)
+    assert finding.outcome == "wrong"
+    assert "promised to be read as before, and is not" in finding.detail
+
+
+def line_of(
+    model_type: str, outcome: str, *findings: tuple[str, str, str], positions: str = "rotary"
+) -> dict[str, Any]:
+    found = [{"method": name, "outcome": how, "detail": detail, "stock": True} for name, how, detail in findings]
+    line = {"model_type": model_type, "kind": "causal", "positions": positions, "layers": "2/2", "findings": found}
+    return line | {"outcome": outcome, "reason": "; ".join(detail for *_, detail in findings), "seconds": 1.0}
+
+
+LINES = [
+    line_of("llama", "right", ("pi", "right", "stock linear"), ("yarn", "right", "stock yarn")),
+    line_of(
+        "axk1",
+        "right",
+        ("pi", "right", "stock linear"),
+        ("alibi", "refused", "IncompatibleError: Method 'alibi' cannot replace the rotation of this axk1. Take pi."),
+    ),
+    line_of(
+        "axk2",
+        "right",
+        ("pi", "right", "stock linear"),
+        ("alibi", "refused", "IncompatibleError: Method 'alibi' cannot replace the rotation of this axk2. Take pi."),
+    ),
+    line_of("gpt2", "right", ("tile", "right", "n_positions=128"), positions="learned table"),
+    line_of(
+        "mamba", "refused", ("pi", "refused", "IncompatibleError: It has none. Nothing needs it."), positions="none"
+    ),
+    line_of("strange", "unchecked", positions="other") | {"reason": "It does not build here: no such package"},
+]
+
+
+def test_a_page_has_counts_by_kind_and_says_each_reason_once() -> None:
+    text = pages.page(LINES)
+    assert "| rotary | 3 | 0 | 0 | 0 |" in text
+    assert "| learned table | 1 | 0 | 0 | 0 |" in text
+    assert "| **all** | 4 | 1 | 1 | 0 |" in text
+    assert text.count("cannot replace the rotation of this model. Take pi.") == 1
+    assert "(axk1, axk2)" in text
+    assert "| mamba | causal | none | refused | [^" in text
+    assert "| It has none. | mamba |" in text
+    used = set(re.findall(r"\[\^(\d+)\](?!:)", text))
+    assert used == set(re.findall(r"^\[\^(\d+)\]:", text, re.M)), "every footnote is used, and is there"
+    assert max(len(row) for row in text.splitlines() if row.startswith("| axk")) < 120
+
+
+def test_the_short_form_counts_alike() -> None:
+    text = pages.coverage(LINES)
+    assert "**4 model types right, 1 refused by a named reason, 0 wrong**, 1 not checked" in text
+    assert "| learned table | 1 | 0 | 0 | 0 |" in text
+    assert "4 right, 1 refused by reason, 0 wrong, 1 not checked" in pages.summarise(LINES)
