@@ -12,10 +12,23 @@ if typing.TYPE_CHECKING:
     from ctxext import training
     from ctxext.checkpoints.export import export
     from ctxext.checkpoints.load import load, save
+    from ctxext.choosing.run import choose
     from ctxext.methods import package as methods
     from ctxext.patching import describe, method, patch, unpatch
 
-__all__ = ["describe", "errors", "export", "load", "method", "methods", "patch", "save", "training", "unpatch"]
+__all__ = [
+    "choose",
+    "describe",
+    "errors",
+    "export",
+    "load",
+    "method",
+    "methods",
+    "patch",
+    "save",
+    "training",
+    "unpatch",
+]
 
 _VERBS = {
     "describe": "patching",
@@ -26,13 +39,15 @@ _VERBS = {
     "load": "checkpoints.load",
     "save": "checkpoints.load",
 }
+# What a program that only extends a model need not wait for.
+_MEASURING = {"choose": "choosing.run"}
 _PACKAGES = ("methods", "training")
 
 
 def __getattr__(name: str) -> typing.Any:
     """Import what is asked for."""
-    if name in _VERBS:
-        found = getattr(importlib.import_module(f"{__name__}.{_VERBS[name]}"), name)
+    if name in _VERBS | _MEASURING:
+        found = getattr(importlib.import_module(f"{__name__}.{(_VERBS | _MEASURING)[name]}"), name)
     elif name in _PACKAGES:
         found = importlib.import_module(f"{__name__}.{name}")
     else:

@@ -107,8 +107,14 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
 
     Raises:
         UnknownNameError: for an unknown method or parameter, with a suggestion.
-        InvalidParameterError: for a value outside its range.
+        InvalidParameterError: for a value outside its range, and for "auto", which has to be measured.
     """
+    if name == "auto" and name not in METHODS:
+        raise InvalidParameterError(
+            "No formula knows which method suits a model, so there is no method 'auto': measure it on your own texts. "
+            "Run `ctxext choose CHECKPOINT -t mine.txt --target TOKENS`, or call ctxext.choose(model, tokenizer, "
+            "texts=[...], target_length=TOKENS) and patch with its method."
+        )
     if name not in METHODS:
         raise UnknownNameError.of("method", name, METHODS)
     return METHODS[name].of(parameters if factor is None else parameters | {"factor": factor})

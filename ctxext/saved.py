@@ -50,9 +50,13 @@ __all__ = [
 FORMAT = 1
 # Of an encoder-decoder: under "sides", what each side would hold if it were a model of its own, and its "place".
 SIDES_FORMAT = 2
-# What no logit depends on: who wrote it and how it is expressed, what to tell a user, how to undo it, which of several
-# exact kernels computes it, and what follows from the rest. Whatever else a saved form holds, now or later, counts.
-NOT_IDENTITY = ("format", "versions", "stored_as", "stock", "notes", "original", "attention", "target_length")
+# What no logit depends on: who wrote it, how it was found (``ctxext choose``) and how it is expressed, what to tell a
+# user, how to undo it, which of several exact kernels computes it, and what follows from the rest. Whatever else a
+# saved form holds, now or later, counts.
+NOT_IDENTITY = (
+    *("format", "versions", "stored_as", "stock", "notes", "original", "attention", "target_length"),
+    "chosen",
+)
 OPTIONAL = {field.name: field.default for field in fields(Extension) if field.default is not MISSING}
 # What later code relies on; a file may have been damaged, or changed by hand.
 KINDS = {

@@ -30,6 +30,7 @@ ROOMS = [
     "checkpoints",
     "evaluation",
     "training",
+    "choosing",
     "planning",
     "cli",
     "__main__",

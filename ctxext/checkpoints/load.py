@@ -479,6 +479,8 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
                 f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
                 f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
             )
+    if "chosen" in saved:  # how it was found, for whoever saves it again
+        model.config.ctxext["chosen"] = saved["chosen"]
     if (patched := patched_state(model)) is not None:  # what was trained since the extension stays
         put_weights(model, loaded, patched.edits)
     return model

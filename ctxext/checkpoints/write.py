@@ -71,6 +71,7 @@ def patch_checkpoint(
     link: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    chosen: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Written:
     """Write an extended copy of a checkpoint directory, without loading its weights where they stay as they are.
@@ -86,6 +87,7 @@ def patch_checkpoint(
             weights are cloned where the file system can (btrfs, XFS), else copied.
         trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
         progress: called with (bytes copied, bytes to copy) while weights are copied.
+        chosen: how the method was found, as JSON values, which the config keeps beside it; see ``Choice.record``.
         **arguments: ``encoder``, ``decoder``, ``factor``, ``target_length``, ``trained_length``, ``sliding_window``
             and the method's own parameters, as for ``ctxext.patch``.
 
@@ -109,6 +111,8 @@ def patch_checkpoint(
             f"They are written anew; leave link out."
         )
     extended = patch(model, method, **arguments).config
+    if chosen is not None:
+        extended.ctxext = extended.ctxext | {"chosen": chosen}
     description = describe_saved(extended.ctxext, extended.model_type)
     partial = hidden_beside(destination, f"{secrets.token_hex(4)}.partial")
     try:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
 from typer import Argument, Option
 
+from ctxext.cli.choose import choose
 from ctxext.cli.eval import eval_app
 from ctxext.cli.options import (
     Checkpoint,
@@ -209,6 +210,7 @@ def export(
 
 
 app.command(cls=StrictCommand)(plan)
+app.command(cls=StrictCommand)(choose)
 
 
 @app.command(cls=StrictCommand)

@@ -344,7 +344,13 @@ class OutputOptions:
             check_output(path, picture=path.suffix not in (*FORMS, PAGE))
 
     def write(
-        self, result: Measurement, console: Console, *, show: Callable[[Console], None], draw: Callable[[Path], None]
+        self,
+        result: Measurement,
+        console: Console,
+        *,
+        show: Callable[[Console], None],
+        draw: Callable[[Path], None],
+        page: Callable[[], str] | None = None,
     ) -> None:
         """Print and write a result; each file appears whole or not at all.
 
@@ -353,6 +359,7 @@ class OutputOptions:
             console: where it is printed.
             show: prints it for a reader.
             draw: saves a figure of it.
+            page: makes its page of Markdown; None for what is printed.
 
         Raises:
             InvalidParameterError: a file that cannot be written.
@@ -367,7 +374,7 @@ class OutputOptions:
                 if path.suffix in FORMS:
                     write_whole(path, FORMS[path.suffix](result))
                 elif path.suffix == PAGE:
-                    write_whole(path, _page(result, show))
+                    write_whole(path, _page(result, show) if page is None else page())
                 else:
                     with whole_file(path) as half:
                         draw(half)

@@ -28,6 +28,7 @@ __all__ = [
     "fitted_length_of",
     "follows_length",
     "head_chunk",
+    "logits_as_read",
     "logits_in_chunks",
     "parse_bytes",
     "pass_bytes",
@@ -86,6 +87,38 @@ def logits_in_chunks(
         logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
         require_pieces(causal, replay, logits)
         yield first, logits
+
+
+def logits_as_read(
+    model: nn.Module, input_ids: Int[Tensor, "batch positions"], *, piece: int, chunk: int = 1024
+) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
+    """Yield ``(first position, logits)`` as ``logits_in_chunks`` does, having run the layers no further than that.
+
+    Whoever has seen enough stops iterating, and pays only for what was read. The layers run over ``piece`` tokens at a
+    time, with a KV cache: the same result up to rounding.
+
+    Args:
+        model: as in ``logits_in_chunks``.
+        input_ids: token ids, without padding.
+        piece: tokens that the layers read at a time, at least 1.
+        chunk: positions whose logits exist at a time, at least 1.
+
+    Raises:
+        IncompatibleError: as in ``logits_in_chunks``.
+    """
+    causal = _causal_model(model)
+    shell, replay = shell_of(causal)
+    replay.real = CachedPieces(causal, replay.real, positions=input_ids.shape[1], piece=piece)
+    for begin in range(0, input_ids.shape[1], piece):
+        part = input_ids[:, begin : begin + piece]
+        replay.output = None  # so that the layers run on, over the next tokens
+        for first in range(0, part.shape[1], chunk):
+            replay.piece = slice(first, min(first + chunk, part.shape[1]))
+            replay.calls = 0
+            ids = part[:, replay.piece] if first else part
+            logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
+            require_pieces(causal, replay, logits)
+            yield begin + first, logits
 
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.forward import check_token_ids, head_chunk, logits_in_chunks
+from ctxext.evaluation.forward import check_token_ids, head_chunk, logits_as_read, logits_in_chunks
 
 __all__ = [
     "STRIDE",
@@ -28,6 +28,7 @@ __all__ = [
     "longlora",
     "longlora_windows",
     "loss_by_position",
+    "loss_while",
     "sliding",
     "truncated_loss",
     "yarn",
@@ -80,6 +81,41 @@ def loss_by_position(
         piece = functional.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none")
         losses[:, first - start : stop - start] = piece.view(-1, stop - first).cpu()
     return losses
+
+
+@torch.no_grad()
+def loss_while(
+    model: nn.Module,
+    input_ids: Int[Tensor, "1 tokens"],
+    *,
+    piece: int,
+    go_on: Callable[[Float[Tensor, " read"]], bool],
+) -> Float[Tensor, " read"]:
+    """The losses of one text from its beginning, for as long as somebody who looks at them wants more.
+
+    Args:
+        model: as in ``loss_by_position``.
+        input_ids: a whole text.
+        piece: tokens between two looks.
+        go_on: told all losses so far, says whether to read another piece.
+
+    Returns:
+        Nats per token, float32, on the CPU: of the whole text, or of as many pieces as were read.
+
+    Raises:
+        InvalidParameterError: as ``loss_by_position``.
+        IncompatibleError: as ``loss_by_position``.
+    """
+    check_token_ids(input_ids, least=2)
+    device = next(model.parameters()).device
+    inputs, targets = input_ids[:, :-1].to(device), input_ids[0, 1:].to(device)
+    read: list[Tensor] = []
+    for first, logits in logits_as_read(model, inputs, piece=piece, chunk=head_chunk(model)):
+        stop = first + logits.shape[1]
+        read.append(functional.cross_entropy(logits[0].float(), targets[first:stop], reduction="none").cpu())
+        if stop % piece == 0 and stop < len(targets) and not go_on(torch.cat(read)):
+            break
+    return torch.cat(read)
 
 
 @torch.no_grad()

@@ -40,6 +40,8 @@ class YaRN(RopeMethod):
             ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`` (DeepSeek). Above 0 or None.
         mscale_all_dim: see ``mscale``. DeepSeek's attention multiplies its own softmax scale by this part, which is
             the architecture's business, not a frequency's.
+        divisor: what a frequency that is not kept is divided by, at least 1; None is ``factor``, as published. Another
+            one is for numbers that were found by measuring: they may divide by more or less than the text is longer.
 
     Raises:
         InvalidParameterError: from ``frequencies`` with an index ramp, if the trained window is shorter than
@@ -63,6 +65,7 @@ class YaRN(RopeMethod):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    divisor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +79,8 @@ class YaRN(RopeMethod):
             value = getattr(self, parameter)
             is_valid = value is None or (is_number(value) and value > 0)
             require(is_valid, parameter, value, "a finite number, above 0, or None")
+        valid = self.divisor is None or (is_number(self.divisor) and self.divisor >= 1)
+        require(valid, "divisor", self.divisor, "a finite number, at least 1, or None")
         together = (self.mscale is None) == (self.mscale_all_dim is None)
         require(together, "mscale_all_dim", self.mscale_all_dim, f"given with mscale ({self.mscale}) or not at all")
         alone = self.attention_factor is None or self.mscale is None
@@ -90,9 +95,18 @@ class YaRN(RopeMethod):
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
 
+    @property
+    def stretch(self) -> float:
+        """What a frequency that is not kept is divided by, dimensionless: the ``factor`` of stock transformers."""
+        return self.factor if self.divisor is None else self.divisor
+
+    def to_dict(self) -> dict[str, Any]:
+        # What was saved and measured before there was a divisor, under the hash of its form, stays what it is.
+        return {key: value for key, value in super().to_dict().items() if key != "divisor" or value is not None}
+
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         keep = self._index_ramp(rope) if self.ramp == "index" else turns_ramp(rope, self.beta_slow, self.beta_fast)
-        inv_freq = blend(rope, self.factor, keep, wavelengths=self.blend == "wavelength")
+        inv_freq = blend(rope, self.stretch, keep, wavelengths=self.blend == "wavelength")
         return Frequencies(inv_freq, self.attention_scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
@@ -101,7 +115,7 @@ class YaRN(RopeMethod):
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
             "rope_theta": rope.base,
-            "factor": self.factor,
+            "factor": self.stretch,
             "original_max_position_embeddings": rope.trained_length,
         }
         optional = {
@@ -121,7 +135,7 @@ class YaRN(RopeMethod):
         return replace(self, mscale=1.0, mscale_all_dim=1.0)
 
     def _temperature(self, weight: float) -> float:
-        return 0.1 * weight * math.log(self.factor) + 1.0
+        return 0.1 * weight * math.log(self.stretch) + 1.0
 
     def _index_ramp(self, rope: RopeSpec) -> Float[Tensor, " half"]:
         """The share of each frequency that is kept, linear in its index between the two thresholds."""

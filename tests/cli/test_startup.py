@@ -86,7 +86,7 @@ assert set(ctxext.__all__) <= set(dir(ctxext))
 
 
 def test_a_name_that_is_not_there() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has describe, errors"):
+    with pytest.raises(AttributeError, match="has no attribute 'pathc'; it has choose, describe, errors"):
         ctxext.pathc  # noqa: B018
 
 

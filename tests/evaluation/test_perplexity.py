@@ -20,8 +20,9 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.forward import check_token_ids
-from ctxext.evaluation.loss import loss_by_position, truncated_loss
+from ctxext.evaluation.loss import loss_by_position, loss_while, truncated_loss
 from ctxext.evaluation.statistics import PairedDifference, bucketed, paired_difference, students_quantile
+from tests._models import byte_model
 
 # Two fp32 evaluations of the same function that differ in the blocking of their matrix products.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
@@ -68,6 +69,27 @@ def test_one_pass_holds_every_shorter_length(model: LlamaForCausalLM, input_ids:
     whole = loss_by_position(model, input_ids)
     for tokens in (2, 17, 64):
         torch.testing.assert_close(loss_by_position(model, input_ids[:, :tokens]), whole[:, : tokens - 1], **CLOSE)
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "dynamic_ntk"])
+def test_a_text_is_read_for_as_long_as_somebody_wants_more(method: str) -> None:
+    model = byte_model()
+    text = torch.randint(0, 256, (1, 1001), generator=torch.Generator().manual_seed(2))
+    ctxext.patch(model, method, factor=2)
+    whole = loss_by_position(model, text)[0]
+    looks: list[int] = []
+
+    def until(stop: int, seen: Tensor) -> bool:
+        looks.append(len(seen))
+        return len(seen) < stop
+
+    read = loss_while(model, text, piece=256, go_on=lambda seen: until(512, seen))
+    assert (looks, len(read)) == ([256, 512], 512)
+    assert torch.allclose(read, whole[:512], atol=1e-4)
+    looks.clear()
+    read = loss_while(model, text, piece=256, go_on=lambda seen: until(2000, seen))
+    assert (looks, len(read)) == ([256, 512, 768], 1000)  # nobody is asked where nothing is left
+    assert torch.allclose(read, whole, atol=1e-4)
 
 
 def test_leaves_no_trace(model: LlamaForCausalLM, input_ids: Tensor) -> None:

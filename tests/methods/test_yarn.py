@@ -169,3 +169,30 @@ def test_slow_threshold_beyond_the_fastest_frequency() -> None:
     with pytest.raises(InvalidParameterError, match=r"beta_slow must be at most trained_length / 2 pi \(0\.9549\)"):
         YaRN(factor=4).frequencies(tiny, 7)
     assert YaRN(factor=4, ramp="turns").frequencies(tiny, 7).inv_freq[0].item() == pytest.approx(1 / 4, rel=1e-12)
+
+
+def test_a_divisor_of_its_own_is_the_factor_of_the_stock_form(rope: RopeSpec) -> None:
+    """The target stays what the factor says; frequencies and temperature are those of YaRN at the divisor."""
+    own, as_published = YaRN(factor=4, divisor=3), YaRN(factor=3)
+    found, expected = (one.frequencies(rope, 4 * rope.trained_length) for one in (own, as_published))
+    assert torch.equal(found.inv_freq, expected.inv_freq)
+    assert found.attention_scale == expected.attention_scale == pytest.approx(1 + 0.1 * math.log(3))
+    assert own.rope_parameters(rope) == as_published.rope_parameters(rope)
+    assert own.target_length(1000) == 4000
+    assert YaRN.from_dict(own.to_dict()) == own
+    assert "divisor" not in YaRN(factor=4).to_dict(), "what was saved and measured before it existed keeps its form"
+    with pytest.raises(InvalidParameterError, match=r"divisor must be a finite number, at least 1, or None"):
+        YaRN(factor=4, divisor=0.5)
+
+
+def test_stock_transformers_computes_a_divisor_of_its_own(rope: RopeSpec) -> None:
+    method = YaRN(factor=4, divisor=3, beta_slow=0.5, beta_fast=2, attention_factor=1.0)
+    config = LlamaConfig(
+        hidden_size=rope.rotary_dim,
+        num_attention_heads=1,
+        max_position_embeddings=4 * rope.trained_length,
+        rope_parameters=method.rope_parameters(rope),
+    )
+    inv_freq, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    assert torch.allclose(inv_freq.double(), method.frequencies(rope, 1).inv_freq, rtol=1e-6)
+    assert scale == 1.0

@@ -1,0 +1,152 @@
+"""How much a race may read: a budget in time or passes, and the largest race that it lasts for."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from ctxext.choosing.race import Sizes
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.forward import pass_cost
+from ctxext.evaluation.truncation import tails_cost
+
+__all__ = ["Budget", "Costs", "parse_budget", "prefix_of", "sizes_for", "stretches_in"]
+
+UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+# Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.
+ENOUGH = 4096
+# From the largest race to the smallest: candidates that read whole texts, finalists, texts to choose on and to judge on
+# (in multiples of what gives enough tokens), hidden keys.
+RACES = (
+    (10, 3, 3, 5, 3),
+    (8, 3, 3, 5, 3),
+    (8, 3, 2, 5, 2),
+    (6, 3, 2, 3, 2),
+    (5, 2, 2, 3, 1),
+    (4, 2, 1, 2, 1),
+    (3, 2, 1, 1, 1),
+    (2, 1, 1, 1, 0),
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent.
+
+    Args:
+        text: as it was given.
+        seconds: of computing; None where it is given in passes, or not at all.
+        passes: over the whole target length; None where it is given in time, or not at all.
+    """
+
+    text: str = ""
+    seconds: float | None = None
+    passes: float | None = None
+
+
+def parse_budget(given: str | float | None) -> Budget:
+    """``30min``, ``2h`` or ``90s``, or, so that it is the same on every machine, ``25 passes``.
+
+    Raises:
+        InvalidParameterError: anything else.
+    """
+    if given is None:
+        return Budget()
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
+    value, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if value and unit in ("pass", "passes"):
+        return Budget(str(given), passes=value)
+    if value and unit in UNITS:
+        return Budget(str(given), seconds=value * UNITS[unit])
+    raise InvalidParameterError(
+        f"A budget is written like 30min, 2h or 90s, or in passes over the target length, like '25 passes'; found "
+        f"{given!r}."
+    )
+
+
+def prefix_of(trained: int, length: int) -> int:
+    """Tokens of the beginning of a text that the first rung reads: a quarter of the target, inside the window."""
+    return min(trained, length // 4)
+
+
+def stretches_in(trained: int, length: int) -> int:
+    """Texts that hold enough tokens beyond the window."""
+    return math.ceil(ENOUGH / (length - trained))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the parts of a race cost, in passes over the whole target.
+
+    Args:
+        trained: tokens of the window.
+        length: tokens of the target.
+        judged: candidates that are read inside the window.
+        others: candidates that are not.
+        windows: of the truncations, in tokens.
+        turning_point: of the model, see ``pass_cost``.
+    """
+
+    trained: int
+    length: int
+    judged: int
+    others: int
+    windows: tuple[int, ...]
+    turning_point: int
+
+    def of(self, tokens: int) -> float:
+        """A pass over so many tokens."""
+        return pass_cost(tokens, self.turning_point) / pass_cost(self.length, self.turning_point)
+
+    @property
+    def end(self) -> int:
+        """Where the end of a text begins, at which truncation is measured: a quarter of the window, beyond it."""
+        return max(self.trained, self.length - max(1, self.trained // 4))
+
+    @property
+    def truncations(self) -> float:
+        """All of them at the end of one text."""
+        found = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
+        return found / pass_cost(self.length, self.turning_point)
+
+    def race(self, sizes: Sizes) -> float:
+        """A whole race and its verdict, at most."""
+        inside = self.judged * sizes.first * self.of(prefix_of(self.trained, self.length))
+        whole = (min(sizes.whole, self.judged + self.others - 1) + 1) * sizes.first
+        more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
+        verdict = sizes.held_out * (3 + self.of(self.trained) + self.truncations)
+        return inside + whole + more + verdict
+
+
+def sizes_for(allowed: float | None, costs: Costs, *, choosing: int, held_out: int, keys: bool) -> Sizes:
+    """The largest race that a budget lasts for.
+
+    Args:
+        allowed: passes; None for no limit.
+        costs: of its parts.
+        choosing: texts to choose on that there are.
+        held_out: texts to judge on that there are.
+        keys: whether keys are asked for at all.
+
+    Raises:
+        InvalidParameterError: not even the smallest race fits.
+    """
+    first = stretches_in(costs.trained, costs.length)
+    for whole, finalists, texts, judged, asked in RACES:
+        start = min(first, choosing)
+        sizes = Sizes(
+            whole=whole,
+            finalists=finalists,
+            texts=min(max(start, texts * first), choosing),
+            first=start,
+            held_out=min(judged * first, held_out),
+            keys=asked if keys else 0,
+        )
+        if allowed is None or costs.race(sizes) <= allowed:
+            return sizes
+    raise InvalidParameterError(
+        f"The budget is too small: it comes to {allowed:.1f} passes over {costs.length:,} tokens, and the smallest "
+        f"race among {costs.judged + costs.others} candidates takes {costs.race(sizes):.1f}. Allow more (--budget), or "
+        f"choose for a smaller target."
+    )

@@ -1,0 +1,166 @@
+"""What a race tries: every formula, some ways to remap positions, and a grid over the four numbers of YaRN.
+
+The grid is the heart of it. YaRN's published thresholds (1 and 32 turns), its factor and its temperature are one point
+among many, and models differ in which point suits them; whatever is found there is a stock ``yarn`` dictionary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.evaluation.readings import TIMES, Reading, label_for
+from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.remap import RemapMethod
+from ctxext.methods.yarn import YaRN
+from ctxext.spec import RopeSpec
+
+__all__ = ["Entrant", "candidates", "distinct", "entrant", "grid", "short_label"]
+
+# How much further than asked a formula is also tried: some need it to hold to their target.
+FURTHER = 1.5
+# One of each kind: groups of tokens, one distance for all that is far, chunks. The other ones are kin of the last, or
+# see no old text at all.
+REMAPS = ("self_extend", "rerope", "dual_chunk")
+# The grid: turns from which a frequency is divided in full; the ratio to those from which it is kept (the smallest is a
+# step, whose ends round to neighbouring dimensions); what it is divided by, as a share of the factor; and how much of
+# YaRN's temperature is taken.
+SLOW = (1.0, 0.5, 2.0)
+RATIOS = (32.0, 4.0, 1.001)
+STRETCHES = (1.0, 0.75, 1.5)
+TEMPERATURES = (1.0, 0.5, 0.0)
+
+
+def candidates(factor: float) -> tuple[RopeMethod, ...]:
+    """All methods that a race tries; the first is YaRN as published, which the others are held against.
+
+    Args:
+        factor: target length over trained length, above 1.
+    """
+    formulas = [
+        cls(factor=factor)
+        for name, cls in METHODS.items()
+        if issubclass(cls, RopeMethod) and _needs_only_a_factor(cls) and (name in REMAPS or not _is_remap(cls))
+    ]
+    further = [
+        replace(one, factor=factor * FURTHER) for one in formulas if not one.dynamic and not _is_remap(type(one))
+    ]
+    # Of two that are the same, the first stays: what is made for the target itself before what is made for more.
+    return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *grid(factor), *further]))
+
+
+def grid(factor: float) -> list[YaRN]:
+    """YaRN at every point of the grid where it divides by 1 or more, with a stock form that llama.cpp reads too.
+
+    The ends of its ramps are rounded to whole dimensions, as published, so that on a model with few of them many points
+    are one; ``distinct`` sees that.
+    """
+    found = []
+    for slow, ratio, stretch, share in itertools.product(SLOW, RATIOS, STRETCHES, TEMPERATURES):
+        divisor = stretch * factor
+        if divisor >= 1:
+            found.append(
+                YaRN(
+                    factor=factor,
+                    beta_slow=slow,
+                    beta_fast=slow * ratio,
+                    divisor=None if stretch == 1 else divisor,
+                    attention_factor=None if share == 1 else round(1 + share * 0.1 * math.log(divisor), 6),
+                )
+            )
+    return found
+
+
+def _is_remap(cls: type[Method]) -> bool:
+    return issubclass(cls, RemapMethod)
+
+
+def _needs_only_a_factor(cls: type[Method]) -> bool:
+    has_defaults = all(one.default is not MISSING or one.default_factory is not MISSING for one in fields(cls))
+    return has_defaults and not cls.needs_training
+
+
+def short_label(method: Method) -> str:
+    """A candidate in few words: of the grid, the turns between which its ramp lies, its divisor and its scale."""
+    if not isinstance(method, YaRN) or method == YaRN(factor=method.factor):
+        return label_for(method)
+    ratio = method.beta_fast / method.beta_slow
+    ramp = f"step at {method.beta_slow:g}" if ratio < 1.1 else f"{method.beta_slow:g}-{method.beta_fast:g}"
+    return f"YaRN {TIMES}{method.factor:.4g} ({ramp}, by {method.stretch:.4g}, scale {method.attention_scale:.4g})"
+
+
+def distinct(readings: Iterable[Reading]) -> tuple[list[Reading], dict[str, list[str]]]:
+    """The readings whose frequencies differ, and which others each of them stands for, by its name.
+
+    A dynamic method that reads the target as a static one does is the same at the target, and left out beside it.
+    """
+    kept: dict[str, Reading] = {}
+    twins: dict[str, list[str]] = {}
+    for reading in readings:
+        first = kept.setdefault(reading.fingerprint, reading)
+        if first is not reading:
+            twins.setdefault(first.name, []).append(reading.name)
+    return list(kept.values()), twins
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Entrant:
+    """A candidate as a race sees it: a name, and how far it reaches.
+
+    Args:
+        name: of its reading.
+        slow: the frequencies, in radians per token, of the dimensions that did not complete a turn in training, and
+            whose positions beyond the window are new therefore; None where what a method does inside the window says
+            nothing about what it does beyond: its positions follow the length, or are remapped.
+        stretch: what they are divided by, as a geometric mean.
+        far: how far that is from the factor asked for, as a logarithm.
+        dynamic: whether a text inside the window has positions of its own, which a pass over a longer one does not
+            show.
+    """
+
+    name: str
+    slow: Float[Tensor, " slow"] | None = None
+    stretch: float = 1.0
+    far: float = 0.0
+    dynamic: bool = False
+
+    @property
+    def is_judged_inside(self) -> bool:
+        """Whether a short text tells anything about it."""
+        return self.slow is not None
+
+    def reaches(self, other: Entrant) -> bool:
+        """Whether it slows all that is new beyond the window at least as much as another does.
+
+        The factor in a name does not say that: of NTK and YaRN with one factor, YaRN reaches further.
+        """
+        if self.slow is None or other.slow is None:
+            return False
+        return bool((self.slow <= other.slow * (1 + 1e-6)).all())
+
+
+def entrant(name: str, method: Method, rope: RopeSpec, length: int) -> Entrant:
+    """A candidate as a race sees it.
+
+    Args:
+        name: of its reading.
+        method: it.
+        rope: of the model.
+        length: the target, tokens.
+    """
+    if not isinstance(method, RopeMethod) or not method.is_table:
+        return Entrant(name=name, dynamic=method.dynamic)
+    plain = plain_inv_freq(rope)
+    is_new = plain * rope.trained_length < 2 * math.pi
+    found = method.frequencies(rope, length).inv_freq
+    if not is_new.any():  # every dimension turned in training: the slowest one stands for what is new
+        is_new[plain.argmin()] = True
+    stretch = (plain / found)[is_new].log().mean().exp().item()
+    far = abs(math.log(stretch / (length / rope.trained_length)))
+    return Entrant(name=name, slow=found[is_new], stretch=stretch, far=far)

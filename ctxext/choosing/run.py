@@ -1,0 +1,692 @@
+"""The verb ``choose``: a race over real losses, kept cell by cell, and a verdict on texts that it never read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ctxext.architectures import architecture_of
+from ctxext.architectures.rope import Rope
+from ctxext.checkpoints.export import TARGETS, export_config
+from ctxext.choosing.budget import Budget, Costs, parse_budget, prefix_of, sizes_for
+from ctxext.choosing.candidates import Entrant, candidates, distinct, entrant
+from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent, judge_held_out
+from ctxext.choosing.race import PIECES, Course, Finish, Race, Sizes
+from ctxext.choosing.texts import SplitTexts, TextStretch, split_texts
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.evaluation.checkpoint import Checkpoint
+from ctxext.evaluation.corpus import Corpus, Document, prefix_label, read_documents, special_prefix, tokenise
+from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.loss import loss_by_position, loss_while
+from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
+from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal
+from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.evaluation.truncation import UNPATCHED, tail_losses, tail_passes, window_name
+from ctxext.patching import patched_state
+from ctxext.saved import already_extended
+from ctxext.spec import RopeSpec
+from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.texts import text_of
+from ctxext.surgery.wrappers import base_model
+
+__all__ = ["Contest", "choose", "corpus_from", "prepare"]
+
+# Who can load a candidate, and its stock dictionary.
+LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
+# Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
+DEPTHS = (0.0, 0.25, 0.5)
+# Positions beyond the window that a target must add, so that there is something to measure.
+LEAST_BEYOND = 16
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RaceCell(Job):
+    """One reading of one text, or of several short ones.
+
+    Args:
+        read: what is done with the reader's model.
+        heard: where the answer is put too, by the cell's key.
+    """
+
+    read: Callable[[nn.Module, Progress], Answer]
+    heard: dict[str, Answer]
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """The losses of the text, or of the tokens of a key."""
+        answer = self.read(model, progress)
+        if answer.losses is not None:
+            check_finite(answer.losses, self.name)
+        self.heard[self.key] = answer
+        return answer
+
+
+@dataclass(eq=False)
+class ModelInUse:
+    """A model that stays as the last reader had it, since extending and proving it takes longer than a short text.
+
+    Args:
+        readings: of the model.
+    """
+
+    readings: Readings
+    current: Reading | None = field(init=False, default=None)
+    stack: contextlib.ExitStack = field(init=False, default_factory=contextlib.ExitStack)
+
+    def show(self, reading: Reading | None) -> None:
+        """Let the model read as one reading does; None gives it back as it was."""
+        if reading is not self.current:
+            self.current = None
+            self.stack.close()
+            if reading is not None:
+                self.stack.enter_context(self.readings.applied(reading))
+            self.current = reading
+
+
+@dataclass(frozen=True, eq=False)
+class StayingReader(Reader):
+    """A reader that does not leave when a cell is done, see ``ModelInUse``.
+
+    Args:
+        stage: where it stays.
+    """
+
+    stage: ModelInUse
+
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        """The model as this reader has it, inside a ``with`` and until another one comes."""
+        self.stage.show(self.reading)
+        return contextlib.nullcontext()
+
+
+@dataclass(eq=False, kw_only=True)
+class Contest:
+    """A race that is planned; ``run`` it once.
+
+    Args:
+        checkpoint: whose model is read with.
+        corpus: all texts, whole.
+        readings: of the checkpoint.
+        entered: readings of the candidates, the published YaRN first.
+        twins: names of those that a reading stands for.
+        refusals: methods that do not apply.
+        rope: of the model.
+        length: the target, tokens.
+        split: which stretches are chosen on and judged on.
+        budget: what may be spent.
+        seed: of texts and keys.
+        keys: whether hidden keys are asked for.
+        journal: where finished cells are kept.
+    """
+
+    checkpoint: Checkpoint
+    corpus: Corpus
+    readings: Readings
+    entered: tuple[Reading, ...]
+    twins: dict[str, list[str]]
+    refusals: tuple[Refusal, ...]
+    rope: RopeSpec
+    length: int
+    split: SplitTexts
+    budget: Budget
+    seed: int
+    keys: bool
+    journal: Journal
+    progress: Progress = field(default=lambda *_: None)
+    heard: dict[str, Answer] = field(init=False, default_factory=dict)
+    asked: dict[str, float] = field(init=False, default_factory=dict)
+    loaded_by: dict[str, LoadedBy] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.budget.seconds is None:
+            self.sizes_of(self.budget.passes)  # what is too small is said before anything is read
+
+    @property
+    def trained(self) -> int:
+        """Tokens of the window."""
+        return self.readings.trained_length
+
+    @cached_property
+    def stage(self) -> ModelInUse:
+        """The model and who reads with it now."""
+        return ModelInUse(self.readings)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What the parts of the race cost."""
+        judged = sum(one.is_judged_inside for one in self.entrants)
+        return Costs(
+            trained=self.trained,
+            length=self.length,
+            judged=judged,
+            others=len(self.entered) - judged,
+            windows=self.readings.windows,
+            turning_point=turning_point(self.readings.model),
+        )
+
+    @cached_property
+    def entrants(self) -> list[Entrant]:
+        """The candidates as the race sees them."""
+        return [entrant(one.reading.name, one.method, self.rope, self.length) for one in self.candidates]
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """The candidates before anything is known of them."""
+        return [
+            Candidate(reading=one, course=Course(name=one.name), twins=tuple(self.twins.get(one.name, ())))
+            for one in self.entered
+        ]
+
+    def sizes_of(self, allowed: float | None) -> Sizes:
+        """The race that so many passes last for."""
+        return sizes_for(
+            allowed,
+            self.costs,
+            choosing=len(self.split.choosing),
+            held_out=len(self.split.held_out),
+            keys=self.keys,
+        )
+
+    def begin(self) -> Survey[RaceCell]:
+        """Claim the journal.
+
+        Raises:
+            ResultsError: it is of another measurement, or cannot be written.
+        """
+        survey: Survey[RaceCell] = Survey(
+            "ctxext choose", self.checkpoint, (), corpus=self.corpus, journal=self.journal
+        )
+        survey.begin()
+        assert self.readings.setting, "asked for before any method brings an attention of its own"
+        return survey
+
+    def run(self) -> Choice:
+        """The race, the verdict and what came of them; the model is at the end what it was.
+
+        Raises:
+            InvalidParameterError: a budget in time that does not last for the smallest race.
+            ResultsError: the journal cannot be used.
+            CtxextError: as the measurement does; everything finished is kept.
+        """
+        losses = MeasuredLosses(contest=self, survey=self.begin())
+        try:
+            return self._run(losses)
+        finally:
+            self.stage.show(None)
+
+    def _run(self, losses: MeasuredLosses) -> Choice:
+        allowed = self.allowed(losses)
+        sizes = losses.sizes = self.sizes_of(allowed)
+        split = losses.split = self.split.first(sizes.texts, sizes.held_out)
+        race = Race(
+            entrants=self.entrants,
+            losses=losses,
+            sizes=sizes,
+            trained=self.trained,
+            length=self.length,
+            runtimes=lambda name: sum(one.exact for one in self.runtimes(name)[0]),
+        )
+        finish = race.run()
+        held_out = judge_held_out(
+            {name: losses.held_out(name) for name in {finish.choice, finish.runner_up, race.usual} - {""}},
+            choice=finish.choice,
+            usual=race.usual,
+            runner_up=finish.runner_up,
+            unpatched=[losses.plain(stretch) for stretch in split.held_out],
+            truncations={
+                window: [losses.truncated(window, stretch) for stretch in split.held_out]
+                for window in self.readings.windows
+            },
+            documents=[stretch.document for stretch in split.held_out],
+            trained=self.trained,
+            same_documents=split.same_documents,
+        )
+        choice = Choice(
+            candidates=tuple(self._finished(one, finish) for one in self.candidates),
+            finish=finish,
+            held_out=held_out,
+            usual=race.usual,
+            trained_length=self.trained,
+            target_length=self.length,
+            sizes=sizes,
+            rope_parameters=None,
+            runtimes=(),
+            refusals=self.refusals,
+            texts=tuple(stretch.text.name for stretch in split.choosing),
+            spent=self.spent(allowed, losses),
+            provenance=self.provenance(),
+        )
+        runtimes, rope = self.runtimes(choice.name)
+        return replace(choice, runtimes=runtimes, rope_parameters=rope)
+
+    def _finished(self, one: Candidate, finish: Finish) -> Candidate:
+        found = next(other for other in self.entrants if other.name == one.reading.name)
+        stretch = found.stretch if found.is_judged_inside else None
+        return replace(one, course=finish.course(one.reading.name), stretch=stretch)
+
+    def allowed(self, losses: MeasuredLosses) -> float | None:
+        """The budget in passes; one in time is measured by the first text that is read."""
+        if self.budget.seconds is None:
+            return self.budget.passes
+        seconds = losses.seconds_of_inside(self.entered[0].name)
+        return self.budget.seconds / seconds * self.costs.of(prefix_of(self.trained, self.length))
+
+    def spent(self, allowed: float | None, losses: MeasuredLosses) -> Spent:
+        """What was read, whether now or in an earlier run of the same race."""
+        lines = self.journal.finished()
+        seconds = sum(lines[key]["seconds"] for key in self.asked)
+        return Spent(passes=sum(self.asked.values()), seconds=seconds, budget=self.budget.text, allowed=allowed)
+
+    def provenance(self) -> dict[str, Any]:
+        """What it was measured on and with, as JSON values."""
+        self.stage.show(None)
+        found = provenance_of(self.checkpoint, self.corpus, seed=self.seed).to_dict()
+        del found["extensions"]
+        return found | {"trained_length": self.trained}
+
+    def runtimes(self, name: str) -> LoadedBy:
+        """Who can load a candidate, and its stock dictionary."""
+        if name not in self.loaded_by:
+            self.loaded_by[name] = self._runtimes(name)
+        return self.loaded_by[name]
+
+    def _runtimes(self, name: str) -> LoadedBy:
+        reading = next(one for one in self.entered if one.name == name)
+        self.stage.show(None)
+        with self.readings.applied(reading):
+            config = base_model(self.readings.model).config
+            stock = bool(config.ctxext["stock"])
+            rope = dict(text_of(config).rope_parameters) if stock else None
+            says = config.ctxext["stored_as"] if stock else "only with ctxext"
+            found = [RuntimeVerdict(name="transformers", exact=stock, says=says)]
+            for target in TARGETS:
+                try:
+                    made = export_config(config, to=target)
+                    found.append(RuntimeVerdict(name=target, exact=made.exact, says=" ".join(made.flags)))
+                except CtxextError as error:
+                    found.append(RuntimeVerdict(name=target, exact=False, says=str(error)))
+        return tuple(found), rope
+
+
+@dataclass(eq=False, kw_only=True)
+class MeasuredLosses:
+    """Losses that a model gives, each text as one cell that is measured once and kept.
+
+    Args:
+        contest: whose candidates they are of.
+        survey: that keeps them.
+        sizes: of the race, once the budget is known.
+        split: its texts, likewise.
+    """
+
+    contest: Contest
+    survey: Survey[RaceCell]
+    sizes: Sizes | None = None
+    split: SplitTexts | None = None
+
+    def __post_init__(self) -> None:
+        self.split = self.split or self.contest.split
+
+    @cached_property
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """What an earlier run has finished."""
+        return self.contest.journal.finished()
+
+    @cached_property
+    def readings(self) -> dict[str, Reading]:
+        """The references and the candidates by name."""
+        return {one.name: one for one in (*self.contest.readings.find(())[0], *self.contest.entered)}
+
+    @cached_property
+    def prompts(self) -> tuple[PasskeyPrompt, ...]:
+        """The hidden keys."""
+        assert self.sizes is not None
+        depths = DEPTHS[: self.sizes.keys]
+        return make_prompts(self.contest.checkpoint.tokenizer, [self.contest.length], depths, seed=self.contest.seed)
+
+    @property
+    def plan(self) -> str:
+        """A hash of all that decides where a candidate is stopped."""
+        names = [one.name for one in self.contest.entered]
+        told = json.dumps([repr(self.sizes), names, [one.text.sha256 for one in self.choosing]])
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+    @property
+    def choosing(self) -> tuple[TextStretch, ...]:
+        """The texts that are chosen on."""
+        assert self.split is not None
+        return self.split.choosing
+
+    # What a race asks for.
+
+    def inside(self, name: str) -> Tensor:
+        """The beginnings of the first texts."""
+        first = 1 if self.sizes is None else self.sizes.first
+        return torch.cat([self._inside(name, stretch) for stretch in self.choosing[:first]])
+
+    def whole(self, name: str, text: int, go_on: Callable[[Tensor], bool]) -> Tensor:
+        """A whole text, in pieces, for as long as the race wants more."""
+        length, stretch = self.contest.length, self.choosing[text]
+        piece = -(-length // PIECES)
+
+        def read(model: nn.Module) -> Tensor:
+            return loss_while(model, stretch.text.input_ids, piece=piece, go_on=go_on)
+
+        return self._losses(name, "whole", stretch, length, read, passes=PIECES, depends=[self.plan])
+
+    def keys(self, name: str) -> tuple[float, ...]:
+        """The loss of every hidden key."""
+        return tuple(self._key(name, prompt) for prompt in self.prompts)
+
+    # What the verdict asks for.
+
+    def held_out(self, name: str) -> list[Tensor]:
+        """Whole texts that the race never read; inside the window, what texts of that length get."""
+        assert self.split is not None
+        dynamic = self.readings[name].dynamic
+        found = []
+        for stretch in self.split.held_out:
+            losses = self._whole_at(name, stretch, self.contest.length)
+            if dynamic:
+                inside = self._whole_at(name, stretch, self.contest.trained)
+                losses = torch.cat([inside, losses[self.contest.trained :]])
+            found.append(losses)
+        return found
+
+    def plain(self, stretch: TextStretch) -> Tensor:
+        """The unextended model inside its window."""
+        return self._whole_at(UNPATCHED, stretch, self.contest.trained)
+
+    def truncated(self, window: int, stretch: TextStretch) -> Tensor:
+        """The end of a text when the model sees its last tokens only."""
+        start, prefix, length = self.contest.costs.end, stretch.text.prefix, self.contest.length
+        passes = tail_passes(window, start=start, positions=length, prefix=prefix)
+
+        def read(model: nn.Module) -> Tensor:
+            return tail_losses(model, stretch.text.input_ids, window=window, start=start, prefix=prefix)[0]
+
+        return self._losses(
+            window_name(window), "end", stretch, window, read, passes=passes, depends=[start], times=passes
+        )
+
+    def seconds_of_inside(self, name: str) -> float:
+        """How long a candidate took for the beginning of the first text."""
+        stretch = self.choosing[0]
+        self._inside(name, stretch)  # the first call of a model is slower than the others
+        cell = self._cell_of_inside(name, stretch)
+        found: float = self.contest.journal.finished()[cell.key]["seconds"]
+        return max(found, 1e-3)
+
+    # How cells are made and asked.
+
+    def _inside(self, name: str, stretch: TextStretch) -> Tensor:
+        return self._heard(self._cell_of_inside(name, stretch))
+
+    def _cell_of_inside(self, name: str, stretch: TextStretch) -> RaceCell:
+        length = prefix_of(self.contest.trained, self.contest.length)
+        ids = stretch.text.take(length + 1).input_ids
+        return self._cell(name, "inside", stretch, length, lambda model: loss_by_position(model, ids)[0])
+
+    def _whole_at(self, name: str, stretch: TextStretch, length: int) -> Tensor:
+        ids = stretch.text.take(length + 1).input_ids
+        return self._losses(name, "read", stretch, length, lambda model: loss_by_position(model, ids)[0])
+
+    def _losses(self, name: str, kind: str, stretch: TextStretch, length: int, read: Any, **given: Any) -> Tensor:
+        return self._heard(self._cell(name, kind, stretch, length, read, **given))
+
+    def _cell(
+        self,
+        name: str,
+        kind: str,
+        stretch: TextStretch,
+        length: int,
+        read: Callable[[nn.Module], Tensor],
+        *,
+        passes: int = 1,
+        times: int = 1,
+        depends: Sequence[Any] = (),
+    ) -> RaceCell:
+        """A cell that reads a text.
+
+        Args:
+            name: of the reading.
+            kind: of the cell.
+            stretch: the text.
+            length: tokens that the model may see.
+            read: gives the losses.
+            passes: calls of the model that the cost is spread over.
+            times: passes of that length.
+            depends: what the losses depend on beside that, as JSON values.
+        """
+        contest, reading = self.contest, self.readings[name]
+        cost = times * pass_cost(length, contest.costs.turning_point)
+        shown = f"{reading.label}, {stretch.text.name}, {length:,} tokens"
+
+        def ask(model: nn.Module, progress: Progress) -> Answer:
+            with ticking(model, shown, cost / passes, progress):
+                losses = read(model)
+            share = contest.costs.of(len(losses)) if kind == "whole" else times * contest.costs.of(length)
+            about = {"kind": kind, "length": length, "item": stretch.text.name, "passes": share}
+            return Answer(about, losses)
+
+        return RaceCell(
+            key=contest.readings.key(
+                [name, reading.method, reading.fingerprint], task=[kind, length, stretch.text.sha256, *depends]
+            ),
+            cost=cost,
+            reader=StayingReader(reading, contest.readings, (length,), contest.stage),
+            name=shown,
+            read=ask,
+            heard=contest.heard,
+        )
+
+    def _key(self, name: str, prompt: PasskeyPrompt) -> float:
+        contest, reading = self.contest, self.readings[name]
+        shown = f"{reading.label}, key, {prompt.name}"
+        cost = pass_cost(contest.length, contest.costs.turning_point)
+
+        def ask(model: nn.Module, progress: Progress) -> Answer:
+            trial = prompt.watched(model, None, shown, cost, progress)
+            about = {"kind": "key", "length": contest.length, "item": prompt.name, "passes": 1.0}
+            return Answer(about | {"correct": trial.correct, "loss": trial.loss})
+
+        key = contest.readings.key([name, reading.method, reading.fingerprint], task=["key", prompt.identity])
+        reader = StayingReader(reading, contest.readings, (contest.length,), contest.stage)
+        values = self._values(RaceCell(key=key, cost=cost, reader=reader, name=shown, read=ask, heard=contest.heard))
+        return float(values["loss"])
+
+    def _values(self, cell: RaceCell) -> dict[str, Any]:
+        """What a cell found, now or in an earlier run."""
+        if cell.key not in self.finished and cell.key not in self.contest.heard:
+            self.survey.measure([cell], progress=self.contest.progress)
+        elif cell.key not in self.contest.asked:
+            self.contest.progress(cell.name, cell.cost)
+        heard = self.contest.heard.get(cell.key)
+        found = self.finished[cell.key] if heard is None else heard.values
+        self.contest.asked[cell.key] = found["passes"]
+        return found
+
+    def _heard(self, cell: RaceCell) -> Tensor:
+        found, heard = self._values(cell), self.contest.heard.get(cell.key)
+        if heard is not None and heard.losses is not None:
+            return heard.losses
+        return self.contest.journal.losses(found)
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    *,
+    target_length: int,
+    budget: str | float | None = None,
+    seed: int = 0,
+    keys: bool = True,
+    stock: bool = False,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+    folder: Path | None = None,
+    progress: Progress = lambda *_: None,
+    trying: Callable[[int, int], None] = lambda *_: None,
+) -> Contest:
+    """Plan a race, before anything is read.
+
+    Args:
+        checkpoint: not extended.
+        corpus: texts, whole, of any length.
+        target_length: tokens to extend to, above the trained length.
+        budget: see ``parse_budget``; None for no limit.
+        seed: decides which texts are chosen on, and the hidden keys.
+        keys: whether to ask for hidden keys.
+        stock: enter only what stock transformers loads.
+        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+        sliding_window: see ``ctxext.patch``.
+        folder: that keeps finished cells; None keeps them in memory.
+        progress: called with what is being done and the cost done since the last call.
+        trying: called with methods tried and methods in all.
+
+    Raises:
+        CtxextError: whatever cannot be right, before anything is computed.
+    """
+    spent = parse_budget(budget)
+    base = base_model(checkpoint.model)
+    if patched_state(base) is not None or already_extended(base.config):
+        raise PatchStateError(
+            f"{checkpoint.name} is extended already; what is chosen is how to extend the original. Call "
+            f"ctxext.unpatch(model) first, or give the original checkpoint."
+        )
+    if not isinstance(architecture_of(base), Rope):
+        raise IncompatibleError(
+            f"What is chosen among are rotary positions, and this {base.config.model_type} has others. Compare its "
+            f"methods with `ctxext eval compare`."
+        )
+    readings = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
+    trained = readings.trained_length
+    if target_length < trained + LEAST_BEYOND:
+        raise InvalidParameterError(
+            f"A target of {target_length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
+            f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
+        )
+    split = split_texts(corpus.documents, tokens=target_length + 1, seed=seed)
+    if keys:
+        make_prompts(checkpoint.tokenizer, [target_length], DEPTHS[:1], seed=seed)  # it says what is too short for one
+    rope = find_sites(base, trained, scaled=trained_length is not None)[0].spec
+    methods = [one for one in candidates(target_length / trained) if not stock or one.rope_parameters(rope) is not None]
+    found, refusals = readings.find(methods, progress=trying)
+    entered, twins = distinct(one for one in found if not one.is_reference)
+    if not entered or entered[0].method != methods[0].to_dict():
+        reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
+        raise IncompatibleError(f"Others are held against YaRN as published, which does not apply here. {reasons}")
+    journal = Journal(None) if folder is None else Journal(folder / "cells.jsonl", identity=folder / "choosing.json")
+    return Contest(
+        checkpoint=checkpoint,
+        corpus=corpus,
+        readings=readings,
+        entered=tuple(entered),
+        twins=twins,
+        refusals=refusals,
+        rope=rope,
+        length=target_length,
+        split=split,
+        budget=spent,
+        seed=seed,
+        keys=keys,
+        journal=journal,
+        progress=progress,
+    )
+
+
+def choose(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    texts: Sequence[str | Path | Document],
+    target_length: int,
+    budget: str | float | None = None,
+    seed: int = 0,
+    keys: bool = True,
+    stock: bool = False,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+    folder: str | Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> Choice:
+    """Find the extension that suits a model and your texts by measuring, and judge it on texts it was not chosen on.
+
+    Pick it before you extend a model for good. A formula does not look at the model; this reads your texts with every
+    method, at several factors, and with YaRN at many thresholds, divisors and temperatures, and drops what falls
+    behind. What is lost is time: some forty passes over texts of the target length (``budget`` says how many). The
+    model is at the end what it was: ``ctxext.patch(model, choice.method)`` extends it.
+
+    Args:
+        model: a causal language model with rotary positions, not extended, in eval mode.
+        tokenizer: its tokenizer.
+        texts: the texts themselves, or paths of files. Of at least two texts of the target length, some are chosen on
+            and the others judged on; one text serves if it is at least twice as long.
+        target_length: tokens to extend to, above the trained length.
+        budget: ``"30min"`` of computing, or ``"25 passes"`` over the target length, which is the same on every machine;
+            None for as much as the race takes.
+        seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
+        keys: whether to hide keys in a text and ask for them.
+        stock: choose only among what stock transformers loads, and other runtimes therefore may.
+        trained_length: tokens that the checkpoint was trained for; None where its config says so.
+        sliding_window: see ``ctxext.patch``.
+        folder: that keeps what is finished: the same call goes on where a killed one ended.
+        progress: called with what is being done and the cost done since the last call.
+
+    Returns:
+        What was chosen, with ``method``, ``table`` and ``sentence``.
+
+    Raises:
+        InvalidParameterError: texts that are too short or too few, a target inside the trained window, or a budget that
+            does not last for the smallest race.
+        PatchStateError: the model is extended already.
+        IncompatibleError: the model has no rotary positions.
+        ResultsError: ``folder`` holds another measurement, or cannot be written.
+    """
+    name = Path(getattr(base_model(model), "name_or_path", "") or type(base_model(model)).__name__).name
+    checkpoint = Checkpoint(name, model, tokenizer)
+    contest = prepare(
+        checkpoint,
+        corpus_from(texts, tokenizer),
+        target_length=target_length,
+        budget=budget,
+        seed=seed,
+        keys=keys,
+        stock=stock,
+        trained_length=trained_length,
+        sliding_window=sliding_window,
+        folder=None if folder is None else Path(folder),
+        progress=progress,
+    )
+    return contest.run()
+
+
+def corpus_from(texts: Sequence[str | Path | Document], tokenizer: Any) -> Corpus:
+    """Texts, paths of files and documents as a corpus of whole documents.
+
+    Raises:
+        InvalidParameterError: no text, or one string in the place of a list.
+    """
+    if isinstance(texts, str) or not texts:
+        raise InvalidParameterError(
+            "texts must be a list of texts, of paths (pathlib.Path) or of documents, with at least one in it."
+        )
+    documents: list[Document] = []
+    for number, one in enumerate(texts, start=1):
+        if isinstance(one, Path):
+            documents += read_documents([one])
+        else:
+            documents.append(Document(f"text {number}", one) if isinstance(one, str) else one)
+    prefix = special_prefix(tokenizer)
+    found = tuple(tokenise(document, tokenizer, prefix=prefix) for document in documents)
+    return Corpus(found, prefix_label(tokenizer, prefix), len(found))

@@ -1,0 +1,186 @@
+"""``ctxext choose``: the extension that suits a checkpoint and texts, measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn
+from typer import Option
+
+from ctxext.cli.eval.common import Session
+from ctxext.cli.options import (
+    OutputOptions,
+    Seed,
+    SlidingWindow,
+    SourceOptions,
+    TextOptions,
+    Trained,
+    grouped,
+    option,
+)
+from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.progress import DelayedBar, StageBar
+
+if TYPE_CHECKING:
+    from ctxext.choosing.choice import Choice
+    from ctxext.choosing.run import Contest
+
+__all__ = ["choose"]
+
+# Plays that are read where no text is named: one alone has too few stretches to choose on and to judge on.
+PLAYS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions(OutputOptions):
+    """Where a choice goes beside the terminal."""
+
+    output: list[Path] | None = option(
+        "Also write a file: .json, .csv, a page (.md) or a figure of the race (.png, .svg, .pdf). Repeatable. Finished "
+        "parts are kept in a folder beside the first one.",
+        "--output",
+        "-o",
+        metavar="FILE",
+        show_default="none",
+    )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where finished cells are kept; None where no output is named."""
+        return self.output[0].with_name(f"{self.output[0].stem}.race") if self.output else None
+
+    @property
+    def picture(self) -> Path | None:
+        """The first picture among the outputs, which a page shows."""
+        return next((path for path in self.output or () if path.suffix in (".png", ".svg")), None)
+
+
+@grouped
+def choose(
+    *,
+    texts: TextOptions,
+    target: Annotated[int, Option("--target", help="Tokens to extend to, above the trained length.")],
+    budget: Annotated[
+        str | None,
+        Option(
+            help="What it may take: 30min, 2h or 90s of computing, or, the same on every machine, '25 passes' over the "
+            "target length.",
+            show_default="as much as the race takes, some forty passes",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        Option(
+            help="Also write an extended copy of the checkpoint directory, where nothing exists yet.",
+            metavar="DIR",
+            show_default="none",
+        ),
+    ] = None,
+    passkey: Annotated[bool, Option(help="Also hide keys in a text of the target length and ask for them.")] = True,
+    stock: Annotated[
+        bool, Option("--stock", help="Choose only among what stock transformers loads, and other runtimes may.")
+    ] = False,
+    trained_length: Trained = None,
+    sliding_window: SlidingWindow = None,
+    seed: Seed = 0,
+    source: SourceOptions,
+    results: PageOptions,
+) -> None:
+    """Choose the extension that suits a checkpoint and your texts, by measuring, and say by how much it is better.
+
+    Every formula, some ways to remap positions and YaRN at many thresholds, divisors and temperatures run a race on
+    some of the texts; the others judge what was chosen. With --output every finished part is kept: run the same
+    command again after an interruption, and it goes on.
+
+    [bold]Example[/]: ctxext choose Llama-3-8B -t mine.txt --target 32768 -o choice.json -o choice.png -o choice.md
+    """
+    from ctxext.choosing.run import prepare
+
+    _refuse_save(save, source.checkpoint)
+    session = Session(source, results)
+    if session.group.processes > 1:
+        raise InvalidParameterError("A race is run by one process: what is read next depends on what was read before.")
+    read = texts if texts.text or texts.documents is not None else replace(texts, documents=PLAYS)
+    with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
+        contest = prepare(
+            session.checkpoint,
+            read.read(session.checkpoint, tokens=2, whole=True),
+            target_length=target,
+            budget=budget,
+            seed=seed,
+            keys=passkey,
+            stock=stock,
+            trained_length=trained_length,
+            sliding_window=sliding_window,
+            folder=results.folder,
+            trying=trying,
+        )
+    choice = _run(session.console, contest, results.folder)
+    _write(session.console, choice, results)
+    if save is not None:
+        from ctxext.checkpoints.write import patch_checkpoint
+
+        patch_checkpoint(
+            str(source.checkpoint),
+            save,
+            choice.method,
+            trust_remote_code=source.trust,
+            chosen=choice.record,
+            trained_length=trained_length,
+            sliding_window=sliding_window,
+        )
+        session.console.print(f"Saved: {save}, extended by the choice.", soft_wrap=True)
+
+
+def _refuse_save(save: Path | None, checkpoint: str | None) -> None:
+    """Refuse a copy that could not be written, before hours are spent."""
+    if save is None:
+        return
+    if checkpoint is None or not os.path.isdir(checkpoint):
+        raise CheckpointError(
+            f"--save copies a checkpoint directory, and {checkpoint or 'the default checkpoint'} is none. Leave it "
+            f"out; the choice (-o choice.json) names the method for ctxext patch."
+        )
+    if os.path.lexists(save):
+        raise CheckpointError(f"{save} already exists and is never overwritten. Give a new name, or remove it.")
+
+
+def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:
+    from ctxext.evaluation.forward import pass_cost
+    from ctxext.evaluation.labels import tokens_label
+
+    split = contest.split
+    console.print(
+        f"[bold]{contest.checkpoint.name}[/], trained to {tokens_label(contest.trained)} tokens, in "
+        f"{contest.checkpoint.dtype_note}: {len(contest.entered)} candidates for {tokens_label(contest.length)} "
+        f"tokens; {len(split.choosing)} stretches of text to choose on, {len(split.held_out)} to judge on, as far as "
+        f"needed."
+    )
+    sizes = contest.sizes_of(None if contest.budget.seconds else contest.budget.passes)
+    total = contest.costs.race(sizes) * pass_cost(contest.length, contest.costs.turning_point)
+    try:
+        with StageBar(Console(stderr=True, quiet=console.quiet), total) as bar:
+            contest.progress = bar
+            return contest.run()
+    except KeyboardInterrupt:
+        where = f"kept in {folder}; run the same command again to go on" if folder else "lost: there is no --output"
+        console.print(f"Interrupted. {len(contest.journal.finished())} finished parts are {where}.")
+        raise typer.Exit(130) from None
+
+
+def _write(console: Console, choice: Choice, results: PageOptions) -> None:
+    from ctxext.choosing.report import page, save_race_figure, show_choice
+
+    shown = None if results.picture is None else results.picture.name
+    results.write(
+        choice,
+        console,
+        show=lambda console: show_choice(choice, console),
+        draw=lambda path: save_race_figure(choice, path),
+        page=lambda: page(choice, shown),
+    )

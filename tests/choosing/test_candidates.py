@@ -1,0 +1,96 @@
+"""What is entered into a race: formulas, remapping and the grid, each once, and how far each reaches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ctxext.architectures.rope import fingerprint
+from ctxext.choosing.candidates import candidates, distinct, entrant, grid, short_label
+from ctxext.evaluation.readings import TIMES, Reading, name_for
+from ctxext.methods import METHODS, NTK, PI, Method, RopeMethod, SelfExtend, YaRN
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import RopeSpec
+
+ROPE = RopeSpec(rotary_dim=64, base=1e5, trained_length=8192)
+
+
+def reading(method: Method) -> Reading:
+    assert isinstance(method, RopeMethod)
+    name = name_for(method)
+    return Reading(name=name, label=name, method=method.to_dict(), fingerprint=fingerprint(method, ROPE))
+
+
+def test_every_formula_and_the_grid_are_entered_the_published_yarn_first() -> None:
+    found = candidates(2.0)
+    assert found[0] == YaRN(factor=2)
+    assert len(set(found)) == len(found)
+    plain = {name for name, cls in METHODS.items() if issubclass(cls, RopeMethod) and not issubclass(cls, RemapMethod)}
+    entered = {one.name for one in found}
+    assert plain - entered == {"longrope", "table", "nope"}, "what needs numbers of its own, or training"
+    assert {"self_extend", "rerope", "dual_chunk"} == {one.name for one in found if isinstance(one, RemapMethod)}
+    assert {PI(factor=2), PI(factor=3), NTK(factor=3)} <= set(found)
+    assert set(grid(2.0)) <= set(found)
+
+
+@pytest.mark.parametrize(("factor", "points"), [(2.0, 81), (4.0, 81), (1.2, 54)])
+def test_the_grid_is_stock_and_divides_by_one_or_more(factor: float, points: int) -> None:
+    found = grid(factor)
+    assert len(found) == points
+    for one in found:
+        form = one.rope_parameters(ROPE)
+        assert (form["rope_type"], form["factor"]) == ("yarn", one.stretch)
+        assert one.truncate, "llama.cpp rounds the ends of the ramp, whatever it is told"
+        assert one.target_length(8192) == int(8192 * factor)
+        assert one.attention_scale >= 1
+    assert min(one.stretch for one in found) >= 1
+
+
+def test_what_rounding_makes_the_same_is_entered_once() -> None:
+    few = RopeSpec(rotary_dim=8, base=1e4, trained_length=128)
+    found = [replace(reading(one), fingerprint=fingerprint(one, few)) for one in grid(4.0)]
+    kept, twins = distinct(found)
+    assert len(kept) + sum(map(len, twins.values())) == len(found)
+    assert len(kept) < len(found)
+    assert len({one.fingerprint for one in kept}) == len(kept)
+    dynamic = METHODS["dynamic_yarn"](factor=2)
+    assert distinct([reading(YaRN(factor=2)), reading(dynamic)])[1] == {"yarn x2": ["dynamic_yarn"]}
+
+
+def test_reach_is_of_frequencies_and_not_of_names() -> None:
+    yarn, ntk, pi, further = (
+        entrant(name, method, ROPE, 16384)
+        for name, method in (
+            ("yarn", YaRN(factor=2)),
+            ("ntk", NTK(factor=2)),
+            ("pi", PI(factor=2)),
+            ("further", YaRN(factor=2, divisor=3)),
+        )
+    )
+    assert yarn.reaches(ntk)
+    assert not ntk.reaches(yarn), "NTK divides only the very slowest by the whole factor"
+    assert yarn.reaches(pi)
+    assert further.reaches(yarn)
+    assert not yarn.reaches(further)
+    assert (pi.stretch, pi.far) == (pytest.approx(2), pytest.approx(0))
+    remapped = entrant("remapped", SelfExtend(factor=2), ROPE, 16384)
+    assert not remapped.is_judged_inside
+    assert not remapped.reaches(yarn)
+    assert not yarn.reaches(remapped)
+    assert entrant("dynamic", METHODS["dynamic_ntk"](factor=2), ROPE, 16384).dynamic
+
+
+def test_where_every_frequency_turned_in_training_the_slowest_stands_for_what_is_new() -> None:
+    fast = RopeSpec(rotary_dim=8, base=10.0, trained_length=4096)
+    found = entrant("pi", PI(factor=2), fast, 8192)
+    assert found.slow is not None
+    assert len(found.slow) == 1
+    assert torch.allclose(found.slow * 2, torch.tensor([10.0 ** (-6 / 8)], dtype=torch.float64))
+
+
+def test_labels_tell_candidates_apart() -> None:
+    labels = [short_label(one) for one in candidates(2.0)]
+    assert len(set(labels)) == len(labels)
+    assert f"YaRN {TIMES}2 (step at 1, by 1.5, scale 1.02)" in labels

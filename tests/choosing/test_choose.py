@@ -1,0 +1,222 @@
+"""``ctxext.choose`` and its command: a race on a tiny model, killed and resumed, its choice saved, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import ctxext
+from ctxext.choosing import budget, run
+from ctxext.choosing.choice import Choice
+from ctxext.choosing.texts import split_texts
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.loss import loss_by_position
+from ctxext.methods import PI, SelfExtend, YaRN
+from tests._models import byte_model, tiny
+from tests._programs import command
+
+TARGET = 1024
+FEW = [YaRN(factor=2), PI(factor=2), SelfExtend(factor=2), YaRN(factor=2, divisor=1.5, beta_fast=4, attention_factor=1)]
+TEXTS = [
+    "".join(f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60))
+    for name in ("One", "Two", "Three", "Four")
+]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four candidates: a race among a hundred on more text is the same, and longer."""
+    monkeypatch.setattr(run, "candidates", lambda factor: tuple(FEW))
+    monkeypatch.setattr(budget, "ENOUGH", 1)  # and a single text for each look
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return byte_model()
+
+
+def chosen(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Choice:
+    asked: dict[str, Any] = {"texts": TEXTS, "target_length": TARGET} | given
+    return ctxext.choose(model, tokenizer, **asked)
+
+
+def told(choice: Choice) -> dict[str, Any]:
+    """Everything but what a clock says."""
+    found = choice.to_dict()
+    del found["provenance"]["date"], found["spent"]["seconds"]
+    found["sentences"] = [one for one in found["sentences"] if "of computing" not in one]
+    return found
+
+
+def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    before = loss_by_position(model, torch.arange(100)[None])
+    choice = chosen(model, bos_tokenizer)
+    assert torch.equal(loss_by_position(model, torch.arange(100)[None]), before)
+    assert not ctxext.describe(model).method
+    assert [one.method for one in choice.candidates] == FEW
+    assert choice.usual == "yarn x2"
+    held = choice.held_out
+    assert (held.texts, len(choice.texts)) == (5, 2)
+    assert not {name.partition(",")[0] for name in choice.texts} & set(held.names)
+    # The verdict by hand, on the texts that the seed keeps for it.
+    split = split_texts(run.corpus_from(TEXTS, bos_tokenizer).documents, tokens=TARGET + 1, seed=0)
+    losses: dict[str, list[torch.Tensor]] = {}
+    for name in (choice.finish.choice, choice.finish.runner_up):
+        ctxext.patch(model, choice.candidate(name).method)
+        read = [loss_by_position(model, one.text.input_ids)[0, 512:].double() for one in split.held_out[:5]]
+        losses[name] = read
+        ctxext.unpatch(model)
+    gap = torch.cat(losses[choice.finish.choice]) - torch.cat(losses[choice.finish.runner_up])
+    assert held.versus_runner_up is not None
+    assert held.versus_runner_up.mean == pytest.approx(gap.mean().item(), rel=1e-9)
+    finalist = choice.finish.course(choice.finish.choice)
+    assert len(finalist.keys) == 3
+    assert choice.sentence.startswith("Chosen for 1K tokens: ")
+    assert choice.spent.passes > 5
+    rows = choice.rows()
+    assert len(rows) == len(FEW)
+    assert len({tuple(row) for row in rows}) == 1
+    json.dumps(choice.to_dict())
+    ctxext.patch(model, choice.method)
+    assert ctxext.describe(model).target_length == TARGET
+    with pytest.raises(PatchStateError, match="extended already"):
+        chosen(model, bos_tokenizer)
+    ctxext.unpatch(model)
+
+
+def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "candidates", lambda factor: (FEW[0], FEW[3]))
+    given: dict[str, Any] = {"keys": False, "budget": "40 passes"}
+    whole = chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given)
+    cells = (tmp_path / "whole" / "cells.jsonl").read_text().splitlines()
+    real, kept = Journal.append, 0
+    for last in (3, 5):
+        kept = 0
+
+        def dying(self: Journal, line: Any, last: int = last) -> None:
+            nonlocal kept
+            kept += 1
+            if kept == last:
+                raise KeyboardInterrupt
+            real(self, line)
+
+        monkeypatch.setattr(Journal, "append", dying)
+        with pytest.raises(KeyboardInterrupt):
+            chosen(model, bos_tokenizer, folder=tmp_path / "killed", **given)
+        assert not ctxext.describe(model).method
+    monkeypatch.setattr(Journal, "append", real)
+    again = chosen(model, bos_tokenizer, folder=tmp_path / "killed", **given)
+    assert told(again) == told(whole), "the same seed makes the same choice"
+    assert again.spent.passes == pytest.approx(whole.spent.passes)
+    assert len((tmp_path / "killed" / "cells.jsonl").read_text().splitlines()) == len(cells)
+    with pytest.raises(ResultsError, match="another corpus"):
+        chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given | {"texts": TEXTS[:3]})
+
+
+def test_a_budget_in_time_is_turned_into_passes(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "candidates", lambda factor: (FEW[0], FEW[3]))
+    found = chosen(model, bos_tokenizer, keys=False, budget="2h")
+    assert found.spent.allowed is not None
+    assert found.spent.allowed > 100
+    assert any("the budget of 2h" in one for one in found.to_dict()["sentences"])
+    with pytest.raises(InvalidParameterError, match="budget is too small"):
+        chosen(model, bos_tokenizer, keys=False, budget="0.001s")
+
+
+def test_only_what_stock_transformers_loads(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    found = chosen(model, bos_tokenizer, keys=False, stock=True, budget="12 passes")
+    assert [one.method for one in found.candidates] == [one for one in FEW if not isinstance(one, SelfExtend)]
+    assert found.rope_parameters is not None
+    assert {one.name: one.exact for one in found.runtimes} == {"transformers": True, "vllm": True, "llama.cpp": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"target_length": 512}, InvalidParameterError, "needs no extension: the checkpoint was trained for 512"),
+        ({"target_length": 100}, InvalidParameterError, "needs no extension"),
+        ({"target_length": 9000}, InvalidParameterError, "No text is as long as the target: 4 texts, the longest of"),
+        ({"texts": [TEXTS[0][:1500]]}, InvalidParameterError, "too little for a verdict"),
+        ({"texts": TEXTS[0]}, InvalidParameterError, "texts must be a list"),
+        ({"texts": []}, InvalidParameterError, "texts must be a list"),
+        ({"budget": "1 pass"}, InvalidParameterError, "budget is too small: it comes to 1.0 passes"),
+        ({"budget": "soon"}, InvalidParameterError, "written like 30min"),
+    ],
+)
+def test_what_cannot_be_right_is_said_before_the_first_pass(
+    model: LlamaForCausalLM,
+    bos_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    error: type[Exception],
+    says: str,
+) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("a text was read")
+
+    monkeypatch.setattr(run, "loss_by_position", read)
+    monkeypatch.setattr(run, "loss_while", read)
+    with pytest.raises(error, match=says):
+        chosen(model, bos_tokenizer, **given)
+
+
+def test_other_positions_than_rotary_ones_are_refused(bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(IncompatibleError, match="rotary positions, and this bloom has others"):
+        chosen(tiny("bloom"), bos_tokenizer)
+
+
+def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCausalLM) -> None:
+    with pytest.raises(InvalidParameterError, match=r"ctxext choose CHECKPOINT -t mine\.txt --target"):
+        ctxext.patch(model, "auto", factor=2)
+    assert not ctxext.describe(model).method
+
+
+def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
+    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "candidates", lambda factor: (YaRN(factor=2), FEW[3]))
+    source = tmp_path / "checkpoint"
+    model.save_pretrained(source)
+    bos_tokenizer.save_pretrained(source)
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+    texts = [word for number in range(4) for word in ("-t", tmp_path / f"{number}.txt")]
+    outputs = [tmp_path / f"choice.{ending}" for ending in ("json", "csv", "md", "png")]
+    asked = ["choose", source, *texts, "--target", TARGET, "--dtype", "fp32", "--no-passkey", "--budget", "30 passes"]
+    asked += [word for path in outputs for word in ("-o", path)]
+    done = command(*asked, "--save", tmp_path / "extended")
+    assert done.exit_code == 0, done.output
+    assert "Chosen for 1K tokens: YaRN" in done.output
+    found = json.loads(outputs[0].read_text(encoding="utf-8"))
+    saved = json.loads((tmp_path / "extended" / "config.json").read_text(encoding="utf-8"))
+    assert saved["ctxext"]["method"] == found["method"] == YaRN.from_dict(found["method"]).to_dict()
+    assert saved["ctxext"]["chosen"] == found["record"]
+    assert saved["ctxext"]["chosen"]["texts_sha256"] == found["provenance"]["corpus_sha256"]
+    assert saved["rope_parameters"] == found["rope_parameters"]
+    again = ctxext.load(tmp_path / "extended")
+    assert again.config.ctxext["chosen"] == found["record"]
+    page = outputs[2].read_text(encoding="utf-8")
+    assert found["sentences"][0] in page
+    assert "![The race](choice.png)" in page
+    assert outputs[3].read_bytes().startswith(b"\x89PNG")
+    assert outputs[1].read_text(encoding="utf-8").count("\n") == 3
+    # The same command again reads what is there, and never writes over a checkpoint.
+    refused = command(*asked, "--save", tmp_path / "extended")
+    assert refused.exit_code == 1
+    assert "already exists" in refused.output
+    before = (tmp_path / "choice.race" / "cells.jsonl").read_bytes()
+    assert command(*asked).exit_code == 0
+    assert (tmp_path / "choice.race" / "cells.jsonl").read_bytes() == before
+    wrong = command("choose", source, *texts, "--target", TARGET, "-o", tmp_path / "choice.docx")
+    assert wrong.exit_code == 1
+    assert "docx" in wrong.output

@@ -1,0 +1,90 @@
+"""Which texts are chosen on and which judge, and which race a budget lasts for; what is too little is said at once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ctxext.choosing.budget import RACES, Costs, parse_budget, prefix_of, sizes_for, stretches_in
+from ctxext.choosing.texts import split_texts
+from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.corpus import TokenisedDocument
+
+COSTS = Costs(trained=8192, length=16384, judged=90, others=5, windows=(2048, 4096, 6144, 8192), turning_point=4096)
+
+
+def document(name: str, tokens: int) -> TokenisedDocument:
+    ids = torch.randint(0, 256, (1, tokens), generator=torch.Generator().manual_seed(len(name) + tokens))
+    return TokenisedDocument(name, ids, 1)
+
+
+def test_documents_are_chosen_on_or_judged_on_and_never_both() -> None:
+    documents = [document(f"novel {number}", 400 + 50 * number) for number in range(8)]
+    found = split_texts(documents, tokens=101, seed=3)
+    choosing, judging = ({one.document for one in part} for part in (found.choosing, found.held_out))
+    assert (len(choosing), len(judging)) == (3, 5)
+    assert not choosing & judging
+    assert not found.same_documents
+    assert all(one.text.tokens == 101 for one in (*found.choosing, *found.held_out))
+    # As many documents as there are come first.
+    assert len({one.document for one in found.held_out[:5]}) == 5
+    again = split_texts(documents, tokens=101, seed=3)
+    assert [one.text.sha256 for one in again.choosing] == [one.text.sha256 for one in found.choosing]
+    others = {tuple(one.document for one in split_texts(documents, tokens=101, seed=s).choosing[:3]) for s in range(5)}
+    assert len(others) > 1
+
+
+def test_of_a_single_document_other_stretches_judge() -> None:
+    whole = document("one", 901)
+    found = split_texts([whole], tokens=101, seed=0)
+    assert (len(found.choosing), len(found.held_out), found.same_documents) == (3, 6, True)
+    parts = [one.text.input_ids[0, 1:] for one in (*found.choosing, *found.held_out)]
+    assert len({tuple(part.tolist()) for part in parts}) == 9
+    assert sum(map(len, parts)) == 900
+
+
+def test_texts_of_one_name_are_two_documents() -> None:
+    found = split_texts([document("a", 150), document("a", 151)], tokens=101, seed=0)
+    assert {found.choosing[0].document, found.held_out[0].document} == {"a (1)", "a (2)"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ((90, 60), r"No text is as long as the target: 2 texts, the longest of 90 tokens, and 101 are needed"),
+        ((150,), r"One stretch of 101 tokens is too little for a verdict"),
+        ((), r"No text is as long as the target: 0 texts"),
+    ],
+)
+def test_too_little_text_is_said(tokens: tuple[int, ...], says: str) -> None:
+    with pytest.raises(InvalidParameterError, match=says):
+        split_texts([document(str(length), length) for length in tokens], tokens=101, seed=0)
+
+
+def test_a_budget_is_time_or_passes() -> None:
+    assert parse_budget("30min").seconds == 1800
+    assert (parse_budget("1.5h").seconds, parse_budget("90 s").seconds) == (5400, 90)
+    assert (parse_budget("25 passes").passes, parse_budget(None).passes) == (25, None)
+    for wrong in ("30", "half an hour", "0min", "-3h", 30.0):
+        with pytest.raises(InvalidParameterError, match="30min"):
+            parse_budget(wrong)
+
+
+def test_smaller_budgets_make_smaller_races_that_they_last_for() -> None:
+    given = {"choosing": 9, "held_out": 15, "keys": True}
+    whole = sizes_for(None, COSTS, **given)
+    assert (whole.whole, whole.finalists, whole.first, whole.texts, whole.held_out, whole.keys) == (10, 3, 1, 3, 5, 3)
+    costs = [COSTS.race(sizes_for(allowed, COSTS, **given)) for allowed in (60.0, 50.0, 40.0, 30.0, 20.0)]
+    assert all(cost <= allowed for cost, allowed in zip(costs, (60.0, 50.0, 40.0, 30.0, 20.0), strict=True))
+    assert all(later <= earlier for earlier, later in pairwise(costs))
+    with pytest.raises(InvalidParameterError, match=r"budget is too small: it comes to 3\.0 passes over 16,384 tokens"):
+        sizes_for(3.0, COSTS, **given)
+    assert sizes_for(None, COSTS, choosing=1, held_out=1, keys=False).texts == 1
+    assert len(RACES) >= 5
+
+
+def test_short_targets_take_more_texts() -> None:
+    assert (stretches_in(8192, 16384), stretches_in(128, 512)) == (1, 11)
+    assert (prefix_of(8192, 16384), prefix_of(8192, 65536)) == (4096, 8192)
