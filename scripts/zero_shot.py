@@ -47,7 +47,9 @@ from ctxext.progress import StageBar
 ROUNDING = 1e-4
 METHODS = (
     "self_extend",
-    "self_extend window=0.25 reach=0.67",
+    "self_extend thinning=1",
+    "self_extend thinning=0",
+    "self_extend thinning=0 window=0.25 reach=0.67",
     "rerope",
     "rerope window=0.5",
     "dual_chunk",
@@ -282,7 +284,7 @@ def main(
     texts: TextOptions,
     output: Annotated[Path, Option("--output", "-o", help="Folder for what is finished, the table and the figure.")],
     method: Annotated[
-        list[str] | None, Option("--method", "-m", help="With its parameters. Repeatable. Default: eleven of them.")
+        list[str] | None, Option("--method", "-m", help="With its parameters. Repeatable. Default: thirteen of them.")
     ] = None,
     factor: Annotated[list[float] | None, Option("--factor", "-f", help="Repeatable. Default: 2.")] = None,
     trials: Annotated[int, Option(min=0, help="Passkeys per depth.")] = 1,
