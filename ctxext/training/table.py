@@ -1,9 +1,9 @@
 """The table of positions as all that is trained: all of it, or its new rows alone.
 
 The weights around an extended table have never seen its new rows. To train these alone, and nothing else, costs least
-(and gained an embedding model of LongEmbed's 15 points; a tiny BERT of ours nothing, docs/results/masked.md): the rows
-that were learned stay where the method put them, bit for bit, and so does every other weight. With ``tile`` and ``hierarchical``, whose first rows are the learned ones, a text
-that fitted before is read exactly as before.
+(it gained an embedding model of LongEmbed's 15 points, and a tiny BERT of ours nothing: docs/results/masked.md): the
+rows that were learned stay where the method put them, bit for bit, and so does every other weight. With ``tile`` and
+``hierarchical``, whose first rows are the learned ones, a text that fitted before is read exactly as before.
 
 Source: Zhu et al., arXiv:2404.12096, figure 4 (further tuning: the model and the position vectors that it had are
 frozen, those between or behind them are trained).
