@@ -54,7 +54,14 @@ SIDES_FORMAT = 2
 # user, how to undo it, which of several exact kernels computes it, and what follows from the rest. Whatever else a
 # saved form holds, now or later, counts.
 NOT_IDENTITY = (
-    *("format", "versions", "stored_as", "stock", "notes", "original", "attention", "target_length"),
+    "format",
+    "versions",
+    "stored_as",
+    "stock",
+    "notes",
+    "original",
+    "attention",
+    "target_length",
     "chosen",
 )
 OPTIONAL = {field.name: field.default for field in fields(Extension) if field.default is not MISSING}

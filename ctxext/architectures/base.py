@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = ["Architecture", "learned_positions", "rotates_by_table", "why_absent"]
+__all__ = ["Architecture", "learned_positions", "refuse_attention_choices", "rotates_by_table", "why_absent"]
 
 
 class Architecture(ABC):
@@ -84,6 +84,13 @@ class Architecture(ABC):
                 f"trained_length=..."
             )
         return length
+
+
+def refuse_attention_choices(request: Request, leaves: str) -> None:
+    """Raise ``InvalidParameterError`` for a choice about attention, where an extension ``leaves`` that to the model."""
+    for name in ("sliding_window", "attention"):
+        if (given := getattr(request, name)) is not None:
+            raise InvalidParameterError(f"{name}={given!r}: {leaves} attention to the model. Leave {name} out.")
 
 
 def rotates_by_table(model: nn.Module) -> bool:

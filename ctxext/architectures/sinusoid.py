@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.architectures.base import Architecture, rotates_by_table
+from ctxext.architectures.base import Architecture, refuse_attention_choices, rotates_by_table
 from ctxext.architectures.table import trained_lengths
-from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
@@ -166,11 +166,7 @@ def _checked(model: PreTrainedModel, method: Method, request: Request) -> RopeMe
         IncompatibleError: if it is not.
         InvalidParameterError: for a choice that says nothing here.
     """
-    for name in ("sliding_window", "attention"):
-        if (given := getattr(request, name)) is not None:
-            raise InvalidParameterError(
-                f"{name}={given!r}: other sinusoids in the input leave attention to the model. Leave {name} out."
-            )
+    refuse_attention_choices(request, "other sinusoids in the input leave")
     reason = _why_not(method)
     if reason is None and isinstance(method, RopeMethod):
         return method
@@ -238,11 +234,9 @@ def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[s
 def _as_made(model: PreTrainedModel, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
     """A twin with other fields whose tables are as the model's class fills them."""
     more = {one.name: fields[one.field] - getattr(*field_of(model.config, one.field)) for one in tables}
-    return twin_of(model, fields, real=[(one.rows + more[one.name], _width(model, one)) for one in tables])
-
-
-def _width(model: PreTrainedModel, table: PositionTable) -> int:
-    return table_of(model, table.name).shape[1]
+    return twin_of(
+        model, fields, real=[(one.rows + more[one.name], table_of(model, one.name).shape[1]) for one in tables]
+    )
 
 
 def _recomputed(site: Site, made: Tensor, old: Tensor, inv_freq: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.architectures.base import Architecture
+from ctxext.architectures.base import Architecture, refuse_attention_choices
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS, Method, TableMethod, saved_class
 from ctxext.methods.base import Rows
@@ -122,11 +122,7 @@ def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
             f"This {config.model_type} has learned positions, one vector each for {tables}, and nothing that method "
             f"{method.name!r} could change. Methods for it: {names}."
         )
-    for name in ("sliding_window", "attention"):
-        if (given := getattr(request, name)) is not None:
-            raise InvalidParameterError(
-                f"{name}={given!r}: a longer table of positions leaves attention to the model. Leave {name} out."
-            )
+    refuse_attention_choices(request, "a longer table of positions leaves")
 
 
 def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:

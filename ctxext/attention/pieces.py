@@ -340,9 +340,6 @@ class _Keys:
         return turned
 
 
-_Grads = tuple[Tensor, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class _Run:
     """What stays the same between the forward and the backward of one call."""
@@ -446,12 +443,14 @@ class _Run:
     def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         bias = self.pieces[part.piece].bias
         if part.kind == FADING:
-            out, lse = self.backend.with_lse(*_flipped(q, k, v), scale=self.scale, causal=True)
-            return out.flip(2), lse.flip(2) + bias
-        out, lse = self.backend.with_lse(q, k, v, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
-        return out, (lse + bias if bias else lse)
+            out, lse = _flipped(*self.backend.with_lse(*_flipped(q, k, v), scale=self.scale, causal=True))
+        else:
+            out, lse = self.backend.with_lse(q, k, v, scale=self.scale, causal=part.kind == CAUSAL, mask=part.mask)
+        return out, lse + bias if bias else lse
 
-    def _backward(self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> _Grads:
+    def _backward(
+        self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> tuple[Tensor, ...]:
         """A kernel knows the scores without their bias: what it makes weights of them with lacks it too."""
         bias = self.pieces[part.piece].bias
         tensors = (q, k, v, out, lse - bias if bias else lse, grad)

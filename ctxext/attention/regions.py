@@ -90,10 +90,9 @@ def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
             yield from _coming(first, stop, low, stop, 0)
         elif chunk >= 0:
             yield from _some(Rectangle((first, stop), (low, (chunk + 1) * region.size), FULL))
-    elif isinstance(region, Sinks) and first < region.plain_before:
-        return
     elif isinstance(region, Sinks):
-        yield from _coming(first, stop, 0, region.count, region.start)
+        if first >= region.plain_before:
+            yield from _coming(first, stop, 0, region.count, region.start)
     elif isinstance(region, Band) and first < region.plain_before:
         if region.start == 0:
             yield from _coming(first, stop, 0, stop, 0)

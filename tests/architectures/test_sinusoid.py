@@ -140,12 +140,6 @@ def text(length: int, rows: int = 2) -> Tensor:
     return torch.randint(40, 128, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(scope="module")
-def stock() -> Any:
-    with Stock() as process:
-        yield process
-
-
 # --- what the rows become --------------------------------------------------------------------------------------------
 
 

@@ -66,12 +66,6 @@ def text(length: int, rows: int = 2) -> Tensor:
     return torch.randint(40, 128, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(scope="module")
-def stock() -> Any:
-    with Stock() as process:
-        yield process
-
-
 def test_there_are_methods() -> None:
     assert {"pi", "tile", "group", "hierarchical", "stretch"} <= TABLE_METHODS.keys()
 
