@@ -21,7 +21,7 @@ from ctxext.errors import (
     PatchStateError,
     UnknownNameError,
 )
-from ctxext.methods import METHODS, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, method_in
 from ctxext.methods.base import is_number, require
 from ctxext.methods.remap import RemapMethod
 from ctxext.saved import (
@@ -145,8 +145,8 @@ def patch(
 
     Args:
         model: a transformers model, or a PEFT, compiled or data-parallel wrapper around one.
-        method: a name (``ctxext.methods()`` lists them) or a method object such as ``YaRN(factor=4)``. On an
-            encoder-decoder it is for both sides.
+        method: a name (``ctxext.methods()`` lists them), a method object such as ``YaRN(factor=4)``, or the path of the
+            ``choice.json`` that ``ctxext choose`` wrote. On an encoder-decoder it is for both sides.
         encoder: a method for the encoder of an encoder-decoder, instead of ``method``. A side that is given none stays
             as it is. Where the sides need other numbers, give method objects, or a dict in the place of any argument
             below: ``patch(model, encoder="yarn", decoder="alibi", factor={"encoder": 8, "decoder": 2})``.
@@ -506,6 +506,8 @@ def resolve(
     parameters: dict[str, Any],
 ) -> Method:
     """Turn what the user wrote into one method object, or say which two things contradict each other."""
+    if isinstance(chosen, str) and chosen.endswith(".json"):
+        chosen = method_in(chosen)
     if isinstance(chosen, Method):
         given = {"factor": factor, "target_length": target_length, **parameters}
         extra = [key for key, value in given.items() if value is not None]

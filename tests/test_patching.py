@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -223,6 +224,42 @@ def test_bad_lengths(lengths: dict[str, Any], message: str) -> None:
 def test_an_object_takes_no_parameters_beside_it(extra: dict[str, Any]) -> None:
     message = f"A method object already holds its parameters; give {next(iter(extra))} to YaRN(...)"
     refused(tiny(), InvalidParameterError, message, YaRN(factor=4), **extra)
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> Path:
+    """A file such as ``ctxext choose`` writes."""
+    path = tmp_path / "choice.json"
+    path.write_text(json.dumps({"method": YaRN(factor=4, beta_slow=2.0, divisor=3.0).to_dict(), "sentences": []}))
+    return path
+
+
+def test_the_method_of_a_choice(chosen: Path) -> None:
+    ids = tokens(4 * TRAINED_LENGTH)
+    by_object = ctxext.patch(tiny("llama"), YaRN(factor=4, beta_slow=2.0, divisor=3.0))
+    assert torch.equal(logits(ctxext.patch(tiny("llama"), str(chosen)), ids), logits(by_object, ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no method"),
+        ('{"method": "yarn"}', "holds no method"),
+        ('{"method": {"method": "yearn"}}', "'yearn' is unknown"),
+        ('{"method": {"method": "yarn", "factor": 2, "slow": 1}}', "slow"),
+        (None, "Cannot read the method"),
+    ],
+)
+def test_a_file_without_a_method(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "choice.json"
+    if text is not None:
+        path.write_text(text)
+    refused(tiny("llama"), CtxextError, message, str(path))
+
+
+def test_a_choice_takes_no_parameters_beside_it(chosen: Path) -> None:
+    refused(tiny("llama"), InvalidParameterError, "already holds its parameters", str(chosen), factor=2)
 
 
 @pytest.mark.parametrize("method", [None, 4, YaRN, {"method": "yarn"}, b"yarn"], ids=str)

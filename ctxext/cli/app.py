@@ -132,7 +132,12 @@ def patch(
     destination: Annotated[Path, Argument(help="The directory to write, where nothing exists yet.", metavar="DST")],
     method: Annotated[
         str,
-        Option("--method", "-m", help="A method; `ctxext methods` lists them.", autocompletion=method_names),
+        Option(
+            "--method",
+            "-m",
+            help="A method; `ctxext methods` lists them. Or the choice.json of `ctxext choose`.",
+            autocompletion=method_names,
+        ),
     ],
     extension: ExtensionOptions,
     link: Annotated[

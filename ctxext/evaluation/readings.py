@@ -31,7 +31,7 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod, method_in
 from ctxext.methods.base import parameter_of
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
@@ -314,8 +314,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
     Args:
         model: decides what an empty ``wanted`` means: every method for its kind of positions (rotary or ALiBi) that
             needs nothing but a factor. Replacing rotation by ALiBi needs training and has to be named.
-        wanted: names, with parameters behind them where needed (``"yarn ramp=turns truncate=false"``), or objects,
-            which bring their own factor.
+        wanted: names, with parameters behind them where needed (``"yarn ramp=turns truncate=false"``), or objects and
+            files of ``ctxext choose`` (``choice.json``), which bring their own factor.
         factors: each at least 1.
 
     Raises:
@@ -326,8 +326,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
         raise InvalidParameterError("Give at least one factor (target length over trained length).")
     found: list[Method] = []
     for item in wanted or _default_names(model):
-        if isinstance(item, Method):
-            found.append(item)
+        if isinstance(item, Method) or item.endswith(".json"):
+            found.append(item if isinstance(item, Method) else method_in(item))
             continue
         name, parameters = name_and_parameters(item)
         built = [patching.method(name, factor=factor, **parameters) for factor in sorted(set(factors))]

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from ctxext.errors import CheckpointError
+from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.methods.base import BiasMethod, BucketMethod, Method, RopeMethod, TableMethod
 from ctxext.registry import discover
 from ctxext.version import __version__
@@ -17,7 +19,7 @@ from ctxext.version import __version__
 METHODS: dict[str, type[Method]] = discover(sys.modules[__name__], Method)
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 
-__all__ = ["METHODS", "BiasMethod", "BucketMethod", "Method", "RopeMethod", "TableMethod", "saved_class"]
+__all__ = ["METHODS", "BiasMethod", "BucketMethod", "Method", "RopeMethod", "TableMethod", "method_in", "saved_class"]
 __all__ += sorted(_CLASSES)
 
 
@@ -34,6 +36,27 @@ def saved_class(name: str) -> type[Method]:
         f"own, import it and register it first: ctxext.methods.METHODS[{name!r}] = YourClass. Otherwise it belongs to "
         f"another version of ctxext. Install the one that the checkpoint's config names under ctxext.versions."
     )
+
+
+def method_in(path: str | Path) -> Method:
+    """The method that a choice holds, as ``ctxext choose -o choice.json`` writes it.
+
+    Raises:
+        InvalidParameterError: the file cannot be read, or holds no method.
+        CheckpointError: its method is unknown in this process.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidParameterError(f"Cannot read the method in {str(path)!r}: {error.strerror}.") from error
+    except ValueError as error:
+        raise InvalidParameterError(f"{path} is not JSON, so there is no method in it: {error}.") from error
+    saved = found.get("method") if isinstance(found, dict) else None
+    if not isinstance(saved, dict) or "method" not in saved:
+        raise InvalidParameterError(
+            f"{path} holds no method. A file that `ctxext choose ... -o choice.json` writes does, under 'method'."
+        )
+    return saved_class(saved["method"]).from_dict(saved)
 
 
 class MethodsPackage(ModuleType):

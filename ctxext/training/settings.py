@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.methods import method_in
 
 __all__ = [
     "Data",
@@ -51,8 +52,9 @@ class ExtensionSettings(Section):
     """What ``ctxext.patch`` is given.
 
     Args:
-        method: the name of a method; ``ctxext methods`` lists them.
-        factor: target_length / trained_length, at least 1.
+        method: the name of a method; ``ctxext methods`` lists them. Or the path of a choice (``choice.json`` of
+            ``ctxext choose``): the run starts from what was measured to be best, and records it by its numbers.
+        factor: target_length / trained_length, at least 1; none with a choice, which holds its own.
         target_length: tokens to extend to, instead of ``factor``.
         trained_length: tokens that the weights were trained for; needed for a checkpoint that is already extended.
         scaling: ``extend`` or ``replace``, for a checkpoint whose config scales its positions already.
@@ -69,6 +71,18 @@ class ExtensionSettings(Section):
     scaling: Literal["extend", "replace"] | None = None
     attention: str | None = None
     parameters: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _chosen(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not str(given.get("method", "")).endswith(".json"):
+            return given
+        own = [key for key in ("factor", "target_length", "parameters") if given.get(key)]
+        if own:
+            raise ValueError(f"{given['method']} holds a method with its parameters: leave out {', '.join(own)}")
+        found = method_in(given["method"])
+        parameters = {key: value for key, value in found.to_dict().items() if key != "method" and value is not None}
+        return given | {"method": found.name, "factor": parameters.pop("factor", None), "parameters": parameters}
 
     _one_of_both = model_validator(mode="after")(_factor_or_length)
 

@@ -30,7 +30,7 @@ from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
 from ctxext.evaluation.statistics import PairedDifference, paired_difference
 from ctxext.evaluation.survey import my_share
-from ctxext.methods import ALiBi, YaRN
+from ctxext.methods import PI, ALiBi, YaRN
 from tests._models import tiny
 
 TRAINED, TARGET, END = 512, 1024, 128
@@ -217,6 +217,8 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     assert {("yarn", 2.0), ("yarn", 4.0), ("dynamic_yarn", 4.0)} <= set(names)
     assert ("dynamic_yarn", 2.0) not in names, "its factor changes nothing but the reach"
     assert not {"alibi", "longrope", "table"} & {name for name, _ in names}
+    (file := tmp_path / "choice.json").write_text(json.dumps({"method": YaRN(factor=2.5).to_dict()}))
+    assert chosen_methods(model, ["pi", str(file)], [2.0]) == (PI(factor=2.0), YaRN(factor=2.5))
     bloom = chosen_methods(tiny("bloom"), [], [2.0])
     assert {method.name for method in bloom} == {"alibi", "pi", "dynamic_pi"}
     plan = planned(model, tokenizer, tmp_path, methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"]).plan

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.methods import YaRN
+from ctxext.patching import resolve
 from ctxext.training import Memory
 from ctxext.training.settings import Settings, read_settings
 
@@ -53,6 +56,24 @@ def test_file_and_command_line(read: Any) -> None:
     by_length = read("--train", "a", "--target_length", "32768").extension
     assert (by_length.factor, by_length.target_length) == (None, 32768), "what is said last holds"
     assert read("--train", "a", text=FILE + "lora: {rank: 8}").lora.rank == 8
+
+
+def test_a_run_starts_from_a_choice(read: Any, tmp_path: Path) -> None:
+    method = YaRN(factor=2, beta_slow=2.0, divisor=3.0, attention_factor=1.01)
+    path = tmp_path / "choice.json"
+    path.write_text(json.dumps({"method": method.to_dict()}), encoding="utf-8")
+    plain = FILE.replace("{method: yarn, factor: 2, parameters: {beta_fast: 16}}", f"{{method: {path}}}")
+    extension = read("--train", "a", text=plain).extension
+    path.unlink()
+    assert extension.method == "yarn", "a run records the method itself, not a file that may change"
+    assert resolve(extension.method, extension.factor, None, 64, extension.parameters) == method
+
+
+def test_a_choice_and_a_factor(read: Any, tmp_path: Path) -> None:
+    path = tmp_path / "choice.json"
+    path.write_text(json.dumps({"method": YaRN(factor=2).to_dict()}), encoding="utf-8")
+    with pytest.raises(InvalidParameterError, match="leave out factor, parameters"):
+        read("--train", "a", "--method", str(path))
 
 
 @pytest.mark.parametrize(
