@@ -157,7 +157,7 @@ class Case:
     rounding: float = 0.0
 
     @property
-    def is_table(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whether a text of the trained length is all that the model could read before."""
         return self.before.inputs.shape != self.long.shape
 
@@ -195,7 +195,7 @@ def check_model(
         group = group_of(method_class, kind or "")
         if group in skipped:
             continue
-        method = _example(method_class, spec, not isinstance(case, Exception) and case.is_table)
+        method = _example(method_class, spec, not isinstance(case, Exception) and case.is_bounded)
         for given in _sides(model, method):
             for more in arguments:
                 if isinstance(case, Exception):
@@ -211,7 +211,7 @@ def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[
     """The model as it is, or what is wrong with it already, or the error of one that does not read tokens alone."""
     long, short = text_of_length(3 * TRAINED_LENGTH), text_of_length(3 * TRAINED_LENGTH)
     trained, architecture = TRAINED_LENGTH, find_architecture(model)
-    if architecture is None or architecture.replaces_weights(model):
+    if architecture is None or architecture.replaces_weights(model) or not _reads(model, short):
         said = ctxext.describe(model).trained_length
         trained = said if said and said > 0 else TRAINED_LENGTH  # XLNet's config says -1
         short, long = text_of_length(trained), text_of_length(int(FACTOR * trained))
@@ -238,8 +238,17 @@ def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[
     return Case(model, before, long, trained, read, sees_ahead(model, short), stock, folder, rounding)
 
 
-def _example(method_class: type[Method], spec: RopeSpec, is_table: bool) -> Method:
-    if is_table and issubclass(method_class, TableMethod):
+def _reads(model: PreTrainedModel, inputs: Tensor) -> bool:
+    """Whether it reads a text at all; beyond its trained length some fail (fixed sinusoids in CTRL, slopes in MPT)."""
+    try:
+        logits_of(model, inputs)
+    except FAILURES:
+        return False
+    return True
+
+
+def _example(method_class: type[Method], spec: RopeSpec, is_bounded: bool) -> Method:
+    if is_bounded and issubclass(method_class, TableMethod):
         return method_class.of({"factor": FACTOR})
     return method_class.example(spec)
 
@@ -464,7 +473,7 @@ def _effect_problem(case: Case, logits: Tensor) -> str | None:
         beyond = (logits - case.read)[:, case.trained :].abs().max().item()
         if beyond < 1e-3:
             return f"patching hardly changed the logits beyond the trained length: {beyond:.3g}"
-    if not case.is_table:
+    if not case.is_bounded:
         return None
     is_kept = torch.equal(logits_of(case.model, case.before.inputs), case.before.logits)
     notes = " ".join(ctxext.describe(case.model).notes)
