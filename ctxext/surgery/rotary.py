@@ -241,7 +241,11 @@ def _plain_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: int)
     is_proportional = parameters.get("rope_type") == "proportional"
     unscaled = {"rope_type": "proportional" if is_proportional else "default", "rope_theta": base}
     rotary = Rebuild(model, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
-    inv_freq = getattr(rotary, f"{place.prefix}inv_freq")
+    inv_freq, live = (getattr(one, f"{place.prefix}inv_freq") for one in (rotary, model.get_submodule(place.path)))
+    if inv_freq.shape != live.shape:  # Mistral 4: its own default forgets that part of a head rotates
+        unscaled = {"rope_type": "linear", "rope_theta": base, "factor": 1.0}
+        rotary = Rebuild(model, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
+        inv_freq = getattr(rotary, f"{place.prefix}inv_freq")
     spec = RopeSpec(rotary_dim=2 * inv_freq.shape[-1], base=float(base), trained_length=trained_length)
     if is_proportional:
         spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))

@@ -63,3 +63,17 @@ def test_latent_attention_that_cannot_scale_scores_keeps_it_too() -> None:
     ctxext.patch(model, "yarn", factor=4.0)
     assert "mscale" not in model.config.rope_parameters["indexed_attention"]
     assert model.model.rotary_emb.indexed_attention_attention_scaling == pytest.approx(TEMPERATURE)
+
+
+def test_a_default_that_forgets_how_much_rotates(tmp_path: Path) -> None:
+    """Unscaled, stock Mistral 4 computes frequencies for whole heads, which its own layers cannot use.
+
+    So what its scaled form computes says how many there are, and nothing is stored as ``default``.
+    """
+    model = tiny("mistral4")
+    plain = model.model.rotary_emb.inv_freq.clone()
+    assert 2 * len(plain) == model.config.qk_rope_head_dim
+    ctxext.patch(model, "pi", factor=4.0, scaling="extend").save_pretrained(tmp_path)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, plain / 4)
+    stock = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(stock, tokens()), logits(model, tokens()))
