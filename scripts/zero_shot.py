@@ -5,8 +5,10 @@
 
 Each method reads each text once, up to the length that its factor reaches. Compared are the last positions, a quarter
 of the trained window, against the best of four truncations there, by text; what changes inside the trained window,
-against the unextended model; and passkeys, five depths. `ctxext eval compare` compares all positions beyond the window
-instead, and reads the unextended model beyond it too: at 32K tokens five times the work.
+against the unextended model; the key tokens of LongPPL among those positions (arXiv:2410.23771, with its thresholds):
+those which the longest truncation predicts much better than the shortest; and passkeys, five depths. `ctxext eval
+compare` compares all positions beyond the window instead, and reads the unextended model beyond it too: at 32K tokens
+five times the work.
 
 Everything finished is kept in the output folder: run the same command again after an interruption, or with more
 methods, factors, documents of the same file or trials, and only what is missing is measured.
@@ -33,12 +35,13 @@ from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.key_tokens import ALPHA, BETA
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.report.style import COLOURS, DASHED, INK, draw_grid, saved_figure
-from ctxext.evaluation.statistics import PairedDifference, block_for, paired_difference
+from ctxext.evaluation.statistics import PairedDifference, block_for, grouped_difference, paired_difference
 from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, check_finite, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
 from ctxext.progress import StageBar
@@ -148,6 +151,9 @@ class Found:
         inside: loss minus the unextended model's inside the trained window.
         largest: the largest of those differences at one token, nats.
         end: loss minus the best truncation's at the end.
+        key_tokens: the same on key tokens alone, against the longest truncation, which is the best there because they
+            are those that it predicts well; so everything else looks a little worse on them than it is. None where
+            fewer than two texts have any.
         keys: found, by depth.
         asked: passkeys of each depth.
         seconds: of a text.
@@ -157,6 +163,7 @@ class Found:
     inside: PairedDifference
     largest: float
     end: PairedDifference
+    key_tokens: PairedDifference | None
     keys: tuple[int, ...]
     asked: int
     seconds: float
@@ -180,6 +187,8 @@ class Results:
         cut = {reading.window: self.losses(reading, length) for reading in self.truncations if reading.window}
         window, plain = best_window(cut), self.losses(self.plain, length)
         block = block_for(len(plain), quarter)
+        shortest, longest = cut[min(cut)], cut[max(cut)]
+        is_key = (shortest - longest > ALPHA) & (longest < -BETA)
         found = []
         for reading in reaching(self.methods, length):
             own = self.losses(reading, length)
@@ -194,12 +203,21 @@ class Results:
                     inside=paired_difference(own[:, :trained], plain, block=block),
                     largest=(own[:, :trained] - plain).abs().max().item(),
                     end=paired_difference(own[:, -quarter:], cut[window], block=block, baselines=len(cut)),
+                    key_tokens=on_key_tokens(own[:, -quarter:], longest, is_key),
                     keys=tuple(sum(one) for one in keys),
                     asked=self.study.trials,
                     seconds=min(seconds),
                 )
             )
         return window, sorted(found, key=lambda one: one.end.mean)
+
+
+def on_key_tokens(losses: Tensor, baseline: Tensor, is_key: Tensor) -> PairedDifference | None:
+    """The difference on the tokens that ``is_key`` marks; all are [documents, positions]."""
+    if int(is_key.any(dim=1).sum()) < 2:
+        return None
+    groups = [[row[marked] for row, marked in zip(side, is_key, strict=True)] for side in (losses, baseline)]
+    return grouped_difference(*groups, over="documents")
 
 
 def split(readings: Sequence[Reading]) -> tuple[Reading, list[Reading], list[Reading]]:
@@ -231,18 +249,21 @@ def table(title: str, found: Sequence[Found], trained: int, length: int) -> str:
                 inside,
                 f"{one.end.mean:+.4f} ± {one.end.standard_error:.4f}",
                 one.end.verdict,
+                "" if one.key_tokens is None else f"{one.key_tokens.mean:+.3f} ± {one.key_tokens.standard_error:.3f}",
                 share,
                 " ".join(map(str, one.keys)) if one.asked else "",
                 f"{1000 * one.seconds / length:.1f}",
             ]
         )
     quarter = trained // 4
+    count = next((one.key_tokens.tokens for one in found if one.key_tokens), 0)
     header = (
         "method",
         f"inside {tokens_label(trained)}",
         f"{tokens_label(length - quarter)}-{tokens_label(length)}",
         "against the best truncation",
-        "keys found",
+        f"on {count:,} key tokens, against the longest",
+        "passkeys found",
         f"at depths {', '.join(f'{depth:g}' for depth in DEPTHS)}",
         "ms/token",
     )

@@ -1,0 +1,30 @@
+"""``scripts/zero_shot.py`` on a tiny checkpoint: what it prints and keeps, and that only what is missing is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ctxext.evaluation.readings import TIMES
+from tests._programs import ROOT, ran
+
+
+def test_a_study_grows(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "checkpoint")
+    bos_tokenizer.save_pretrained(tmp_path / "checkpoint")
+    for name in ("one", "two"):
+        lines = [f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)]
+        (tmp_path / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
+    arguments = [str(ROOT / "scripts/zero_shot.py"), "checkpoint", "-t", "one.txt", "-t", "two.txt", "-o", "study"]
+    first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "1 methods, 2 texts, 12 cells" in first.stdout
+    more = ran([*arguments, "-m", "self_extend", "-m", "yarn", "--trials", "0"], tmp_path)
+    assert "14 cells, 12 of them finished before" in more.stdout, more.stderr
+    table = (tmp_path / "study/table.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    assert "0 (rounding" in rows[f"Self-Extend {TIMES}2"], "nothing changes inside the window"
+    assert "0 (rounding" not in rows[f"YaRN {TIMES}2"]
+    assert "key tokens, against the longest" in rows["method"]
+    assert (tmp_path / "study/figure.png").stat().st_size > 10_000
