@@ -6,7 +6,7 @@
 Each method reads each text once, up to the length that its factor reaches. Compared are the last positions, a quarter
 of the trained window, against the best of four truncations there, by text; what changes inside the trained window,
 against the unextended model; the key tokens of LongPPL among those positions (arXiv:2410.23771, with its thresholds):
-those which the longest truncation predicts much better than the shortest; and passkeys, five depths. `ctxext eval
+those which a long truncation predicts much better than the shortest; and passkeys, five depths. `ctxext eval
 compare` compares all positions beyond the window instead, and reads the unextended model beyond it too: at 32K tokens
 five times the work.
 
@@ -151,9 +151,9 @@ class Found:
         inside: loss minus the unextended model's inside the trained window.
         largest: the largest of those differences at one token, nats.
         end: loss minus the best truncation's at the end.
-        key_tokens: the same on key tokens alone, against the longest truncation, which is the best there because they
-            are those that it predicts well; so everything else looks a little worse on them than it is. None where
-            fewer than two texts have any.
+        key_tokens: the same on key tokens alone, against the longest truncation. Found by the second longest, since
+            whatever finds them predicts them better than it does others like them. None where fewer than two texts
+            have any.
         keys: found, by depth.
         asked: passkeys of each depth.
         seconds: of a text.
@@ -187,8 +187,8 @@ class Results:
         cut = {reading.window: self.losses(reading, length) for reading in self.truncations if reading.window}
         window, plain = best_window(cut), self.losses(self.plain, length)
         block = block_for(len(plain), quarter)
-        shortest, longest = cut[min(cut)], cut[max(cut)]
-        is_key = (shortest - longest > ALPHA) & (longest < -BETA)
+        *_, finder, longest = (cut[size] for size in sorted(cut))
+        is_key = (cut[min(cut)] - finder > ALPHA) & (finder < -BETA)
         found = []
         for reading in reaching(self.methods, length):
             own = self.losses(reading, length)
