@@ -133,7 +133,7 @@ class Sinusoids(Architecture):
         table = max(self.tables(model), key=lambda one: _positions(model, one))
         return _formula(model, table).spec(_positions(model, table))
 
-    def replaces_weights(self, model: PreTrainedModel) -> bool:
+    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
         return any(_is_stored(model, name) for growth in twins_of(model).growths for name in growth.tables)
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -104,16 +104,16 @@ def patch_checkpoint(
     model = meta_model(config, trust_remote_code=trust_remote_code)
     _refuse_part(source, config, model)
     refuse_lacking(source, model, _lacking(contents, model))
-    is_rewritten = replaces_weights(model)
+    extended = patch(model, method, **arguments).config
+    description = describe_saved(extended.ctxext, extended.model_type)
+    is_rewritten = replaces_weights(model, extended.ctxext)
     if link and is_rewritten:
         raise InvalidParameterError(
-            f"link: this {config.model_type} is extended by a longer table of positions, which is one of its weights. "
-            f"They are written anew; leave link out."
+            f"link: the extension of this {config.model_type} changes some of its weights, so that they are written "
+            f"anew ({description.stored_as}). Leave link out."
         )
-    extended = patch(model, method, **arguments).config
     if chosen is not None:
         extended.ctxext = extended.ctxext | {"chosen": chosen}
-    description = describe_saved(extended.ctxext, extended.model_type)
     partial = hidden_beside(destination, f"{secrets.token_hex(4)}.partial")
     try:
         with ending_cleanly():

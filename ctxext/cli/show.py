@@ -125,7 +125,7 @@ def show_written(written: Written) -> None:
     if written.cloned:
         weights.append(f"{written.cloned} cloned (they take no space until they are written)")
     if written.rewritten:
-        weights.append("written anew (the longer table of positions is one of them)")
+        weights.append("written anew (the extension changes some of them)")
     if written.copied:
         weights.append(f"{written.copied} copied")
     lines = [f"Wrote {written.directory}", str(written.description), f"weight files: {', '.join(weights)}"]

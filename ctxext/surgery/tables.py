@@ -326,8 +326,13 @@ def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
-def weight_of(model: PreTrainedModel, name: str) -> nn.Parameter:
+def weight_of(model: PreTrainedModel, name: str, refusal: str = "") -> nn.Parameter:
     """The weight of this name, as transformers makes it.
+
+    Args:
+        model: it is not touched.
+        name: of the weight.
+        refusal: what cannot be done with it where it is another; left out, a table of positions made longer.
 
     Raises:
         IncompatibleError: where something else stands in its place.
@@ -335,17 +340,17 @@ def weight_of(model: PreTrainedModel, name: str) -> nn.Parameter:
     path, _, leaf = name.rpartition(".")
     modules = dict(model.named_modules())
     weight = modules[path]._parameters.get(leaf) if path in modules else None
-    refusal = f"The table of positions {name} of this {model.config.model_type} cannot be made longer"
+    refusal = refusal or f"The table of positions {name} of this {model.config.model_type} cannot be made longer"
     if weight is None:
         raise IncompatibleError(
             f"{refusal}: {type(modules[path]).__name__ if path in modules else 'nothing'} stands in its place. Extend "
-            f"the model before an adapter, or anything else, is put around its embeddings."
+            f"the model before an adapter, or anything else, is put around it."
         )
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         kind = f"{type(weight).__name__} of {weight.dtype}"
         raise IncompatibleError(
             f"{refusal}: it is quantised or sharded ({kind}). Extend the checkpoint as it was before, and quantise the "
-            f"result; or leave its embeddings out of the quantisation."
+            f"result; or leave this weight out of the quantisation."
         )
     if is_zero3(model):
         raise IncompatibleError(f"{refusal}: DeepSpeed ZeRO-3 has shared it out. Extend the model before that.")
