@@ -17,13 +17,13 @@ from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.lookups import table_of
 from ctxext.surgery.rope_types import GUARD
 from ctxext.surgery.sinusoids import Growing, Sinusoid, remaker_of, sinusoid_of
 from ctxext.surgery.tables import (
     PositionTable,
     prove,
     replace_tables,
-    table_of,
     twin_of,
     twins_of,
     values_of,
