@@ -185,7 +185,7 @@ def export(
         Option(
             "--method",
             "-m",
-            help="Serve a plain checkpoint extended by this method, its files as they are.",
+            help="Serve a plain checkpoint extended by this method, or by a choice.json, its files as they are.",
             show_default="the extension that it was saved with",
             autocompletion=method_names,
         ),
