@@ -30,12 +30,14 @@ class Export:
         notes: sentences that the person who deploys must know.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
             length; where it is not, a note says why.
+        file: the file that was written, with the extension in it; None where none was asked for.
     """
 
     target: str
     flags: tuple[str, ...]
     notes: tuple[str, ...] = ()
     exact: bool = True
+    file: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
