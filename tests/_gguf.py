@@ -66,9 +66,10 @@ def write_gguf(
             continue
         kind = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         kind(whole, value)
+    writer.add_name("tiny é")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<s>", "</s>", "a", "b", "ab", *(f"t{index} é" for index in range(5, size))])
+    writer.add_token_list(["<s>", "</s>", "a", "b", "ab", *(f"t{index}" for index in range(5, size))])
     writer.add_token_types([3, 3] + [1] * (size - 2))
     writer.add_token_scores([-0.1 * index for index in range(size)])
     writer.add_token_merges(["a b"])

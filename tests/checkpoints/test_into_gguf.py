@@ -18,9 +18,10 @@ from ctxext.checkpoints import gguf_file
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
-from ctxext.methods import METHODS
+from ctxext.methods import METHODS, Method
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
+from tests._models import tiny
 
 TARGET = 4 * TRAINED
 HALF = 8
@@ -400,3 +401,56 @@ def test_a_file_made_meanwhile_is_not_replaced(llama: Path, plain_gguf: Path, tm
             progress=lambda done, total: out.write_text("mine"),
         )  # fmt: skip
     assert [(item.name, item.read_text()) for item in tmp_path.iterdir()] == [("out.gguf", "mine")]
+
+
+# --- a real llama.cpp -------------------------------------------------------------------------------------------------
+
+# No spectrum that any formula has: neither ascending nor kept at either end.
+WILD = [1.3, 0.8, 2.0, 1.0, 5.0, 3.3, 4.1, 7.9, 2.2, 6.0, 1.1, 4.0, 9.0, 3.0, 8.0, 4.4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("longrope", {"short_factor": WILD, "long_factor": WILD, "attention_factor": 1.3}),
+        ("longrope", {"short_factor": WILD, "long_factor": WILD, "attention_factor": 0.7}),
+        ("yarn", {"truncate": False}),
+        ("ntk", {}),
+        ("llama3", {}),
+        ("nope", {"sharpening": 0.2}),
+    ],
+    ids=["searched", "searched, softer", "yarn", "ntk", "llama3", "nope"],
+)
+def test_a_real_llama_cpp_computes_what_the_patched_model_does(
+    tmp_path: Path, method: str, parameters: dict[str, Any]
+) -> None:
+    model = tiny()
+    source = write_gguf(model, tmp_path / "in.gguf")
+    compare_with_llama_cpp(model, source, METHODS[method].from_dict({"factor": 4.0, **parameters}))
+
+
+@pytest.mark.slow
+def test_a_real_llama_cpp_computes_an_extension_of_divisors_that_were_there(tmp_path: Path) -> None:
+    model = tiny(rope_parameters=LLAMA31 | {"original_max_position_embeddings": 64}, max_position_embeddings=128)
+    plain = 10000.0 ** (-np.arange(16) / 16)
+    trained = model.model.rotary_emb.inv_freq.double().numpy()
+    source = write_gguf(model, tmp_path / "in.gguf", rope_freqs=(plain / trained).astype(np.float32))
+    compare_with_llama_cpp(model, source, METHODS["yarn"].from_dict({"factor": 2.0}), scaling="extend")
+
+
+def compare_with_llama_cpp(model: LlamaForCausalLM, source: Path, method: Method, **choices: Any) -> None:
+    """Log-probabilities beyond the trained window, from the file alone: no flag but the length."""
+    pytest.importorskip("xllamacpp", reason="a llama.cpp for CPUs: pip install xllamacpp==2026.10.11549")
+    from scripts.llama_cpp_table import TOKENS, VOCABULARY, distance, expected, served
+
+    ids = torch.randint(5, VOCABULARY - 1, (TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+    plain = expected(model, ids)
+    ctxext.patch(model, method, **choices)
+    made = export(model, to="llama.cpp", gguf=(source, source.with_name("out.gguf")))
+    wanted = expected(model, ids)
+    found = served(source.with_name("out.gguf"), made.flags, ids)
+    matters, error = distance(plain, wanted), distance(found, wanted)
+    print(f"{method.name}: {error:g} nats from the patched model, which is {matters:g} from the plain one")
+    assert matters > 0.5
+    assert error < 1e-4 * matters
