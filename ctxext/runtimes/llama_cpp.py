@@ -86,7 +86,8 @@ def in_file(extended: ExtensionInConfig) -> Export:
             "Leave llama-server's --context-shift off: it would multiply the keys that it moves by the attention "
             "factor once more (read in its src/llama-kv-cache.cpp, not run)."
         )
-    return Export(target="llama.cpp", flags=("-c", str(extended.target_length)), notes=tuple(notes), exact=exact)
+    flags = ("-c", str(extended.target_length))
+    return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact, in_file=True)
 
 
 def _why_no_divisors(extended: ExtensionInConfig) -> str | None:

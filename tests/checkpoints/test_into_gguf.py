@@ -133,7 +133,7 @@ def test_divisors_of_a_method_and_all_else_as_it_was(llama: Path, plain_gguf: Pa
     assert value(out, "llama.rope.scaling.type") == "none"
     assert value(out, "llama.context_length") == TARGET
     assert same_but_for_the_extension(plain_gguf, out)
-    assert (made.flags, made.exact, made.file) == (("-c", str(TARGET)), True, str(out))
+    assert (made.flags, made.exact, made.in_file, made.file) == (("-c", str(TARGET)), True, True, str(out))
     assert any("--context-shift" in note for note in made.notes) == (scale != 1)
     assert [item.name for item in tmp_path.iterdir()] == ["out.gguf"]
 
@@ -268,6 +268,7 @@ def test_without_a_file_llama_cpp_is_said_to_load_it_this_way(llama: Path) -> No
         made = export(llama, to="llama.cpp", method=METHODS[name].from_dict(parameters))
         assert made.exact, name
         assert any("--gguf IN.gguf OUT.gguf" in note for note in made.notes) == (name in BY_FILE), name
+        assert ("with a GGUF file that ctxext export --gguf writes" in made.told) == made.in_file == (name in BY_FILE)
         assert made.file is None
 
 
