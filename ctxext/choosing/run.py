@@ -312,7 +312,7 @@ class Contest:
             for target in TARGETS:
                 try:
                     made = export_config(config, to=target)
-                    found.append(RuntimeVerdict(name=target, exact=made.exact, says=" ".join(made.flags)))
+                    found.append(RuntimeVerdict(name=target, exact=made.exact, says=made.told))
                 except CtxextError as error:
                     found.append(RuntimeVerdict(name=target, exact=False, says=str(error)))
         return tuple(found), rope
