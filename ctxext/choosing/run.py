@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ctxext.architectures import architecture_of
 from ctxext.architectures.rope import Rope
@@ -20,19 +16,18 @@ from ctxext.checkpoints.export import TARGETS, export_config
 from ctxext.choosing.budget import Budget, Costs, parse_budget, prefix_of, sizes_for
 from ctxext.choosing.candidates import Entrant, candidates, distinct, entrant
 from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent, judge_held_out
-from ctxext.choosing.race import PIECES, Course, Finish, Race, Sizes
-from ctxext.choosing.texts import SplitTexts, TextStretch, split_texts
+from ctxext.choosing.losses import DEPTHS, MeasuredLosses, ModelInUse, RaceCell
+from ctxext.choosing.race import Course, Finish, Race, Sizes
+from ctxext.choosing.texts import SplitTexts, split_texts
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, prefix_label, read_documents, special_prefix, tokenise
-from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import Progress, turning_point
 from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import loss_by_position, loss_while
-from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
+from ctxext.evaluation.passkey import make_prompts
 from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal
-from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
-from ctxext.evaluation.truncation import UNPATCHED, tail_losses, tail_passes, window_name
+from ctxext.evaluation.readings import Reading, Readings, Refusal
+from ctxext.evaluation.survey import Survey
 from ctxext.patching import patched_state
 from ctxext.saved import already_extended
 from ctxext.spec import RopeSpec
@@ -44,69 +39,8 @@ __all__ = ["Contest", "choose", "corpus_from", "prepare"]
 
 # Who can load a candidate, and its stock dictionary.
 LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
-# Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
-DEPTHS = (0.0, 0.25, 0.5)
 # Positions beyond the window that a target must add, so that there is something to measure.
 LEAST_BEYOND = 16
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RaceCell(Job):
-    """One reading of one text, or of several short ones.
-
-    Args:
-        read: what is done with the reader's model.
-        heard: where the answer is put too, by the cell's key.
-    """
-
-    read: Callable[[nn.Module, Progress], Answer]
-    heard: dict[str, Answer]
-
-    def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """The losses of the text, or of the tokens of a key."""
-        answer = self.read(model, progress)
-        if answer.losses is not None:
-            check_finite(answer.losses, self.name)
-        self.heard[self.key] = answer
-        return answer
-
-
-@dataclass(eq=False)
-class ModelInUse:
-    """A model that stays as the last reader had it, since extending and proving it takes longer than a short text.
-
-    Args:
-        readings: of the model.
-    """
-
-    readings: Readings
-    current: Reading | None = field(init=False, default=None)
-    stack: contextlib.ExitStack = field(init=False, default_factory=contextlib.ExitStack)
-
-    def show(self, reading: Reading | None) -> None:
-        """Let the model read as one reading does; None gives it back as it was."""
-        if reading is not self.current:
-            self.current = None
-            self.stack.close()
-            if reading is not None:
-                self.stack.enter_context(self.readings.applied(reading))
-            self.current = reading
-
-
-@dataclass(frozen=True, eq=False)
-class StayingReader(Reader):
-    """A reader that does not leave when a cell is done, see ``ModelInUse``.
-
-    Args:
-        stage: where it stays.
-    """
-
-    stage: ModelInUse
-
-    def applied(self) -> contextlib.AbstractContextManager[None]:
-        """The model as this reader has it, inside a ``with`` and until another one comes."""
-        self.stage.show(self.reading)
-        return contextlib.nullcontext()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -143,8 +77,6 @@ class Contest:
     keys: bool
     journal: Journal
     progress: Progress = field(default=lambda *_: None)
-    heard: dict[str, Answer] = field(init=False, default_factory=dict)
-    asked: dict[str, float] = field(init=False, default_factory=dict)
     loaded_by: dict[str, LoadedBy] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -218,7 +150,15 @@ class Contest:
             ResultsError: the journal cannot be used.
             CtxextError: as the measurement does; everything finished is kept.
         """
-        losses = MeasuredLosses(contest=self, survey=self.begin())
+        losses = MeasuredLosses(
+            survey=self.begin(),
+            stage=self.stage,
+            entered=self.entered,
+            costs=self.costs,
+            split=self.split,
+            seed=self.seed,
+            progress=self.progress,
+        )
         try:
             return self._run(losses)
         finally:
@@ -284,8 +224,8 @@ class Contest:
     def spent(self, allowed: float | None, losses: MeasuredLosses) -> Spent:
         """What was read, whether now or in an earlier run of the same race."""
         lines = self.journal.finished()
-        seconds = sum(lines[key]["seconds"] for key in self.asked)
-        return Spent(passes=sum(self.asked.values()), seconds=seconds, budget=self.budget.text, allowed=allowed)
+        seconds = sum(lines[key]["seconds"] for key in losses.asked)
+        return Spent(passes=sum(losses.asked.values()), seconds=seconds, budget=self.budget.text, allowed=allowed)
 
     def provenance(self) -> dict[str, Any]:
         """What it was measured on and with, as JSON values."""
@@ -316,211 +256,6 @@ class Contest:
                 except CtxextError as error:
                     found.append(RuntimeVerdict(name=target, exact=False, says=str(error)))
         return tuple(found), rope
-
-
-@dataclass(eq=False, kw_only=True)
-class MeasuredLosses:
-    """Losses that a model gives, each text as one cell that is measured once and kept.
-
-    Args:
-        contest: whose candidates they are of.
-        survey: that keeps them.
-        sizes: of the race, once the budget is known.
-        split: its texts, likewise.
-    """
-
-    contest: Contest
-    survey: Survey[RaceCell]
-    sizes: Sizes | None = None
-    split: SplitTexts | None = None
-
-    def __post_init__(self) -> None:
-        self.split = self.split or self.contest.split
-
-    @cached_property
-    def finished(self) -> dict[str, dict[str, Any]]:
-        """What an earlier run has finished."""
-        return self.contest.journal.finished()
-
-    @cached_property
-    def readings(self) -> dict[str, Reading]:
-        """The references and the candidates by name."""
-        return {one.name: one for one in (*self.contest.readings.find(())[0], *self.contest.entered)}
-
-    @cached_property
-    def prompts(self) -> tuple[PasskeyPrompt, ...]:
-        """The hidden keys."""
-        assert self.sizes is not None
-        depths = DEPTHS[: self.sizes.keys]
-        return make_prompts(self.contest.checkpoint.tokenizer, [self.contest.length], depths, seed=self.contest.seed)
-
-    @property
-    def plan(self) -> str:
-        """A hash of all that decides where a candidate is stopped."""
-        names = [one.name for one in self.contest.entered]
-        told = json.dumps([repr(self.sizes), names, [one.text.sha256 for one in self.choosing]])
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
-
-    @property
-    def choosing(self) -> tuple[TextStretch, ...]:
-        """The texts that are chosen on."""
-        assert self.split is not None
-        return self.split.choosing
-
-    # What a race asks for.
-
-    def inside(self, name: str) -> Tensor:
-        """The beginnings of the first texts."""
-        first = 1 if self.sizes is None else self.sizes.first
-        return torch.cat([self._inside(name, stretch) for stretch in self.choosing[:first]])
-
-    def whole(self, name: str, text: int, go_on: Callable[[Tensor], bool]) -> Tensor:
-        """A whole text, in pieces, for as long as the race wants more."""
-        length, stretch = self.contest.length, self.choosing[text]
-        piece = -(-length // PIECES)
-
-        def read(model: nn.Module) -> Tensor:
-            return loss_while(model, stretch.text.input_ids, piece=piece, go_on=go_on)
-
-        return self._losses(name, "whole", stretch, length, read, passes=PIECES, depends=[self.plan])
-
-    def keys(self, name: str) -> tuple[float, ...]:
-        """The loss of every hidden key."""
-        return tuple(self._key(name, prompt) for prompt in self.prompts)
-
-    # What the verdict asks for.
-
-    def held_out(self, name: str) -> list[Tensor]:
-        """Whole texts that the race never read; inside the window, what texts of that length get."""
-        assert self.split is not None
-        dynamic = self.readings[name].dynamic
-        found = []
-        for stretch in self.split.held_out:
-            losses = self._whole_at(name, stretch, self.contest.length)
-            if dynamic:
-                inside = self._whole_at(name, stretch, self.contest.trained)
-                losses = torch.cat([inside, losses[self.contest.trained :]])
-            found.append(losses)
-        return found
-
-    def plain(self, stretch: TextStretch) -> Tensor:
-        """The unextended model inside its window."""
-        return self._whole_at(UNPATCHED, stretch, self.contest.trained)
-
-    def truncated(self, window: int, stretch: TextStretch) -> Tensor:
-        """The end of a text when the model sees its last tokens only."""
-        start, prefix, length = self.contest.costs.end, stretch.text.prefix, self.contest.length
-        passes = tail_passes(window, start=start, positions=length, prefix=prefix)
-
-        def read(model: nn.Module) -> Tensor:
-            return tail_losses(model, stretch.text.input_ids, window=window, start=start, prefix=prefix)[0]
-
-        return self._losses(
-            window_name(window), "end", stretch, window, read, passes=passes, depends=[start], times=passes
-        )
-
-    def seconds_of_inside(self, name: str) -> float:
-        """How long a candidate took for the beginning of the first text."""
-        stretch = self.choosing[0]
-        self._inside(name, stretch)  # the first call of a model is slower than the others
-        cell = self._cell_of_inside(name, stretch)
-        found: float = self.contest.journal.finished()[cell.key]["seconds"]
-        return max(found, 1e-3)
-
-    # How cells are made and asked.
-
-    def _inside(self, name: str, stretch: TextStretch) -> Tensor:
-        return self._heard(self._cell_of_inside(name, stretch))
-
-    def _cell_of_inside(self, name: str, stretch: TextStretch) -> RaceCell:
-        length = prefix_of(self.contest.trained, self.contest.length)
-        ids = stretch.text.take(length + 1).input_ids
-        return self._cell(name, "inside", stretch, length, lambda model: loss_by_position(model, ids)[0])
-
-    def _whole_at(self, name: str, stretch: TextStretch, length: int) -> Tensor:
-        ids = stretch.text.take(length + 1).input_ids
-        return self._losses(name, "read", stretch, length, lambda model: loss_by_position(model, ids)[0])
-
-    def _losses(self, name: str, kind: str, stretch: TextStretch, length: int, read: Any, **given: Any) -> Tensor:
-        return self._heard(self._cell(name, kind, stretch, length, read, **given))
-
-    def _cell(
-        self,
-        name: str,
-        kind: str,
-        stretch: TextStretch,
-        length: int,
-        read: Callable[[nn.Module], Tensor],
-        *,
-        passes: int = 1,
-        times: int = 1,
-        depends: Sequence[Any] = (),
-    ) -> RaceCell:
-        """A cell that reads a text.
-
-        Args:
-            name: of the reading.
-            kind: of the cell.
-            stretch: the text.
-            length: tokens that the model may see.
-            read: gives the losses.
-            passes: calls of the model that the cost is spread over.
-            times: passes of that length.
-            depends: what the losses depend on beside that, as JSON values.
-        """
-        contest, reading = self.contest, self.readings[name]
-        cost = times * pass_cost(length, contest.costs.turning_point)
-        shown = f"{reading.label}, {stretch.text.name}, {length:,} tokens"
-
-        def ask(model: nn.Module, progress: Progress) -> Answer:
-            with ticking(model, shown, cost / passes, progress):
-                losses = read(model)
-            share = contest.costs.of(len(losses)) if kind == "whole" else times * contest.costs.of(length)
-            about = {"kind": kind, "length": length, "item": stretch.text.name, "passes": share}
-            return Answer(about, losses)
-
-        return RaceCell(
-            key=contest.readings.key(
-                [name, reading.method, reading.fingerprint], task=[kind, length, stretch.text.sha256, *depends]
-            ),
-            cost=cost,
-            reader=StayingReader(reading, contest.readings, (length,), contest.stage),
-            name=shown,
-            read=ask,
-            heard=contest.heard,
-        )
-
-    def _key(self, name: str, prompt: PasskeyPrompt) -> float:
-        contest, reading = self.contest, self.readings[name]
-        shown = f"{reading.label}, key, {prompt.name}"
-        cost = pass_cost(contest.length, contest.costs.turning_point)
-
-        def ask(model: nn.Module, progress: Progress) -> Answer:
-            trial = prompt.watched(model, None, shown, cost, progress)
-            about = {"kind": "key", "length": contest.length, "item": prompt.name, "passes": 1.0}
-            return Answer(about | {"correct": trial.correct, "loss": trial.loss})
-
-        key = contest.readings.key([name, reading.method, reading.fingerprint], task=["key", prompt.identity])
-        reader = StayingReader(reading, contest.readings, (contest.length,), contest.stage)
-        values = self._values(RaceCell(key=key, cost=cost, reader=reader, name=shown, read=ask, heard=contest.heard))
-        return float(values["loss"])
-
-    def _values(self, cell: RaceCell) -> dict[str, Any]:
-        """What a cell found, now or in an earlier run."""
-        if cell.key not in self.finished and cell.key not in self.contest.heard:
-            self.survey.measure([cell], progress=self.contest.progress)
-        elif cell.key not in self.contest.asked:
-            self.contest.progress(cell.name, cell.cost)
-        heard = self.contest.heard.get(cell.key)
-        found = self.finished[cell.key] if heard is None else heard.values
-        self.contest.asked[cell.key] = found["passes"]
-        return found
-
-    def _heard(self, cell: RaceCell) -> Tensor:
-        found, heard = self._values(cell), self.contest.heard.get(cell.key)
-        if heard is not None and heard.losses is not None:
-            return heard.losses
-        return self.contest.journal.losses(found)
 
 
 def prepare(

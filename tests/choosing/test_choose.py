@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.choosing import budget, run
+from ctxext.choosing import budget, losses, run
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.texts import split_texts
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
@@ -66,13 +66,12 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
     assert not {name.partition(",")[0] for name in choice.texts} & set(held.names)
     # The verdict by hand, on the texts that the seed keeps for it.
     split = split_texts(run.corpus_from(TEXTS, bos_tokenizer).documents, tokens=TARGET + 1, seed=0)
-    losses: dict[str, list[torch.Tensor]] = {}
+    read: dict[str, list[torch.Tensor]] = {}
     for name in (choice.finish.choice, choice.finish.runner_up):
         ctxext.patch(model, choice.candidate(name).method)
-        read = [loss_by_position(model, one.text.input_ids)[0, 512:].double() for one in split.held_out[:5]]
-        losses[name] = read
+        read[name] = [loss_by_position(model, one.text.input_ids)[0, 512:].double() for one in split.held_out[:5]]
         ctxext.unpatch(model)
-    gap = torch.cat(losses[choice.finish.choice]) - torch.cat(losses[choice.finish.runner_up])
+    gap = torch.cat(read[choice.finish.choice]) - torch.cat(read[choice.finish.runner_up])
     assert held.versus_runner_up is not None
     assert held.versus_runner_up.mean == pytest.approx(gap.mean().item(), rel=1e-9)
     finalist = choice.finish.course(choice.finish.choice)
@@ -164,8 +163,8 @@ def test_what_cannot_be_right_is_said_before_the_first_pass(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("a text was read")
 
-    monkeypatch.setattr(run, "loss_by_position", read)
-    monkeypatch.setattr(run, "loss_while", read)
+    monkeypatch.setattr(losses, "loss_by_position", read)
+    monkeypatch.setattr(losses, "loss_while", read)
     with pytest.raises(error, match=says):
         chosen(model, bos_tokenizer, **given)
 
