@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ctxext.choosing.budget import Costs, prefix_of
 from ctxext.choosing.race import PIECES, Sizes
 from ctxext.choosing.texts import SplitTexts, TextStretch
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.loss import loss_by_position, loss_while
 from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
@@ -23,7 +24,7 @@ from ctxext.evaluation.readings import Reader, Reading, Readings
 from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
 from ctxext.evaluation.truncation import UNPATCHED, tail_losses, tail_passes, window_name
 
-__all__ = ["DEPTHS", "MeasuredLosses", "ModelInUse", "RaceCell"]
+__all__ = ["DEPTHS", "MeasuredLosses", "ModelInUse", "RaceCell", "StayingReader"]
 
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
 DEPTHS = (0.0, 0.25, 0.5)
@@ -171,13 +172,34 @@ class MeasuredLosses:
         """The loss of every hidden key."""
         return tuple(self._key(name, prompt) for prompt in self.prompts)
 
+    # What a search asks for.
+
+    def add(self, reading: Reading) -> Reading:
+        """Let a reading that was found on the way be measured like those that were entered."""
+        self.readings[reading.name] = reading
+        return reading
+
+    def beyond(self, name: str) -> float:
+        """The mean beyond the window on the texts of the second rung."""
+        first = 1 if self.sizes is None else self.sizes.first
+        read = [self._whole_at(name, stretch, self.length)[self.trained :] for stretch in self.split.choosing[:first]]
+        return torch.cat(read).double().mean().item()
+
+    def key_inside(self) -> float | None:
+        """The loss of a key at the beginning of a full window, unextended; None where the window is too short."""
+        try:
+            (prompt,) = make_prompts(self.survey.checkpoint.tokenizer, [self.trained], DEPTHS[:1], seed=self.seed)
+        except InvalidParameterError:
+            return None
+        return self._key(UNPATCHED, prompt)
+
     # What the verdict asks for.
 
-    def held_out(self, name: str) -> list[Tensor]:
+    def texts(self, name: str, stretches: Sequence[TextStretch]) -> list[Tensor]:
         """Whole texts that the race never read; inside the window, what texts of that length get."""
         dynamic = self.readings[name].dynamic
         found = []
-        for stretch in self.split.held_out:
+        for stretch in stretches:
             losses = self._whole_at(name, stretch, self.length)
             if dynamic:
                 inside = self._whole_at(name, stretch, self.trained)
@@ -275,19 +297,20 @@ class MeasuredLosses:
     def _key(self, name: str, prompt: PasskeyPrompt) -> float:
         reading = self.readings[name]
         shown = f"{reading.label}, key, {prompt.name}"
-        cost = pass_cost(self.length, self.costs.turning_point)
+        cost = pass_cost(prompt.length, self.costs.turning_point)
 
         def ask(model: nn.Module, progress: Progress) -> Answer:
             trial = prompt.watched(model, None, shown, cost, progress)
-            about = {"kind": "key", "length": self.length, "item": prompt.name, "passes": 1.0}
+            share = self.costs.of(prompt.length)
+            about = {"kind": "key", "length": prompt.length, "item": prompt.name, "passes": share}
             return Answer(about | {"correct": trial.correct, "loss": trial.loss})
 
         key = self.stage.readings.key([name, reading.method, reading.fingerprint], task=["key", prompt.identity])
-        reader = StayingReader(reading, self.stage.readings, (self.length,), self.stage)
-        values = self._values(RaceCell(key=key, cost=cost, reader=reader, name=shown, read=ask, heard=self.heard))
+        reader = StayingReader(reading, self.stage.readings, (prompt.length,), self.stage)
+        values = self.values(RaceCell(key=key, cost=cost, reader=reader, name=shown, read=ask, heard=self.heard))
         return float(values["loss"])
 
-    def _values(self, cell: RaceCell) -> dict[str, Any]:
+    def values(self, cell: RaceCell) -> dict[str, Any]:
         """What a cell found, now or in an earlier run."""
         if cell.key not in self.finished and cell.key not in self.heard:
             self.survey.measure([cell], progress=self.progress)
@@ -299,7 +322,7 @@ class MeasuredLosses:
         return found
 
     def _heard(self, cell: RaceCell) -> Tensor:
-        found, heard = self._values(cell), self.heard.get(cell.key)
+        found, heard = self.values(cell), self.heard.get(cell.key)
         if heard is not None and heard.losses is not None:
             return heard.losses
         return self.survey.journal.losses(found)

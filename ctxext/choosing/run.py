@@ -8,16 +8,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ctxext.architectures import architecture_of
 from ctxext.architectures.rope import Rope
 from ctxext.checkpoints.export import TARGETS, export_config
-from ctxext.choosing.budget import Budget, Costs, parse_budget, prefix_of, sizes_for
+from ctxext.choosing.accepting import accept
+from ctxext.choosing.budget import (
+    Budget,
+    Costs,
+    SearchSizes,
+    parse_budget,
+    prefix_of,
+    search_sizes_for,
+    sizes_for,
+)
 from ctxext.choosing.candidates import Entrant, candidates, distinct, entrant
-from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent, judge_held_out
+from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, SearchResult, Spent, judge_held_out
+from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses, ModelInUse, RaceCell
 from ctxext.choosing.race import Course, Finish, Race, Sizes
+from ctxext.choosing.search import Search
 from ctxext.choosing.texts import SplitTexts, split_texts
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
@@ -28,10 +40,10 @@ from ctxext.evaluation.passkey import make_prompts
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import Reading, Readings, Refusal
 from ctxext.evaluation.survey import Survey
+from ctxext.methods import RopeMethod
 from ctxext.patching import patched_state
 from ctxext.saved import already_extended
-from ctxext.spec import RopeSpec
-from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.rotary import RotarySite, find_sites
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.wrappers import base_model
 
@@ -54,13 +66,15 @@ class Contest:
         entered: readings of the candidates, the published YaRN first.
         twins: names of those that a reading stands for.
         refusals: methods that do not apply.
-        rope: of the model.
+        sites: frequencies of the model, not extended.
         length: the target, tokens.
         split: which stretches are chosen on and judged on.
         budget: what may be spent.
         seed: of texts and keys.
         keys: whether hidden keys are asked for.
         journal: where finished cells are kept.
+        plain: the model patched for the target with its frequencies as they were trained, where they are to be
+            searched; None where not.
     """
 
     checkpoint: Checkpoint
@@ -69,15 +83,17 @@ class Contest:
     entered: tuple[Reading, ...]
     twins: dict[str, list[str]]
     refusals: tuple[Refusal, ...]
-    rope: RopeSpec
+    sites: tuple[RotarySite, ...]
     length: int
     split: SplitTexts
     budget: Budget
     seed: int
     keys: bool
     journal: Journal
+    plain: Reading | None = None
     progress: Progress = field(default=lambda *_: None)
     loaded_by: dict[str, LoadedBy] = field(init=False, default_factory=dict)
+    found: Reading | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.budget.seconds is None:
@@ -109,7 +125,7 @@ class Contest:
     @cached_property
     def entrants(self) -> list[Entrant]:
         """The candidates as the race sees them."""
-        return [entrant(one.reading.name, one.method, self.rope, self.length) for one in self.candidates]
+        return [entrant(one.reading.name, one.method, self.sites[0].spec, self.length) for one in self.candidates]
 
     @cached_property
     def candidates(self) -> list[Candidate]:
@@ -119,15 +135,20 @@ class Contest:
             for one in self.entered
         ]
 
-    def sizes_of(self, allowed: float | None) -> Sizes:
-        """The race that so many passes last for."""
-        return sizes_for(
-            allowed,
-            self.costs,
-            choosing=len(self.split.choosing),
-            held_out=len(self.split.held_out),
-            keys=self.keys,
+    def sizes_of(self, allowed: float | None) -> tuple[Sizes, SearchSizes | None]:
+        """The race that so many passes last for, and the search after it where one is asked for."""
+        choosing, held_out = len(self.split.choosing), len(self.split.held_out)
+        if self.plain is None:
+            return sizes_for(allowed, self.costs, choosing=choosing, held_out=held_out, keys=self.keys), None
+        accepting = len(self.split.accepting)
+        return search_sizes_for(
+            allowed, self.costs, choosing=choosing, accepting=accepting, held_out=held_out, keys=self.keys
         )
+
+    def passes_of(self, allowed: float | None) -> float:
+        """What all of it takes at the most."""
+        race, search = self.sizes_of(allowed)
+        return self.costs.race(race) + (0.0 if search is None else self.costs.search(search, race))
 
     def begin(self) -> Survey[RaceCell]:
         """Claim the journal.
@@ -166,7 +187,8 @@ class Contest:
 
     def _run(self, losses: MeasuredLosses) -> Choice:
         allowed = self.allowed(losses)
-        sizes = losses.sizes = self.sizes_of(allowed)
+        sizes, searching = self.sizes_of(allowed)
+        losses.sizes = sizes
         split = losses.split = self.split.first(sizes.texts, sizes.held_out)
         race = Race(
             entrants=self.entrants,
@@ -177,8 +199,11 @@ class Contest:
             runtimes=lambda name: sum(one.exact for one in self.runtimes(name)[0]),
         )
         finish = race.run()
+        found: SearchResult | None = None
+        if searching is not None:
+            found, finish = self._searched(losses, finish, searching, race.usual)
         held_out = judge_held_out(
-            {name: losses.held_out(name) for name in {finish.choice, finish.runner_up, race.usual} - {""}},
+            {name: losses.texts(name, split.held_out) for name in {finish.choice, finish.runner_up, race.usual} - {""}},
             choice=finish.choice,
             usual=race.usual,
             runner_up=finish.runner_up,
@@ -192,7 +217,7 @@ class Contest:
             same_documents=split.same_documents,
         )
         choice = Choice(
-            candidates=tuple(self._finished(one, finish) for one in self.candidates),
+            candidates=tuple(self._finished(one, finish) for one in self._candidates_and(found, losses)),
             finish=finish,
             held_out=held_out,
             usual=race.usual,
@@ -205,12 +230,57 @@ class Contest:
             texts=tuple(stretch.text.name for stretch in split.choosing),
             spent=self.spent(allowed, losses),
             provenance=self.provenance(),
+            search=found,
         )
         runtimes, rope = self.runtimes(choice.name)
         return replace(choice, runtimes=runtimes, rope_parameters=rope)
 
+    def _searched(
+        self, losses: MeasuredLosses, finish: Finish, sizes: SearchSizes, usual: str
+    ) -> tuple[SearchResult, Finish]:
+        """What a search from the race's choice and from the trained frequencies finds, and whether it is taken."""
+        assert self.plain is not None
+        search = Search(
+            losses=losses,
+            sites=self.sites,
+            plain=self.plain,
+            texts=self.split.choosing,
+            sizes=sizes,
+            keys=self.keys,
+        )
+        starts = search.run(self._starts(finish, usual))
+        self.found = search.reading_of(starts[0])
+        label = next(one.label for one in self.candidates if one.reading.name == finish.choice)
+        kept_back = self.split.accepting[: sizes.accepting]
+        return accept(search, starts, finish, usual=usual, texts=kept_back, label=label)
+
+    def _starts(self, finish: Finish, usual: str) -> dict[str, Vector]:
+        """The trained frequencies, and the best of the race that is one set of frequencies."""
+        rope = self.sites[0].spec
+        plain = torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
+        methods = {one.reading.name: one.method for one in self.candidates}
+        for name in (*finish.finalists, usual):
+            method = methods[name]
+            if isinstance(method, RopeMethod) and method.is_table and self._is_table(name):
+                label = next(one.label for one in self.candidates if one.reading.name == name)
+                return {"the trained frequencies": plain, label: vector_of(method, rope, self.length)}
+        raise AssertionError("the published YaRN is a set of frequencies")
+
+    def _is_table(self, name: str) -> bool:
+        """Whether a set of frequencies is all there is to a candidate: no remapping."""
+        return next(one for one in self.entrants if one.name == name).is_judged_inside
+
+    def _candidates_and(self, found: SearchResult | None, losses: MeasuredLosses) -> list[Candidate]:
+        """Those of the race, and what a search found."""
+        if found is None or self.found is None:
+            return self.candidates
+        return [
+            *self.candidates,
+            Candidate(reading=self.found, course=Course(name=self.found.name), title=self.found.label),
+        ]
+
     def _finished(self, one: Candidate, finish: Finish) -> Candidate:
-        found = next(other for other in self.entrants if other.name == one.reading.name)
+        found = entrant(one.reading.name, one.method, self.sites[0].spec, self.length)
         stretch = found.stretch if found.is_judged_inside else None
         return replace(one, course=finish.course(one.reading.name), stretch=stretch)
 
@@ -241,7 +311,8 @@ class Contest:
         return self.loaded_by[name]
 
     def _runtimes(self, name: str) -> LoadedBy:
-        reading = next(one for one in self.entered if one.name == name)
+        known = self.entered if self.found is None else (*self.entered, self.found)
+        reading = next(one for one in known if one.name == name)
         self.stage.show(None)
         with self.readings.applied(reading):
             config = base_model(self.readings.model).config
@@ -267,6 +338,7 @@ def prepare(
     seed: int = 0,
     keys: bool = True,
     stock: bool = False,
+    search: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: Path | None = None,
@@ -283,6 +355,7 @@ def prepare(
         seed: decides which texts are chosen on, and the hidden keys.
         keys: whether to ask for hidden keys.
         stock: enter only what stock transformers loads.
+        search: whether to search the frequencies themselves after the race.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
         folder: that keeps finished cells; None keeps them in memory.
@@ -311,16 +384,20 @@ def prepare(
             f"A target of {target_length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
             f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
         )
-    split = split_texts(corpus.documents, tokens=target_length + 1, seed=seed)
+    if search:
+        require_searchable(checkpoint.model)
+    split = split_texts(corpus.documents, tokens=target_length + 1, seed=seed, search=search)
     if keys:
         make_prompts(checkpoint.tokenizer, [target_length], DEPTHS[:1], seed=seed)  # it says what is too short for one
-    rope = find_sites(base, trained, scaled=trained_length is not None)[0].spec
-    methods = [one for one in candidates(target_length / trained) if not stock or one.rope_parameters(rope) is not None]
+    sites = tuple(find_sites(base, trained, scaled=trained_length is not None))
+    rope, factor = sites[0].spec, target_length / trained
+    methods = [one for one in candidates(factor, rope) if not stock or one.rope_parameters(rope) is not None]
     found, refusals = readings.find(methods, progress=trying)
     entered, twins = distinct(one for one in found if not one.is_reference)
     if not entered or entered[0].method != methods[0].to_dict():
         reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
         raise IncompatibleError(f"Others are held against YaRN as published, which does not apply here. {reasons}")
+    plain = _plain_for(readings, rope.rotary_dim // 2, factor) if search else None
     journal = Journal(None) if folder is None else Journal(folder / "cells.jsonl", identity=folder / "choosing.json")
     return Contest(
         checkpoint=checkpoint,
@@ -329,15 +406,31 @@ def prepare(
         entered=tuple(entered),
         twins=twins,
         refusals=refusals,
-        rope=rope,
+        sites=sites,
         length=target_length,
         split=split,
         budget=spent,
         seed=seed,
         keys=keys,
         journal=journal,
+        plain=plain,
         progress=progress,
     )
+
+
+def _plain_for(readings: Readings, pairs: int, factor: float) -> Reading:
+    """The model ready for the target with its frequencies as they were trained, in the form of what a search finds.
+
+    Raises:
+        IncompatibleError: the model's config cannot hold a number for each frequency.
+    """
+    found, refused = readings.find([as_method(torch.zeros(pairs + 1, dtype=torch.float64), factor)])
+    if refused:
+        raise IncompatibleError(
+            f"What a search finds is a number for each frequency, which this model does not take. Choose without "
+            f"--search. {refused[0].reason}"
+        )
+    return found[-1]
 
 
 def choose(
@@ -350,6 +443,7 @@ def choose(
     seed: int = 0,
     keys: bool = True,
     stock: bool = False,
+    search: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: str | Path | None = None,
@@ -373,6 +467,9 @@ def choose(
         seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
         keys: whether to hide keys in a text and ask for them.
         stock: choose only among what stock transformers loads, and other runtimes therefore may.
+        search: after the race, search the frequencies themselves by gradients from its choice and from the trained
+            frequencies, on the frozen model; what is found is taken only if it is better on texts kept back for that.
+            It needs a third part of the texts and, without a budget, some ten times the passes.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
         folder: that keeps what is finished: the same call goes on where a killed one ended.
@@ -398,6 +495,7 @@ def choose(
         seed=seed,
         keys=keys,
         stock=stock,
+        search=search,
         trained_length=trained_length,
         sliding_window=sliding_window,
         folder=None if folder is None else Path(folder),

@@ -32,7 +32,7 @@ TEXTS = [
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four candidates: a race among a hundred on more text is the same, and longer."""
-    monkeypatch.setattr(run, "candidates", lambda factor: tuple(FEW))
+    monkeypatch.setattr(run, "candidates", lambda *_: tuple(FEW))
     monkeypatch.setattr(budget, "ENOUGH", 1)  # and a single text for each look
 
 
@@ -92,7 +92,7 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda factor: (FEW[0], FEW[3]))
+    monkeypatch.setattr(run, "candidates", lambda *_: (FEW[0], FEW[3]))
     given: dict[str, Any] = {"keys": False, "budget": "40 passes"}
     whole = chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given)
     cells = (tmp_path / "whole" / "cells.jsonl").read_text().splitlines()
@@ -123,7 +123,7 @@ def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
 def test_a_budget_in_time_is_turned_into_passes(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda factor: (FEW[0], FEW[3]))
+    monkeypatch.setattr(run, "candidates", lambda *_: (FEW[0], FEW[3]))
     found = chosen(model, bos_tokenizer, keys=False, budget="2h")
     assert found.spent.allowed is not None
     assert found.spent.allowed > 100
@@ -183,7 +183,7 @@ def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCaus
 def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda factor: (YaRN(factor=2), FEW[3]))
+    monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), FEW[3]))
     source = tmp_path / "checkpoint"
     model.save_pretrained(source)
     bos_tokenizer.save_pretrained(source)
