@@ -93,7 +93,7 @@ def critical(factor: float, rope: RopeSpec) -> list[LongRoPE]:
         rope: of the model.
 
     Source: Shang et al., arXiv:2502.20082, section 3.2 and table 5 (NTK-rcd). Authors' code for the first point of
-        their search: J-shang/LongRoPE, branch dev/nishang/omni, evolution/algorithms/dim_mono.py.
+        their search: J-shang/LongRoPE@61de922, evolution/algorithms/dim_mono.py.
     """
     if rope.rotary_dim <= 2:
         return []
