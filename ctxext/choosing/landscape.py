@@ -115,13 +115,12 @@ class Landscape:
         self.edits.undo()
 
     @torch.no_grad()
-    def value(self, vector: Vector, examples: Sequence[Example]) -> float:
-        """The mean loss of examples, in nats, and the penalty; what ``gradient`` is the gradient of."""
-        found = [self._loss(vector, example).item() for example in examples]
-        return sum(found) / len(found) + self._penalty(vector).item()
+    def loss(self, vector: Vector, examples: Sequence[Example]) -> float:
+        """The mean loss of examples, in nats."""
+        return sum(self._loss(vector, example).item() for example in examples) / len(examples)
 
     def gradient(self, vector: Vector, examples: Sequence[Example]) -> tuple[float, Vector]:
-        """The value and its gradient, one example at a time.
+        """The mean loss of examples and the penalty, in nats, and the gradient of both; one example at a time.
 
         Raises:
             IncompatibleError: no gradient comes through the model, or no finite one.

@@ -57,7 +57,8 @@ def test_the_gradient_is_that_of_central_differences(model_type: str) -> None:
         rope = found.sites[0].spec
         vector = vector_of(NTK(factor=4), rope, LENGTH) + 0.01
         value, gradient = found.gradient(vector, [Example.mean(ids)])
-        assert value == pytest.approx(found.value(vector, [Example.mean(ids)]), abs=1e-12)
+        penalty = found._penalty(vector).item()
+        assert value == pytest.approx(found.loss(vector, [Example.mean(ids)]) + penalty, abs=1e-12)
 
         def loss(at: torch.Tensor) -> float:
             """The whole of it written anew: the model's own logits in float64, and the penalty by hand."""
@@ -87,11 +88,10 @@ def test_weights_of_tokens_are_those_of_their_losses() -> None:
     ids, weights = tokens(LENGTH + 1), torch.linspace(0, 1, LENGTH).double()[None]
     with landscape(model) as found:
         vector = vector_of(YaRN(factor=4), found.sites[0].spec, LENGTH)
-        value = found.value(vector, [Example(ids, weights)])
-        plain = found.value(vector, [Example(ids, torch.zeros(1, LENGTH))])
+        value = found.loss(vector, [Example(ids, weights)])
         logits = model(ids[:, :-1], use_cache=False).logits[0]
         losses = F.cross_entropy(logits, ids[0, 1:], reduction="none")
-    assert value - plain == pytest.approx((losses * weights[0]).sum().item(), abs=1e-9)
+    assert value == pytest.approx((losses * weights[0]).sum().item(), abs=1e-9)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "deepseek_v3", "gemma3_text", "phi3"])
@@ -99,7 +99,7 @@ def test_a_vector_reads_as_the_method_that_it_becomes(model_type: str) -> None:
     model, ids = tiny(model_type), tokens(LENGTH + 1)
     with landscape(model) as found:
         vector = vector_of(NTK(factor=3), found.sites[0].spec, LENGTH)
-        value = found.value(vector, [Example.mean(ids)]) - found._penalty(vector).item()
+        value = found.loss(vector, [Example.mean(ids)])
     ctxext.unpatch(model)
     ctxext.patch(model, as_method(vector, 4.0))
     assert value == pytest.approx(loss_by_position(model, ids).mean().item(), abs=2e-5)
