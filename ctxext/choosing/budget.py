@@ -171,10 +171,23 @@ def sizes_for(allowed: float | None, costs: Costs, *, choosing: int, held_out: i
     Raises:
         InvalidParameterError: not even the smallest race fits.
     """
+    races = _races(costs, choosing=choosing, held_out=held_out, keys=keys)
+    for sizes in races:
+        if allowed is None or costs.race(sizes) <= allowed:
+            return sizes
+    raise InvalidParameterError(
+        f"The budget is too small: it comes to {allowed:.1f} passes over {costs.length:,} tokens, and the smallest "
+        f"race among {costs.judged + costs.others} candidates takes {costs.race(races[-1]):.1f}. Allow more "
+        f"(--budget), or choose for a smaller target."
+    )
+
+
+def _races(costs: Costs, *, choosing: int, held_out: int, keys: bool) -> list[Sizes]:
+    """From the largest to the smallest; see ``sizes_for``."""
     first = stretches_in(costs.trained, costs.length)
-    for whole, finalists, texts, judged, asked in RACES:
-        start = min(first, choosing)
-        sizes = Sizes(
+    start = min(first, choosing)
+    return [
+        Sizes(
             whole=whole,
             finalists=finalists,
             texts=min(max(start, texts * first), choosing),
@@ -182,13 +195,8 @@ def sizes_for(allowed: float | None, costs: Costs, *, choosing: int, held_out: i
             held_out=min(judged * first, held_out),
             keys=asked if keys else 0,
         )
-        if allowed is None or costs.race(sizes) <= allowed:
-            return sizes
-    raise InvalidParameterError(
-        f"The budget is too small: it comes to {allowed:.1f} passes over {costs.length:,} tokens, and the smallest "
-        f"race among {costs.judged + costs.others} candidates takes {costs.race(sizes):.1f}. Allow more (--budget), or "
-        f"choose for a smaller target."
-    )
+        for whole, finalists, texts, judged, asked in RACES
+    ]
 
 
 def search_sizes_for(
@@ -212,19 +220,18 @@ def search_sizes_for(
     def search(steps: int) -> SearchSizes:
         return SearchSizes(steps=steps, rows=rows, starts=STARTS, accepting=min(ACCEPTING * rows, accepting))
 
-    race = sizes_for(None, costs, choosing=choosing, held_out=held_out, keys=keys)
+    races = _races(costs, choosing=choosing, held_out=held_out, keys=keys)
     if allowed is None:
-        return race, search(STEPS)
-    whole, least = (costs.search(search(steps), race) for steps in (STEPS, FEWEST))
-    if allowed <= least:
-        raise InvalidParameterError(_too_short(allowed, costs, least))
-    for_race = max(allowed - whole, min(allowed / 2, allowed - least))
-    race = sizes_for(for_race, costs, choosing=choosing, held_out=held_out, keys=keys)
-    left = allowed - costs.race(race) - costs.search(search(0), race)
-    steps = min(STEPS, int(left / (costs.search(search(1), race) - costs.search(search(0), race))))
-    if steps < FEWEST:
-        raise InvalidParameterError(_too_short(allowed, costs, least + costs.race(race)))
-    return race, search(steps)
+        return races[0], search(STEPS)
+    least = costs.race(races[-1]) + costs.search(search(FEWEST), races[-1])
+    # As much as the longest search leaves, or half; but no less than the smallest race.
+    for_race = max(allowed - costs.search(search(STEPS), races[0]), allowed / 2, costs.race(races[-1]))
+    for race in races:
+        left = allowed - costs.race(race) - costs.search(search(0), race)
+        steps = min(STEPS, int(left / (costs.search(search(1), race) - costs.search(search(0), race))))
+        if steps >= FEWEST and (costs.race(race) <= for_race or race == races[-1]):
+            return race, search(steps)
+    raise InvalidParameterError(_too_short(allowed, costs, least))
 
 
 def _too_short(allowed: float, costs: Costs, least: float) -> str:

@@ -164,11 +164,12 @@ def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:
     from ctxext.evaluation.labels import tokens_label
 
     split = contest.split
+    kept_back = f"{len(split.accepting)} to accept what is searched on, " if split.accepting else ""
     console.print(
         f"[bold]{contest.checkpoint.name}[/], trained to {tokens_label(contest.trained)} tokens, in "
         f"{contest.checkpoint.dtype_note}: {len(contest.entered)} candidates for {tokens_label(contest.length)} "
-        f"tokens; {len(split.choosing)} stretches of text to choose on, {len(split.held_out)} to judge on, as far as "
-        f"needed."
+        f"tokens; {len(split.choosing)} stretches of text to choose on, {kept_back}{len(split.held_out)} to judge on, "
+        f"as far as needed."
     )
     passes = contest.passes_of(None if contest.budget.seconds else contest.budget.passes)
     total = passes * pass_cost(contest.length, contest.costs.turning_point)
