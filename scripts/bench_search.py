@@ -35,13 +35,14 @@ from ctxext.training.loss import Pieces
 from ctxext.training.memory import Memory, return_freed_memory
 
 COLUMNS = ("what", "dtype", "seconds", "in passes", "peak memory", "to a training step")
-CHUNK = 1024
+# Few, so that layers are what is measured: the logits of a chunk are the same for all.
+CHUNK, VOCABULARY = 1024, 256
 
 
 def build(dtype: str, tokens: int, layers: int, device: str) -> LlamaForCausalLM:
     """A model of SmolLM2-135M's shape that was trained for half of the tokens."""
     config = copy.deepcopy(SHAPES["smollm2"])
-    config.num_hidden_layers, config.max_position_embeddings = layers, tokens // 2
+    config.num_hidden_layers, config.max_position_embeddings, config.vocab_size = layers, tokens // 2, VOCABULARY
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(device, DTYPES[dtype]).eval()
 

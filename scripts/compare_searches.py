@@ -377,7 +377,8 @@ def table(study: Study, searches: Sequence[str], seeds: Sequence[int], place: st
         found[name] = torch.stack([study.journal.losses(line) for line in lines[name]]).double().mean(0)
     trained = study.rope.trained_length
     against = "longrope-ga" if "longrope-ga" in searches else USUAL
-    columns = ("search", "passes", "CPU seconds", "loss beyond", "each seed", "beyond", "inside", "all")
+    each = ("each seed",) if len(seeds) > 1 else ()
+    columns = ("search", "passes", "CPU seconds", "loss beyond", *each, "beyond", "inside", "all")
     rows = []
     for name in sorted(found, key=lambda one: found[one].mean().item()):
         own, beyond = found[name], slice(trained, None)
@@ -388,8 +389,8 @@ def table(study: Study, searches: Sequence[str], seeds: Sequence[int], place: st
         ]
         spent, seconds = (statistics.mean(line[key] for line in lines[name]) for key in ("spent", "seconds"))
         mean = own.view(-1, study.target)[:, beyond].mean().item()
-        each = ", ".join(f"{part:.4f}" for part in parts) if len(parts) > 1 else ""
-        rows.append([LABELS[name], f"{spent:.0f}", f"{seconds:.0f}", f"{mean:.4f}", each, *gaps])
+        shown = [", ".join(f"{part:.4f}" for part in parts)] if each else []
+        rows.append([LABELS[name], f"{spent:.0f}", f"{seconds:.0f}", f"{mean:.4f}", *shown, *gaps])
     documents, stretches = len(study.held_out), sum(map(len, study.held_out.values()))
     notes = [
         f"`beyond`, `inside` the trained window of {trained:,} tokens and `all`: loss minus that of "
