@@ -225,7 +225,7 @@ SEARCHES: dict[str, Callable[[Problem], Vector]] = {
 }
 LABELS = {
     "longrope-ga": "LongRoPE's genetic search",
-    "choose": "`ctxext choose --search`: grid, then gradients from its best and from plain",
+    "choose": "as `ctxext choose --search`: a grid, then gradients from its best and from plain",
     "grid": "the grid alone, on more texts",
     "gradient": "gradients alone, from plain",
     USUAL: "no search: YaRN as published",
