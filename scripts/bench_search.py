@@ -11,17 +11,15 @@ measured in a process of its own, which has freed nothing yet. Weights are rando
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
+from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from shapes import SHAPES
 from transformers import LlamaForCausalLM
@@ -115,8 +113,7 @@ def main(
     for dtype in dtypes.split(","):
         found = {}
         for kind in KINDS:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as fresh:
-                found[kind] = fresh.submit(measured, kind, dtype, tokens, layers, device, threads).result()
+            found[kind] = in_fresh_process(measured, kind, dtype, tokens, layers, device, threads)
         one, least = (found[kind] for kind in list(KINDS)[:2])
         for kind, (seconds, peak) in found.items():
             share = "" if peak is None or not least[1] else f"{peak / least[1]:.2f}"

@@ -45,15 +45,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import ctxext
 from ctxext.choosing.candidates import grid
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
 from ctxext.choosing.search import Descent, State
 from ctxext.evaluation.checkpoint import weights_digest
-from ctxext.evaluation.corpus import TokenisedDocument, read_documents, special_prefix, tokenise
+from ctxext.evaluation.corpus import TokenisedDocument, corpus_of, read_documents
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.readings import TIMES
+from ctxext.evaluation.readings import TIMES, patched
 from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.methods import NTK, PI, YaRN
 from ctxext.spec import RopeSpec
@@ -237,24 +236,14 @@ def windows(documents: Sequence[TokenisedDocument], tokens: int, count: int, dra
     rows = []
     for _ in range(count):
         one = draw.choice(documents)
-        rows.append(one.take(tokens, skip=draw.randrange(one.tokens - one.prefix - tokens + one.prefix + 1)).input_ids)
+        rows.append(one.take(tokens, skip=draw.randrange(one.tokens - tokens + 1)).input_ids)
     return torch.cat(rows)
-
-
-def read_texts(paths: Sequence[Path], tokenizer: Any, *, skip: int, tokens: int) -> list[TokenisedDocument]:
-    """Documents that are long enough, without their beginnings."""
-    prefix = special_prefix(tokenizer)
-    found = [tokenise(one, tokenizer, prefix=prefix) for one in read_documents(paths)]
-    return [one.take(one.tokens - skip, skip=skip) for one in found if one.tokens - skip > tokens + len(prefix)]
 
 
 def judged(model: Any, vector: Vector, factor: float, texts: dict[str, Tensor]) -> Tensor:
     """Losses of held-out texts when the vector is the method of the model: [documents x windows x positions]."""
-    ctxext.patch(model, as_method(vector, factor))
-    try:
+    with patched(model, as_method(vector, factor)):
         return torch.cat([loss_by_position(model, ids).flatten() for ids in texts.values()])
-    finally:
-        ctxext.unpatch(model)
 
 
 def measured_cost(landscape: Landscape, example: Example) -> float:
@@ -320,8 +309,6 @@ class Study:
 
     def plain(self) -> Any:
         """The model ready for the target, with its frequencies as they were trained."""
-        from ctxext.evaluation.readings import patched
-
         zeros = torch.zeros(self.rope.rotary_dim // 2 + 1, dtype=torch.float64)
         return patched(self.model, as_method(zeros, self.factor))
 
@@ -432,7 +419,10 @@ def main(
         else PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
     )
     draw = random.Random("held out")
-    others = read_texts(held_out, reads, skip=skip, tokens=target + 1)
+    documents, others = (
+        corpus_of(read_documents(paths), reads, tokens=target + 1, whole=True, skip=skip).documents
+        for paths in (text, held_out)
+    )
     sites = tuple(find_sites(model, known))
     journal = Journal(output / "cells.jsonl", identity=output / "searches.json", work="searches")
     digest = weights_digest(model)
@@ -442,7 +432,7 @@ def main(
         rope=sites[0].spec,
         sites=sites,
         target=target,
-        documents=read_texts(text, reads, skip=skip, tokens=target + 1),
+        documents=documents,
         held_out={
             f"{number} {one.name}": windows([one], target + 1, stretches, draw) for number, one in enumerate(others)
         },

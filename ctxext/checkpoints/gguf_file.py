@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ctxext.errors import CheckpointError, require_package
-from ctxext.files import whole_file
+from ctxext.files import refuse_existing, whole_file
 
 __all__ = ["GGUFFile", "scaling_in_gguf"]
 
@@ -111,7 +111,7 @@ class GGUFFile:
         Raises:
             CheckpointError: ``out`` is in the way or cannot be written; nothing is left behind.
         """
-        _refuse_existing(out)
+        refuse_existing(out)
         name, numbers = tensor
         data = numbers.astype("<f4").tobytes()
         place = self._tensor(name)
@@ -136,7 +136,7 @@ class GGUFFile:
                 writing.truncate(begin + self._padded(max(size - start, offset + len(data))))
                 writing.flush()
                 os.fsync(writing.fileno())
-                _refuse_existing(out)  # made meanwhile, and a rename would replace it
+                refuse_existing(out)  # made meanwhile, and a rename would replace it
         except OSError as error:
             raise CheckpointError(
                 f"Could not write {out}: {error.strerror or error}. Nothing was left behind; {self.path} is unchanged."
@@ -157,11 +157,6 @@ class GGUFFile:
     def _padded(self, size: int) -> int:
         alignment = int(self._reader.alignment)
         return -(-size // alignment) * alignment
-
-
-def _refuse_existing(out: Path) -> None:
-    if os.path.lexists(out):
-        raise CheckpointError(f"{out} already exists and is never overwritten. Give a new name, or remove it.")
 
 
 def _bytes_of(found: Any) -> bytes:

@@ -20,7 +20,7 @@ from ctxext.checkpoints.limits import LENGTH_FIELDS, copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
+from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside, refuse_existing
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
 from ctxext.saved import extended_texts, with_old_form
@@ -182,8 +182,7 @@ def _refuse_destination(source: Path, destination: Path) -> None:
             f"The name {destination.name[:40]}... has {len(os.fsencode(destination.name))} bytes, and file systems "
             f"allow {NAME_BYTES}. Give a shorter one."
         )
-    if os.path.lexists(destination):
-        raise CheckpointError(f"{destination} already exists and is never overwritten. Give a new name, or remove it.")
+    refuse_existing(destination)
     if not destination.parent.is_dir():
         raise CheckpointError(f"{destination} cannot be created: there is no directory {destination.parent}.")
     if source.resolve() in destination.resolve().parents:

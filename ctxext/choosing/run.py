@@ -217,7 +217,7 @@ class Contest:
             same_documents=split.same_documents,
         )
         choice = Choice(
-            candidates=tuple(self._finished(one, finish) for one in self._candidates_and(found, losses)),
+            candidates=tuple(self._finished(one, finish) for one in self._tried),
             finish=finish,
             held_out=held_out,
             usual=race.usual,
@@ -250,34 +250,29 @@ class Contest:
         )
         starts = search.run(self._starts(finish, usual))
         self.found = search.reading_of(starts[0])
-        label = next(one.label for one in self.candidates if one.reading.name == finish.choice)
         kept_back = self.split.accepting[: sizes.accepting]
-        return accept(search, starts, finish, usual=usual, texts=kept_back, label=label)
+        return accept(search, starts, finish, usual=usual, texts=kept_back, label=self._candidate(finish.choice).label)
 
     def _starts(self, finish: Finish, usual: str) -> dict[str, Vector]:
         """The trained frequencies, and the best of the race that is one set of frequencies."""
         rope = self.sites[0].spec
         plain = torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
-        methods = {one.reading.name: one.method for one in self.candidates}
         for name in (*finish.finalists, usual):
-            method = methods[name]
-            if isinstance(method, RopeMethod) and method.is_table and self._is_table(name):
-                label = next(one.label for one in self.candidates if one.reading.name == name)
-                return {"the trained frequencies": plain, label: vector_of(method, rope, self.length)}
+            one = self._candidate(name)
+            if isinstance(one.method, RopeMethod) and one.method.is_table:
+                return {"the trained frequencies": plain, one.label: vector_of(one.method, rope, self.length)}
         raise AssertionError("the published YaRN is a set of frequencies")
 
-    def _is_table(self, name: str) -> bool:
-        """Whether a set of frequencies is all there is to a candidate: no remapping."""
-        return next(one for one in self.entrants if one.name == name).is_judged_inside
-
-    def _candidates_and(self, found: SearchResult | None, losses: MeasuredLosses) -> list[Candidate]:
-        """Those of the race, and what a search found."""
-        if found is None or self.found is None:
+    @property
+    def _tried(self) -> list[Candidate]:
+        """The candidates of the race, and what a search found."""
+        if self.found is None:
             return self.candidates
-        return [
-            *self.candidates,
-            Candidate(reading=self.found, course=Course(name=self.found.name), title=self.found.label),
-        ]
+        course = Course(name=self.found.name)
+        return [*self.candidates, Candidate(reading=self.found, course=course, title=self.found.label)]
+
+    def _candidate(self, name: str) -> Candidate:
+        return next(one for one in self._tried if one.reading.name == name)
 
     def _finished(self, one: Candidate, finish: Finish) -> Candidate:
         found = entrant(one.reading.name, one.method, self.sites[0].spec, self.length)
@@ -311,10 +306,8 @@ class Contest:
         return self.loaded_by[name]
 
     def _runtimes(self, name: str) -> LoadedBy:
-        known = self.entered if self.found is None else (*self.entered, self.found)
-        reading = next(one for one in known if one.name == name)
         self.stage.show(None)
-        with self.readings.applied(reading):
+        with self.readings.applied(self._candidate(name).reading):
             config = base_model(self.readings.model).config
             stock = bool(config.ctxext["stock"])
             rope = dict(text_of(config).rope_parameters) if stock else None

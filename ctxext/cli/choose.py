@@ -24,6 +24,7 @@ from ctxext.cli.options import (
     option,
 )
 from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.files import refuse_existing
 from ctxext.progress import DelayedBar, StageBar
 
 if TYPE_CHECKING:
@@ -155,8 +156,7 @@ def _refuse_save(save: Path | None, checkpoint: str | None) -> None:
             f"--save copies a checkpoint directory, and {checkpoint or 'the default checkpoint'} is none. Leave it "
             f"out; the choice (-o choice.json) names the method for ctxext patch."
         )
-    if os.path.lexists(save):
-        raise CheckpointError(f"{save} already exists and is never overwritten. Give a new name, or remove it.")
+    refuse_existing(save)
 
 
 def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:

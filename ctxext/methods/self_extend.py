@@ -73,9 +73,8 @@ class SelfExtend(RemapMethod):
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - 1
         window = tokens_of("window", self.window, rope, most=most)
-        reach = tokens_of("reach", self.reach, rope, most=most) if self.reach is not None else most
-        if self.reach is self.group is None:
-            reach = max(window, int(REACH * rope.trained_length))
+        usual = most if self.group else max(window, int(REACH * rope.trained_length))
+        reach = usual if self.reach is None else tokens_of("reach", self.reach, rope, most=most)
         require(reach >= window, "reach", self.reach, f"at least window={window}: near tokens keep their positions")
         group = self.group or smallest_group(length, window, reach)
         remedy = f"Take group={smallest_group(length, window, most) or 'a larger one and a smaller window'}."

@@ -18,6 +18,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateEr
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.methods import PI, SelfExtend, YaRN
+from tests._choices import told
 from tests._models import byte_model, tiny
 from tests._programs import command
 
@@ -44,14 +45,6 @@ def model() -> LlamaForCausalLM:
 def chosen(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Choice:
     asked: dict[str, Any] = {"texts": TEXTS, "target_length": TARGET} | given
     return ctxext.choose(model, tokenizer, **asked)
-
-
-def told(choice: Choice) -> dict[str, Any]:
-    """Everything but what a clock says."""
-    found = choice.to_dict()
-    del found["provenance"]["date"], found["spent"]["seconds"]
-    found["sentences"] = [one for one in found["sentences"] if "of computing" not in one]
-    return found
 
 
 def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -22,6 +22,7 @@ from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import PI, LongRoPE, YaRN
+from tests._choices import told
 from tests._models import byte_model
 from tests._programs import command
 
@@ -60,14 +61,6 @@ def searched(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Ch
         "budget": "44 passes",
     } | given
     return ctxext.choose(model, tokenizer, **asked)
-
-
-def told(choice: Choice) -> dict[str, Any]:
-    """Everything but what a clock says."""
-    found = choice.to_dict()
-    del found["provenance"]["date"], found["spent"]["seconds"]
-    found["sentences"] = [one for one in found["sentences"] if "of computing" not in one]
-    return found
 
 
 def test_what_is_found_is_stock_and_judged_on_texts_that_nothing_was_chosen_on(

@@ -120,29 +120,9 @@ def test_inspect_adapter(cli: Cli, llama: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_gguf_says_what_transformers_does_not_read(cli: Cli, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(TRAINED)
-    writer.add_embedding_length(64)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(16)
-    writer.add_vocab_size(4)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "c", "d"])
-    writer.add_token_merges(["a b"])
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(4.0)
-    writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    path = write_gguf(model, tmp_path / "tiny.gguf", rope_freqs=np.ones(8, dtype=np.float32), **scaling)
     result = cli("inspect", path)
     assert "transformers does not read" in result.stdout
     found = json.loads(cli("inspect", path, "--json").stdout)
