@@ -28,6 +28,9 @@ __all__ = ["DEPTHS", "MeasuredLosses", "ModelInUse", "RaceCell", "StayingReader"
 
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
 DEPTHS = (0.0, 0.25, 0.5)
+# Where a key stands that any model finds which finds keys: not at the start of a full window, whose distances were the
+# rarest in training (SmolLM2-135M finds 0 of 3 there, and 12 of 12 nearer).
+READABLE = 0.25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -186,9 +189,9 @@ class MeasuredLosses:
         return torch.cat(read).double().mean().item()
 
     def key_inside(self) -> float | None:
-        """The loss of a key at the beginning of a full window, unextended; None where the window is too short."""
+        """The loss of a key in a full window, unextended; None where the window is too short."""
         try:
-            (prompt,) = make_prompts(self.survey.checkpoint.tokenizer, [self.trained], DEPTHS[:1], seed=self.seed)
+            (prompt,) = make_prompts(self.survey.checkpoint.tokenizer, [self.trained], [READABLE], seed=self.seed)
         except InvalidParameterError:
             return None
         return self._key(UNPATCHED, prompt)

@@ -12,15 +12,17 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.choosing import accepting, budget, run
+from ctxext.choosing import accepting, budget, run, search
 from ctxext.choosing.budget import Costs, search_sizes_for
 from ctxext.choosing.choice import Choice
+from ctxext.choosing.losses import MeasuredLosses
 from ctxext.choosing.search import NEEDLE, Descent, State, hidden_key
 from ctxext.choosing.texts import TextStretch, split_texts
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.statistics import PairedDifference
+from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.methods import PI, LongRoPE, YaRN
 from tests._choices import told
 from tests._models import byte_model
@@ -204,10 +206,16 @@ def test_a_hidden_key_counts_beside_the_text(bos_tokenizer: PreTrainedTokenizerF
 def test_keys_are_a_part_of_it_only_where_the_model_reads_any(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = []
+    measured = MeasuredLosses._key
+    monkeypatch.setattr(
+        MeasuredLosses, "_key", lambda own, name, prompt: asked.append((name, prompt)) or measured(own, name, prompt)
+    )
     choice = searched(model, bos_tokenizer, keys=True)
     assert choice.search is not None
     assert not choice.search.needles, "a random model reads none"
-    from ctxext.choosing import search
+    (prompt,) = [prompt for name, prompt in asked if name == UNPATCHED]
+    assert (prompt.length, prompt.passkey.depth) == (512, 0.25), "at the start of a window models that read keys miss theirs"
 
     monkeypatch.setattr(search, "READ", math.inf)
     found = searched(model, bos_tokenizer, keys=True).search
