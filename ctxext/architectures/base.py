@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -176,7 +177,12 @@ def _table(model: nn.Module) -> str | None:
 def _none_at_all(model: nn.Module) -> str | None:
     """What is said of a model whose order of tokens comes from recurrence and the causal mask alone."""
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    lines = [line for kind in classes for line in inspect.getsource(kind).splitlines()]
-    if any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@")):  # decorators only offer
+    if any(map(_speaks_of_positions, classes)):
         return None
     return "it has no positions at all, so nothing needs extending: it reads as far as memory and its training carry"
+
+
+@functools.lru_cache(maxsize=1024)  # Python parses a whole file to find one class in it
+def _speaks_of_positions(kind: type) -> bool:
+    lines = inspect.getsource(kind).splitlines()
+    return any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@"))  # those only offer
