@@ -176,8 +176,8 @@ def _table(model: nn.Module) -> str | None:
 
 def _none_at_all(model: nn.Module) -> str | None:
     """What is said of a model whose order of tokens comes from recurrence and the causal mask alone."""
-    classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    if any(map(_speaks_of_positions, classes)):
+    classes: set[Any] = {type(module) for module in model.modules()}  # mypy thinks these have no hash
+    if any(_speaks_of_positions(kind) for kind in classes if not kind.__module__.startswith("torch.")):
         return None
     return "it has no positions at all, so nothing needs extending: it reads as far as memory and its training carry"
 
