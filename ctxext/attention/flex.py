@@ -22,6 +22,9 @@ __all__ = ["BLOCK", "Flex", "block_mask", "cutoff_for"]
 BLOCK = 128
 """Tokens per side of a block of the mask."""
 
+# Kinds of calls that are compiled, each once.
+KINDS = 256
+
 
 def cutoff_for(tolerance: float, *, length: int, score_bound: float) -> float:
     """Return the ``cutoff`` that changes no softmax weight by more than ``tolerance`` of the row's total.
@@ -151,9 +154,17 @@ def _compiled(device: str) -> Callable[..., Any]:
     """One compiled function per device: its cache is keyed by shapes, so later calls only look it up.
 
     ``fullgraph`` makes too many recompilations an error; otherwise torch goes on in plain Python with full score
-    matrices, without a word. The CPU code generator is wrong for dynamic shapes (an undeclared variable, torch 2.13).
+    matrices, without a word. How many are too many is torch's to say, and it says eight, which is fewer than there are
+    kinds of calls: dtypes, documents or none, one query or many, a window, grouped heads. The CPU code generator is
+    wrong for dynamic shapes (an undeclared variable, torch 2.13).
     """
-    return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=KINDS):
+            return compiled(*args, **kwargs)
+
+    return kernel
 
 
 def _score_mod(slopes: Tensor, layout: Layout) -> Callable[..., Tensor]:

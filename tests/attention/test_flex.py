@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 
 import pytest
 import torch
 
-from ctxext.attention import Layout, Need, flex
+from ctxext.attention import Call, Layout, Need, flex
 from ctxext.attention.flex import BLOCK, Flex, block_mask, cutoff_for
 from ctxext.attention.reference import Reference
 from ctxext.errors import InvalidParameterError
+from tests.attention import cases
 from tests.attention.cases import error
 
 N = 5 * BLOCK - 40
@@ -125,6 +128,31 @@ def test_compiled_kernel_and_its_cache(cutoff: float | None) -> None:
         assert out[1, :, : starts[1]].abs().max() == 0
         graphs.append(counter["unique_graphs"])
     assert graphs[0] == graphs[1]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "limit"), [(["causal"], 2), pytest.param(list(cases.LAYOUTS), 8, marks=pytest.mark.slow)]
+)
+def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles anew for each kind, and stops at its limit, the ninth, unless told otherwise.
+
+    With the settings for CUDA; the code generator, which needs the device, is left out.
+    """
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    kernel = flex._compiled.__wrapped__("cuda")
+    monkeypatch.setattr(flex, "_compiled", lambda _: kernel)
+    found = 0
+    for name, dtype, biased in itertools.product(layouts, (torch.float32, torch.bfloat16), (True, False)):
+        one = cases.case(name, dtype, biased=biased)
+        with torch.no_grad():
+            call = Call.of(*one.tensors(), one.layout, scale=one.scale, slopes=one.slopes)
+            out = Flex().attend(call)
+        (right,), (plain,) = cases.truth(one, backward=False), cases.naive(one, backward=False)
+        assert error(out, right) <= 2 * error(plain, right) + 1e-6
+        found += 1
+    assert found > limit
 
 
 @pytest.mark.parametrize(

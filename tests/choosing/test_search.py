@@ -215,7 +215,9 @@ def test_keys_are_a_part_of_it_only_where_the_model_reads_any(
     assert choice.search is not None
     assert not choice.search.needles, "a random model reads none"
     (prompt,) = [prompt for name, prompt in asked if name == UNPATCHED]
-    assert (prompt.length, prompt.passkey.depth) == (512, 0.25), "at the start of a window models that read keys miss theirs"
+    assert (prompt.length, prompt.passkey.depth) == (512, 0.25), (
+        "at the start of a window models that read keys miss theirs"
+    )
 
     monkeypatch.setattr(search, "READ", math.inf)
     found = searched(model, bos_tokenizer, keys=True).search
