@@ -89,7 +89,10 @@ class _FlashFamily(AttentionBackend):
         filled = cache_lengths(call.layout) if self.reads_cache and not call.dropout else None
         if filled is not None and not call.need.training:
             options.pop("dropout_p", None)
-            out = _from_cache(module, q, k, v, filled, options)
+            lengths = call.layout.memo(
+                "cache lengths", lambda: torch.tensor(filled, dtype=torch.int32, device=call.q.device)
+            )  # once for all layers: the way to the device waits for it
+            out = _from_cache(module, q, k, v, lengths, options)
         else:
             out = _call(module, q, k, v, call.layout, options)
         return out[..., : call.need.head_dim]
@@ -190,11 +193,10 @@ class Flash4(_Columned):
 
 
 def _from_cache(
-    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, filled: list[int], options: dict[str, Any]
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, lengths: Int[Tensor, " batch"], options: dict[str, Any]
 ) -> Float[Tensor, "batch heads query head_dim"]:
     """Read the cache in place, several blocks of keys at a time: a few queries alone do not fill a GPU."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    lengths = torch.tensor(filled, dtype=torch.int32, device=q.device)
     return _tensor(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options)).transpose(1, 2)
 
 

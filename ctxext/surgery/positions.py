@@ -267,7 +267,7 @@ def _layout_mask(
         _require_causal(mask_function, slots)
     call = _current.call
     if call is None:  # masks are prepared ahead of the decoder, by generate() too: leave the padding as it is for then
-        return attention_mask
+        return attention_mask if attention_mask is None else _over_all_slots(attention_mask, slots)
     if call.shard is not None:
         if sees_both_ways:
             raise IncompatibleError(
@@ -283,6 +283,12 @@ def _layout_mask(
     else:
         layout = _bounded(bounded, slots, attention_mask, _on_one_axis(call.position_ids))
     return LayoutMask(layout.both_ways if sees_both_ways else layout, call.length, local_size)
+
+
+def _over_all_slots(attention_mask: Tensor, slots: _Slots) -> Tensor:
+    """The mask as long as a static cache is: one that grew with each token would be another graph for each."""
+    empty = slots.kv_offset + slots.key - attention_mask.shape[-1]
+    return torch.nn.functional.pad(attention_mask, (0, max(empty, 0)))
 
 
 def _across(slots: _Slots, attention_mask: Tensor | None) -> Layout:

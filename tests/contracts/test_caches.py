@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +293,10 @@ def test_compiled_whole_a_static_method_still_remembers() -> None:
     torch.testing.assert_close(torch.cat([first, read(compiled, edited()[:, KEPT:-1], cache)], 1), expected[:, :-1])
     last = read(model, edited()[:, -1:], cache)
     torch.testing.assert_close(last, expected[:, -1:], atol=3e-4, rtol=0)
+
+
+def test_a_static_cache_is_one_graph_for_all_tokens() -> None:
+    """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
+    program = [sys.executable, "-m", "tests.contracts.compiled_generate_program"]
+    done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
