@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from measuring import machine, markdown_table
@@ -273,30 +273,49 @@ def table(title: str, found: Sequence[Found], trained: int, length: int) -> str:
 def draw(path: Path, results: Results, lengths: Sequence[int]) -> None:
     """What a longer context is for, a row for every method: loss at the end, and the passkeys found by depth."""
     found = {length: results.at(length) for length in lengths}
-    heights = [len(rows) + 1.6 for _, rows in found.values()]
+    heights, columns = [len(rows) + 1.6 for _, rows in found.values()], 2 if results.study.trials else 1
     title = "What a longer context is worth without training"
     with saved_figure(path, (9.6, 0.36 * sum(heights) + 0.5), title) as figure:
-        grid = figure.subplots(len(lengths), 2, squeeze=False, sharey="row", height_ratios=heights, width_ratios=(3, 1))
-        for (left, right), (length, (window, rows)) in zip(grid, found.items(), strict=True):
-            left.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
-            for place, one in enumerate(rows):
-                colour = COLOURS.get(one.reading.name.split()[0], INK)
-                left.errorbar(one.end.mean, place, xerr=one.end.margin, fmt="o", ms=6, lw=1.6, color=colour)
-                for depth, count in enumerate(one.keys if one.asked else ()):
-                    right.scatter(depth, place, s=90, facecolor="white", edgecolor=colour, lw=1.2)
-                    right.scatter(depth, place, s=90 * count / one.asked, color=colour, lw=0)
-            left.set_yticks(range(len(rows)), [one.reading.label for one in rows])
-            left.set_ylim(len(rows) - 0.4, -0.6)
-            left.tick_params(axis="y", length=0)
-            left.set_xlabel(f"loss minus that of the last {tokens_label(window)} tokens, nats per token")
-            span = f"{tokens_label(length - results.study.quarter)}-{tokens_label(length)}"
-            draw_grid(left, f"{span}: left of the line is better than dropping the old text", axis="x")
-            right.set_xticks(range(len(DEPTHS)), [f"{100 * depth:g}" for depth in DEPTHS])
-            right.set_xlim(-0.7, len(DEPTHS) - 0.3)
-            right.tick_params(axis="y", length=0)
-            right.set_xlabel("depth, percent")
-            asked = f", of {results.study.trials}" if results.study.trials else ": not asked"
-            draw_grid(right, f"passkeys found{asked}", axis="x")
+        shares = (3, 1)[:columns]
+        grid = figure.subplots(
+            len(lengths), columns, squeeze=False, sharey="row", height_ratios=heights, width_ratios=shares
+        )
+        for panels, (length, (window, rows)) in zip(grid, found.items(), strict=True):
+            draw_losses(
+                panels[0], rows, window, f"{tokens_label(length - results.study.quarter)}-{tokens_label(length)}"
+            )
+            for panel in panels[1:]:
+                draw_keys(panel, rows)
+
+
+def draw_losses(panel: Any, rows: Sequence[Found], window: int, span: str) -> None:
+    """Losses at the end with 95 percent intervals; named on the left."""
+    panel.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
+    for place, one in enumerate(rows):
+        panel.errorbar(one.end.mean, place, xerr=one.end.margin, fmt="o", ms=6, lw=1.6, color=colour_of(one))
+    panel.set_yticks(range(len(rows)), [one.reading.label for one in rows])
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    panel.tick_params(axis="y", length=0)
+    panel.set_xlabel(f"loss minus that of the last {tokens_label(window)} tokens, nats per token")
+    draw_grid(panel, f"{span}: left of the line is better than dropping the old text", axis="x")
+
+
+def draw_keys(panel: Any, rows: Sequence[Found]) -> None:
+    """Passkeys found by depth: a circle that is the fuller, the more of them."""
+    for place, one in enumerate(rows):
+        for depth, count in enumerate(one.keys):
+            panel.scatter(depth, place, s=90, facecolor="white", edgecolor=colour_of(one), lw=1.2)
+            panel.scatter(depth, place, s=90 * count / one.asked, color=colour_of(one), lw=0)
+    panel.set_xticks(range(len(DEPTHS)), [f"{100 * depth:g}" for depth in DEPTHS])
+    panel.set_xlim(-0.7, len(DEPTHS) - 0.3)
+    panel.tick_params(axis="y", length=0)
+    panel.set_xlabel("depth, percent")
+    draw_grid(panel, f"passkeys found, of {rows[0].asked}", axis="x")
+
+
+def colour_of(one: Found) -> str:
+    """The method's, whatever its parameters."""
+    return COLOURS.get(one.reading.name.split()[0], INK)
 
 
 @grouped
