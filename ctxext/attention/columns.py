@@ -43,7 +43,7 @@ from ctxext.attention.base import Call, expand_heads
 from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["COLUMNS", "HALF_RANGE", "alibi_columns", "layout_columns", "with_columns"]
+__all__ = ["COLUMNS", "HALF_RANGE", "alibi_columns", "layout_columns", "with_columns", "with_score_columns"]
 
 COLUMNS = 8
 """Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""
@@ -138,6 +138,19 @@ def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         torch.cat([columns[0], call.q], -1),
         torch.cat([columns[1], expand_heads(call.k, heads)], -1),
         F.pad(expand_heads(call.v, heads), (0, COLUMNS)),
+    )
+
+
+def with_score_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a call whose score is a product of a few more dimensions: these in front of q and k."""
+    assert call.score is not None
+    found, (batch, heads) = call.score.columns(), call.q.shape[:2]
+    room = -found[0].shape[-1] % COLUMNS  # head dimensions are multiples of 8, for fused kernels
+    query, key = (F.pad(part, (0, room)).expand(batch, heads, -1, -1).to(call.q.dtype) for part in found)
+    return (
+        torch.cat([query / call.scale, call.q], -1),
+        torch.cat([key, expand_heads(call.k, heads)], -1),
+        F.pad(expand_heads(call.v, heads), (0, query.shape[-1])),
     )
 
 

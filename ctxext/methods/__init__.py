@@ -13,13 +13,15 @@ from typing import Any, cast
 
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.methods.base import BiasMethod, BucketMethod, Method, RopeMethod, TableMethod
+from ctxext.methods.encoding import EncodingMethod
 from ctxext.registry import discover
 from ctxext.version import __version__
 
 METHODS: dict[str, type[Method]] = discover(sys.modules[__name__], Method)
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 
-__all__ = ["METHODS", "BiasMethod", "BucketMethod", "Method", "RopeMethod", "TableMethod", "method_in", "saved_class"]
+__all__ = ["METHODS", "BiasMethod", "BucketMethod", "EncodingMethod", "Method", "RopeMethod", "TableMethod"]
+__all__ += ["method_in", "saved_class"]
 __all__ += sorted(_CLASSES)
 
 
