@@ -28,8 +28,8 @@ class Learned(EncodingMethod):
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. There are ``target_length`` vectors.
 
-    Source: Gehring et al., arXiv:1705.03122, section 3.1, and as in GPT-2: openai/gpt-2@9b63575, src/model.py, whose
-        vectors are drawn from a normal distribution of about the width of its embeddings'.
+    Source: Gehring et al., arXiv:1705.03122, sections 3.1 and 3.5 (drawn as widely as token embeddings). As in GPT-2:
+        openai/gpt-2@c2dae27, src/model.py, which draws them half as widely.
     """
 
     name: ClassVar[str] = "learned"

@@ -32,7 +32,7 @@ class Shaw(EncodingMethod):
         clip: tokens from which all distances share one vector, at least 1.
 
     Source: Shaw et al., arXiv:1803.02155, section 3: vectors shared by heads, and each layer's its own. Authors' code:
-        tensorflow/tensor2tensor, tensor2tensor/layers/common_attention.py, dot_product_attention_relative.
+        tensorflow/tensor2tensor@75b75f2, tensor2tensor/layers/common_attention.py, dot_product_attention_relative.
     """
 
     name: ClassVar[str] = "shaw"

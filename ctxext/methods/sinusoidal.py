@@ -33,7 +33,7 @@ class Sinusoidal(EncodingMethod):
         amplitude: of the waves, above 0. None makes them as large as token embeddings are when they are new, as in the
             paper; where training made those of a model larger, more is needed.
 
-    Source: Vaswani et al., arXiv:1706.03762, section 3.5. Authors' code: tensorflow/tensor2tensor,
+    Source: Vaswani et al., arXiv:1706.03762, section 3.5. Authors' code: tensorflow/tensor2tensor@75b75f2,
         tensor2tensor/layers/common_attention.py, get_timing_signal_1d, which puts all sines before all cosines.
     """
 

@@ -34,8 +34,8 @@ class T5Bias(EncodingMethod):
         buckets: how many there are, at least 2; the first half of them is for one distance each.
         max_distance: tokens from which all distances share the last bucket, above ``buckets / 2``.
 
-    Source: Raffel et al., arXiv:1910.10683, section 2.1. Authors' code: tensorflow/mesh, mesh_tensorflow/transformer/
-        transformer_layers.py, _relative_position_bucket; the buckets of its causal form.
+    Source: Raffel et al., arXiv:1910.10683, section 2.1. Authors' code: tensorflow/mesh@28bb9c6,
+        mesh_tensorflow/transformer/transformer_layers.py, _relative_position_bucket; the buckets of its causal form.
     """
 
     name: ClassVar[str] = "t5_bias"
