@@ -23,6 +23,7 @@ from ctxext.errors import (
 )
 from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, method_in
 from ctxext.methods.base import is_number, require
+from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.saved import (
     checked_scaling,
@@ -490,8 +491,12 @@ def attention_line(base: PreTrainedModel, name: str | None) -> str:
     like = {"dtype": base.dtype, "device": base.device}
     q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
     slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)
+    need = Call.of(q, k, k, scale=1.0, slopes=slopes).need
+    patched = patched_state(base)
+    if patched is not None and isinstance(patched.method, EncodingMethod):
+        need = replace(need, biased=False, score=patched.method.score_form)
     try:
-        backend, passed_over = select(name, Call.of(q, k, k, scale=1.0, slopes=slopes).need)
+        backend, passed_over = select(name, need)
     except BackendUnavailableError as error:  # a forward pass raises it; a description says it
         return f"{name} ({error})"
     reasons = "; ".join(f"{other}: {why}" for other, why in passed_over.items())

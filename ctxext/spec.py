@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,14 @@ __all__ = [
     "AlibiSpec",
     "Band",
     "BucketSpec",
+    "Carried",
     "Chunks",
     "Description",
+    "EncodingSpec",
     "Extension",
     "Frequencies",
+    "PairScore",
+    "Pairs",
     "Piece",
     "PositionMap",
     "Region",
@@ -90,6 +95,123 @@ class BucketSpec:
     buckets: int
     max_distance: int
     trained_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingSpec:
+    """What a method that brings an encoding of its own may know about a model.
+
+    Args:
+        hidden_size: width of the states between layers.
+        num_heads: query heads.
+        num_kv_heads: key heads; divides ``num_heads``.
+        head_dim: dimensions of a head of queries and keys.
+        num_layers: attention layers.
+        trained_length: tokens that the checkpoint was trained for, at least 1.
+        embedding_std: standard deviation that token embeddings are initialised with, above 0.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    trained_length: int
+    embedding_std: float = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """Numbers of each token, which an encoding has from the states of its layer and which travel with the keys.
+
+    Args:
+        keys: those of every key, in the order of the keys: ``heads`` are the queries' or the keys'.
+        places: which of the keys each query stands at; one row where all rows of the batch are alike.
+        real: which of the keys are tokens; None where all are. What stands elsewhere may be any finite number.
+    """
+
+    keys: Float[Tensor, "batch heads key numbers"]
+    places: Int[Tensor, "rows query"]
+    real: Bool[Tensor, "rows key"] | None = None
+
+    def of_queries(self, keys: Float[Tensor, "batch heads key numbers"]) -> Float[Tensor, "batch heads query numbers"]:
+        """What queries have of something that there is for every key."""
+        places = self.places[:, None, :, None].expand(keys.shape[0], keys.shape[1], -1, keys.shape[3])
+        return keys.gather(2, places)
+
+    def without_padding(self, keys: Float[Tensor, "batch heads key numbers"]) -> Tensor:
+        """The same, with zeros where no token is."""
+        return keys if self.real is None else keys * self.real[:, None, :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The queries and keys of one attention call, for whose pairs an encoding has a score.
+
+    Args:
+        q: queries, as attention gets them.
+        k: keys; ``kv_heads`` divides ``heads``.
+        query_positions: tokens from the start of the document; one row where all rows of the batch are alike.
+        key_positions: likewise. What stands where no token is, is never seen.
+        scale: what attention multiplies ``q . k`` by.
+        visible: for some of the queries, which keys each of them sees: bool ``[rows, queries, key]``.
+        carried: what the encoding carries with the keys; None if it carries nothing.
+    """
+
+    q: Float[Tensor, "batch heads query head_dim"]
+    k: Float[Tensor, "batch kv_heads key head_dim"]
+    query_positions: Int[Tensor, "rows query"]
+    key_positions: Int[Tensor, "rows key"]
+    scale: float
+    visible: Callable[[slice], Tensor]
+    carried: Carried | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What scores are computed in: float32, or float64 where queries are."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def like_scores(self, weight: Tensor) -> Tensor:
+        """A weight where the queries are, and in the dtype that scores are computed in."""
+        return weight.to(self.q.device, self.dtype)
+
+    def distances(self, queries: slice) -> Int[Tensor, "rows queries key"]:
+        """How many tokens each key stands before each of these queries, at least 0."""
+        return (self.query_positions[:, queries, None] - self.key_positions[:, None, :]).clamp(min=0)
+
+
+class PairScore(ABC):
+    """What an encoding adds to the scaled product of every query and key.
+
+    Attention asks for a few queries at a time, so that it is never written out for all pairs, and asks again in the
+    backward pass.
+
+    Attributes of every score:
+        weights: what it is computed from, beside queries, keys and positions; gradients reach them from attention.
+        floats: how many numbers one pair takes while ``rows`` are computed, those of all heads together.
+    """
+
+    weights: tuple[Tensor, ...]
+    floats: int
+
+    @abstractmethod
+    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
+        """What is added for these queries, in float32 or float64; one row where all rows of the batch are alike."""
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """The same as ``query . key`` of a few more dimensions, ``[rows, heads or 1, seq, n]``.
+
+        The same up to a number that all keys of a query have in common, which a softmax does not see. Only scores of
+        low rank have this form.
+        """
+        raise NotImplementedError
+
+    def places(self) -> tuple[Float[Tensor, "batch heads query"], Float[Tensor, "batch heads key"]]:
+        """The same as the place of the query minus the place of the key, in float64, where a score has this form.
+
+        A place is a number of its own in every head, such as a distance that has been gone so far.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

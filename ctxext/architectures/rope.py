@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from ctxext.architectures.base import Architecture
 from ctxext.architectures.rope_alibi import replace_rotation
+from ctxext.architectures.rope_encoding import replace_by_encoding
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
+from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.saved import Scaling, scaling_of
 from ctxext.spec import Extension, Request, RopeSpec
@@ -42,6 +44,8 @@ class Rope(Architecture):
         trained_length = self.known_length(model, request)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(model, method, request, places, layers, trained_length, edits)
+        if isinstance(method, EncodingMethod):
+            return replace_by_encoding(model, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(
                 f"Method {method.name!r} works neither on rotations nor on biases, and this {model.config.model_type} "

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ctxext.architectures.alibi import refuse_halves
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.methods import BiasMethod
+from ctxext.methods import BiasMethod, Method
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
@@ -21,7 +21,7 @@ from ctxext.surgery.rotary import PinnedApply, RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
-__all__ = ["replace_rotation"]
+__all__ = ["replace_rotation", "unrotated"]
 
 BOTH_WAYS = {
     False: "Its tokens see both ways: the score falls with distance, alike to both sides.",
@@ -51,7 +51,7 @@ def replace_rotation(
     if getattr(method, "bias", "exact") != "exact":
         raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
     place, target = places[0], method.target_length(trained_length)
-    rebuild = _unrotated(model, method, place, target, window_fields(text, request, target))
+    rebuild = unrotated(model, method, place, target, window_fields(text, request, target))
     tried = try_install(rebuild, place)
     if tried.failure:
         raise IncompatibleError(f"{refusal}: {tried.failure}.")
@@ -82,8 +82,8 @@ def replace_rotation(
     )
 
 
-def _unrotated(
-    model: PreTrainedModel, method: BiasMethod, place: RotaryPlace, target: int, windows: dict[str, Any]
+def unrotated(
+    model: PreTrainedModel, method: Method, place: RotaryPlace, target: int, windows: dict[str, Any]
 ) -> Rebuild:
     """The model as it is built without rotation."""
     text = text_of(model.config)

@@ -3,10 +3,11 @@
 Layout of tensors is ``[batch, heads, seq, head_dim]``. Keys and values may have fewer heads (GQA): query head ``h``
 reads key head ``h // (heads / kv_heads)``. The result of every backend is::
 
-    score(i, j) = scale * q_i . k_j  -  slopes[h] * distance(i, j)
+    score(i, j) = scale * q_i . k_j  -  slopes[h] * distance(i, j)  +  pair_score(h, i, j)
     out_i       = sum over visible j of softmax_j(score(i, j)) * v_j,      0 where nothing is visible
 
 What is visible, and the distance of two tokens, is the ``Layout``'s rule. Slopes are constants: they get no gradient.
+``pair_score`` is what an encoding adds; what it was computed from gets its gradient. A call has slopes or a score.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
+from ctxext.spec import PairScore
 
-__all__ = ["AttentionBackend", "Call", "Need", "expand_heads"]
+__all__ = ["AttentionBackend", "Call", "Need", "ScoreForm", "expand_heads"]
+
+ScoreForm = Literal["none", "columns", "places", "rows"]
 
 # Queries whose weights the plain form of ``gradients`` writes out at a time.
 ROWS = 256
@@ -50,6 +54,8 @@ class Need:
         key_length: keys per row, unfilled cache slots included.
         training: whether a gradient is needed.
         biased: whether slopes are given.
+        score: in which form an encoding adds a score: ``"none"`` at all; ``"columns"``: a few more dimensions of q and
+            k; ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair.
         order: ``"consecutive"``: blocks of plain causal attention, positions stepping by one; ``"increasing"``: such
             blocks, other steps; ``"free"``: anything else; ``"external"``: an engine decides (``Layout.shard``).
         blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
@@ -70,6 +76,7 @@ class Need:
     key_length: int = 1
     training: bool = False
     biased: bool = False
+    score: ScoreForm = "none"
     order: Literal["consecutive", "increasing", "free", "external"] = "consecutive"
     blocks: bool = False
     window: int | None = None
@@ -77,6 +84,11 @@ class Need:
     compiling: bool = False
     lse: bool = False
     sees: Literal["past", "both"] = "past"
+
+    @property
+    def widened(self) -> bool:
+        """Whether a fused kernel is given a few more dimensions of q and k, as exact as it can be."""
+        return self.biased or self.score in ("columns", "places")
 
     @property
     def cached(self) -> bool:
@@ -95,6 +107,7 @@ class Call:
         layout: where queries and keys stand.
         scale: multiplies ``q . k``; above 0.
         slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
+        score: what an encoding adds; None for nothing.
         window: tokens that a query sees, itself included, at least 1; None for all.
         dropout: probability that a weight is dropped, in [0, 1).
         need: the same without tensors: what a backend is chosen by.
@@ -106,6 +119,7 @@ class Call:
     layout: Layout
     scale: float
     slopes: Float[Tensor, " heads"] | None
+    score: PairScore | None
     window: int | None
     dropout: float
     need: Need
@@ -120,6 +134,7 @@ class Call:
         *,
         scale: float,
         slopes: Tensor | None = None,
+        score: PairScore | None = None,
         window: int | None = None,
         dropout: float = 0.0,
         lse: bool = False,
@@ -132,6 +147,8 @@ class Call:
             InvalidParameterError: for arguments that contradict each other or lie outside their range.
         """
         _require_tensors(q, k, v)
+        if score is not None and (slopes is not None or lse):
+            raise InvalidParameterError("A call with a score has no slopes beside it, and is no piece of another one.")
         if layout is None:
             layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
         _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
@@ -151,8 +168,9 @@ class Call:
             kv_heads=k.shape[1],
             query_length=q.shape[2],
             key_length=k.shape[2],
-            training=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            training=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *_weights(score))),
             biased=slopes is not None,
+            score=_form_of(score, q.dtype),
             order=order,
             blocks=not layout.whole,
             window=window,
@@ -161,7 +179,22 @@ class Call:
             lse=lse,
             sees=layout.sees,
         )
-        return cls(q=q, k=k, v=v, layout=layout, scale=scale, slopes=slopes, window=window, dropout=dropout, need=need)
+        how: dict[str, Any] = {"scale": scale, "slopes": slopes, "score": score, "window": window, "dropout": dropout}
+        return cls(q=q, k=k, v=v, layout=layout, need=need, **how)
+
+
+def _weights(score: PairScore | None) -> tuple[Tensor, ...]:
+    return () if score is None else score.weights
+
+
+def _form_of(score: PairScore | None, dtype: torch.dtype) -> ScoreForm:
+    """In which form a score reaches the backend; columns are as exact as q, so 16 bits are too few for them."""
+    if score is None:
+        return "none"
+    if type(score).places is not PairScore.places:
+        return "places"
+    is_wide = dtype in (torch.float32, torch.float64)
+    return "columns" if is_wide and type(score).columns is not PairScore.columns else "rows"
 
 
 class AttentionBackend(ABC):
@@ -169,6 +202,8 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none",)
+    """The forms of an encoding's score that it adds."""
 
     def why_never(self) -> str | None:
         """Return why no call at all can be served in this process, such as a missing package; else None."""
@@ -186,6 +221,10 @@ class AttentionBackend(ABC):
             return "attention in pieces is for tokens that see the past alone."
         if need.lse and need.order == "external":
             return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
+        if need.score not in self.scores:
+            return "it adds no score to pairs of tokens, as this encoding has it. 'sdpa' and 'reference' do."
+        if need.score != "none" and need.order == "external":
+            return "a score is for the keys at hand, and an engine around a sharded layout brings others."
         return self.why_not(need)
 
     def with_lse(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
+from ctxext.attention.base import AttentionBackend, Call, Need, ScoreForm, expand_heads
 
 __all__ = ["Reference"]
 
@@ -22,6 +22,7 @@ class Reference(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     summary: ClassVar[str] = "full float32 score matrix: slow, obvious, the oracle"
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
 
     def why_not(self, need: Need) -> str | None:
         if need.order == "external":
@@ -35,6 +36,8 @@ class Reference(AttentionBackend):
         scores = q.to(dtype) @ k.transpose(-1, -2) * call.scale
         if call.slopes is not None:
             scores = scores - call.slopes.to(dtype)[None, :, None, None] * layout.distances()[:, None]
+        if call.score is not None:
+            scores = scores + call.score.rows(slice(None)).to(dtype)
         hidden = ~layout.visible(call.window)[:, None]
         # A row of -inf only would be NaN in the softmax and in its gradient: let it see everything, then erase it.
         nothing = hidden.all(-1, keepdim=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
-from ctxext.attention.columns import with_columns
+from ctxext.attention.base import AttentionBackend, Call, Need, ScoreForm, expand_heads
+from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
 
 __all__ = ["Sdpa", "kernel_order"]
@@ -22,7 +22,7 @@ __all__ = ["Sdpa", "kernel_order"]
 aten = torch.ops.aten
 
 BIAS_BYTES = 64 * 2**20
-"""Memory for the bias of tokens that see both ways, which is written out for as many queries at a time as fit."""
+"""Memory for a bias or a score of pairs, which is written out for as many queries at a time as fit."""
 
 
 def kernel_order(need: Need) -> list[SDPBackend]:
@@ -33,7 +33,7 @@ def kernel_order(need: Need) -> list[SDPBackend]:
     """
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     order = [SDPBackend.CUDNN_ATTENTION, *fused] if need.capability == (9, 0) else [*fused, SDPBackend.CUDNN_ATTENTION]
-    return order if need.biased and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
+    return order if need.widened and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Sdpa(AttentionBackend):
     One would pick it nearly always. Blocks of plain causal attention (padding, packing, caches) run without a mask,
     each on its own; a short query over a long cache takes a bias of one row per query; what is left takes a mask of
     one byte per pair. With slopes, key heads are repeated to the number of query heads (linear memory). Where tokens
-    see both ways, slopes are a bias that is written out for some queries at a time (linear memory, slower kernels).
+    see both ways, slopes are a bias that is written out for some queries at a time (linear memory, slower kernels); so
+    is the score of an encoding, unless a few more dimensions of q and k can carry it.
 
     Args:
         block_overhead: pairs of tokens that one more kernel call is worth; blocks are used where they save more.
@@ -52,6 +53,7 @@ class Sdpa(AttentionBackend):
     """
 
     name: ClassVar[str] = "sdpa"
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
     summary: ClassVar[str] = "torch's fused kernels; ALiBi as extra columns of q and k"
 
     block_overhead: int | None = None
@@ -60,8 +62,8 @@ class Sdpa(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.dropout and need.device == "cpu":
             return "its CPU kernel has no attention dropout. Set attention_dropout to 0, or take 'reference'."
-        if need.biased and need.device == "mps":
-            return "ALiBi columns are computed in float64, which MPS does not have."
+        if need.widened and need.device == "mps":
+            return "ALiBi columns and their like are computed in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
         if need.order == "external" and need.window is not None:
@@ -73,17 +75,28 @@ class Sdpa(AttentionBackend):
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
         kernel = _Kernel(call.need, call.scale, call.dropout)
         q, k, v, layout = call.q, call.k, call.v, call.layout
-        if q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]:
+        is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
+        if call.need.score == "rows" or (call.need.score == "places" and is_short):
+            return _by_rows(replace(kernel, need=replace(call.need, score="rows")), call)
+        if call.need.score == "places" and call.need.training and q.dtype in (torch.bfloat16, torch.float16):
+            # Gradients of places are summed over all later tokens: in 16 bits, those of columns are mostly rounding.
+            wide = {name: getattr(call, name).float() for name in ("q", "k", "v")}
+            return self.attend(replace(call, **wide, need=replace(call.need, dtype=torch.float32))).to(q.dtype)
+        if call.score is None and is_short:
             return _dense(kernel, call)
         if call.slopes is not None and layout.sees == "both":
             return _by_distance(kernel, call)
         if call.slopes is not None:
             q, k, v = with_columns(call)
+        elif call.need.score == "places":
+            q, k, v = with_place_columns(call)
+        elif call.score is not None:
+            q, k, v = with_score_columns(call)
         if call.window is None and layout.spans is not None and self._blocks_pay(layout):
             out = _by_blocks(kernel, q, k, v, layout.spans, layout.sees == "past")
         else:
             out = _masked(kernel, q, k, v, layout, call.window)
-        return out[..., : call.need.head_dim] if call.slopes is not None else out
+        return out[..., : call.need.head_dim] if out.shape[-1] > call.need.head_dim else out
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
@@ -180,7 +193,7 @@ class _Kernel:
     def _kernels(self) -> contextlib.AbstractContextManager[object]:
         if self.need.device == "cuda":
             return sdpa_kernel(kernel_order(self.need), set_priority=True)
-        if self.need.device == "cpu" and self.need.biased:
+        if self.need.device == "cpu" and self.need.widened:
             return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
         return contextlib.nullcontext()
 
@@ -275,9 +288,13 @@ def _masked(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, wi
 def _bias(distances: Tensor, slopes: Tensor, q: Tensor) -> Tensor:
     """What is added to scores, ``[batch, heads, query, key]``."""
     bias = -slopes.double()[None, :, None, None] * distances[:, None].double()
+    return bias.to(_bias_dtype(q))
+
+
+def _bias_dtype(q: Tensor) -> torch.dtype:
     # CPU kernels add a float32 bias to 16-bit scores; CUDA's want q's dtype, where this relative form is as
     # good: a rounding of 2^-9 of the bias matters only where the weight is already small.
-    return bias.to(q.dtype if q.device.type != "cpu" or q.dtype == torch.float64 else torch.float32)
+    return q.dtype if q.device.type != "cpu" or q.dtype == torch.float64 else torch.float32
 
 
 def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
@@ -314,6 +331,41 @@ def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
         found = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
         parts.append(found)
     return torch.cat(parts, 2)
+
+
+def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
+    """The score of an encoding, written out for some queries at a time; a backward pass makes it anew.
+
+    Fused kernels hand no gradient on to what they are given as a bias, so where one is needed softmax is spelled out.
+    """
+    assert call.score is not None
+    score, layout, q = call.score, call.layout, call.q
+    heads, length = q.shape[1], q.shape[2]
+    k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
+    size = max(1, BIAS_BYTES // (4 * score.floats * layout.batch * k.shape[2]))
+
+    def attend(rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        visible = layout.visible(call.window, queries=rows)[:, None]
+        some = visible.any(-1, keepdim=True)
+        bias = score.rows(rows).masked_fill(~(visible | ~some), -torch.inf)
+        if bias.requires_grad:
+            return torch.where(some, _spelled_out(kernel, q, k, v, bias), 0.0)
+        return torch.where(some, kernel(q, k, v, bias.to(_bias_dtype(q))), 0.0)
+
+    parts = []
+    for start in range(0, length, size):
+        rows = slice(start, min(start + size, length))
+        arguments = (rows, q[:, :, rows], k, v)
+        found = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
+        parts.append(found)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _spelled_out(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention of these queries, whose bias gets a gradient: ``[batch, heads, query, head_dim]`` in q's dtype."""
+    scores = (q @ k.transpose(-1, -2)).to(bias.dtype) * kernel.scale + bias
+    weights = torch.dropout(torch.softmax(scores, -1), kernel.dropout, train=kernel.dropout > 0)
+    return weights.to(q.dtype) @ v
 
 
 def _dense(kernel: _Kernel, call: Call) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from ctxext.saved import (
     version_of,
 )
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.encodings import building_encodings
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
 from ctxext.surgery.rope_types import without_guard
@@ -158,7 +159,8 @@ def load(
                 f"{place} carries no extension to restore. Say which one to apply, as in "
                 f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
             )
-        return attached(_read_model(place, config, loading, auto_class), place, _one_backend(attention))
+        model = _read_model(place, config, loading, auto_class, restored=True)
+        return attached(model, place, _one_backend(attention))
     if saved is not None:
         sides = saved_sides(saved)
         for name, one in sides.items() or [("", saved)]:
@@ -232,9 +234,9 @@ def _read_config(place: str, loading: dict[str, Any]) -> Any:
 
 
 def _read_model(
-    place: str, config: PreTrainedConfig, loading: dict[str, Any], auto_class: Any = None
+    place: str, config: PreTrainedConfig, loading: dict[str, Any], auto_class: Any = None, *, restored: bool = False
 ) -> PreTrainedModel:
-    """Load the weights into the model that ``config`` says.
+    """Load the weights into the model that ``config`` says, with those of its own encoding where it was saved so.
 
     Raises:
         CheckpointError: no safetensors weights there, or unreadable ones.
@@ -242,6 +244,9 @@ def _read_model(
     """
     chosen = model_class(config, auto_class)
     config = config_of(config, chosen)
+    as_plain: Callable[[Any], None] = _as_it_is
+    if restored:
+        chosen, as_plain = building_encodings(chosen, config)
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
@@ -258,12 +263,17 @@ def _read_model(
             raise
         names = {field.name for method in METHODS.values() for field in fields(method)}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
+    model: PreTrainedModel = found[0] if telling else found
+    as_plain(model)
     if not telling:  # a class that was asked for may have a head that is new
-        model: PreTrainedModel = found
         return model
-    model, said = found
+    said = found[1]
     refuse_lacking(place, model, sorted(said["missing_keys"]))
     return model
+
+
+def _as_it_is(model: Any) -> None:
+    """Leaves a model alone."""
 
 
 def refuse_lacking(place: str | os.PathLike[str], model: PreTrainedModel, lacking: list[str]) -> None:

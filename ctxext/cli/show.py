@@ -16,7 +16,7 @@ from ctxext.checkpoints.export import TARGETS
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.cli.options import in_flags
-from ctxext.methods import METHODS, BucketMethod, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
@@ -36,9 +36,9 @@ COLUMNS = ("method", "what it does", "pick it", "dynamic", "stock form on a Llam
 
 
 def method_rows() -> list[dict[str, str]]:
-    """One row per method, from what the methods themselves say."""
+    """One row per method, from what the methods themselves say; those that bring an encoding of their own come last."""
     rows = []
-    for name, kind in METHODS.items():
+    for name, kind in sorted(METHODS.items(), key=lambda item: issubclass(item[1], EncodingMethod)):
         example = kind.example(LLAMA)
         dynamic = "yes" if example.dynamic else "no"
         cells = (name, kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
@@ -49,7 +49,10 @@ def method_rows() -> list[dict[str, str]]:
 def methods_table() -> Table:
     """The methods, for a terminal: one paragraph each."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
+    first = next(row["method"] for row in method_rows() if issubclass(METHODS[row["method"]], EncodingMethod))
     for row in method_rows():
+        if row["method"] == first:
+            table.add_row("", Text("In the place of rotation, to be trained:", style="bold"))
         what = Text(row["what it does"] + "\n")
         what.append(f"Pick it {row['pick it']}.\n".replace("`", ""))
         what.append(

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, cast
 
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.methods.base import BiasMethod, BucketMethod, Method, RopeMethod, TableMethod
+from ctxext.methods.encoding import EncodingMethod
 from ctxext.registry import discover
 from ctxext.version import __version__
 
@@ -23,6 +24,7 @@ __all__ = [
     "METHODS",
     "BiasMethod",
     "BucketMethod",
+    "EncodingMethod",
     "Method",
     "RopeMethod",
     "TableMethod",

@@ -70,7 +70,7 @@ def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
     Rotation leaves queries and keys in float32 there, and values as their projection made them.
     """
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # a dry run computes nothing in any dtype
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(part if part.dtype is torch.float64 else part.to(dtype) for part in tensors)

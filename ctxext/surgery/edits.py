@@ -33,7 +33,7 @@ class Edits:
 
     The journal holds data, never closures: ``copy.deepcopy`` and ``pickle`` of a patched model carry it along and
     the copy can be undone by itself. Parameters are replaced by one verb and refused by all others, so that values of
-    ``state_dict`` cannot change by accident, and its keys not at all.
+    ``state_dict`` cannot change by accident. Its keys change by one verb, ``attach``, which adds some.
     """
 
     def __init__(self) -> None:
@@ -82,6 +82,17 @@ class Edits:
             raise TypeError(f"{type(owner).__name__}.{name} is no weight; set it instead.")
         self._entries.append((owner, name, old, False))
         owner._parameters[name] = weight
+
+    def attach(self, owner: nn.Module, name: str, module: nn.Module) -> None:
+        """Add ``module`` to ``owner`` under a name that is free, or that it has already; undone by deleting it.
+
+        Raises:
+            TypeError: if ``owner`` has something else of that name.
+        """
+        if getattr(owner, name, module) is not module:
+            raise TypeError(f"{type(owner).__name__}.{name} is there already; attach adds, and replaces nothing.")
+        self._entries.append((owner, name, _Absent.ABSENT, False))
+        owner.add_module(name, module)
 
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
         """Call ``before`` and ``after`` around each of a module's forward passes, as torch's hooks with keywords.

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from ctxext.adapters import keep_extension, read_extension, require_trained_on
 from ctxext.errors import IncompatibleError
+from ctxext.methods.encoding import Encoding
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["attach_lora", "linear_layers", "merged", "norm_layers", "reattach_lora", "trained_weights"]
+__all__ = ["attach_lora", "encodings", "linear_layers", "merged", "norm_layers", "reattach_lora", "trained_weights"]
 
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then
@@ -50,7 +51,8 @@ def attach_lora(
     What is trained is held in float32: an update of 1e-4 of a weight would be rounded away in bfloat16. What the
     trained norms and embeddings put out is brought back to the model's own dtype, so that training computes what the
     finished model will compute. Train under autocast of that dtype (``TrainingArguments(bf16=True)``). However the
-    adapter is saved, the extension of a patched model is saved beside it.
+    adapter is saved, the extension of a patched model is saved beside it. The weights that a method brought along (an
+    encoding in the place of rotation) are trained whole.
 
     Args:
         model: a transformers causal language model.
@@ -77,6 +79,7 @@ def attach_lora(
     trained = set(norm_layers(causal)) if norms else set()
     if embeddings:
         trained |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
+    trained |= set(encodings(causal))
     layers = linear_layers(causal, targets)
     if whole:
         trained |= {name for name, module in causal.named_modules() if _is_linear(module) and _ends_in(name, layers)}
@@ -150,6 +153,15 @@ def norm_layers(model: nn.Module) -> list[str]:
         if "norm" in type(module).__name__.lower()
         and not list(module.children())
         and {weight.dim() for weight in module.parameters()} == {1}
+    ]
+
+
+def encodings(model: nn.Module) -> list[str]:
+    """Full names of the encodings that a method brought along, where they have weights."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Encoding) and next(module.parameters(), None) is not None
     ]
 
 

@@ -8,7 +8,7 @@ from ctxext.architectures import find_architecture
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.base import why_absent
 from ctxext.errors import IncompatibleError
-from ctxext.methods import METHODS, BiasMethod, BucketMethod, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.surgery.sides import sides_of
 
@@ -21,6 +21,7 @@ GROUPS: dict[str, type[Method]] = {
     "slopes": BiasMethod,
     "rows": TableMethod,
     "buckets": BucketMethod,
+    "encodings": EncodingMethod,
 }
 
 NO_POSITIONS, OTHER = "none", "other"

@@ -1,0 +1,75 @@
+"""Positions that count what the query is looking for, not tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ctxext.methods.base import require
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.spec import EncodingSpec, Pairs, PairScore
+
+__all__ = ["CoPE"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoPE(EncodingMethod):
+    """Let each query count the tokens that its gate opens for, from itself back to the key, as the key's position.
+
+    Pick it for tasks in which distance is counted in words, sentences or items rather than tokens: the paper's models
+    count, copy and find the last of something where rotation cannot. What is lost: the score of a pair depends on all
+    keys between the two, so scores are computed once more before attention, for some queries at a time, and no fused
+    kernel can do it. Counts above ``places - 1`` are one. The model needs training.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
+            the places do not depend on it.
+        places: how many counts there is a learned vector for, from 0 on, at least 2; between two of them it is mixed.
+
+    Source: Golovneva et al., arXiv:2405.18719, section 4. Authors' code: facebookresearch/RAM@e6f051f,
+        projects/cope/src/cope/context_position.py. Vectors begin at zero, shared by heads, others in each layer.
+    """
+
+    name: ClassVar[str] = "cope"
+    summary: ClassVar[str] = "positions count the tokens that a query's gate opens for"
+    source: ClassVar[str] = "arXiv:2405.18719"
+    shared: ClassVar[bool] = False
+    form: ClassVar[EncodingForm] = "rows"
+
+    places: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(isinstance(self.places, int) and self.places >= 2, "places", self.places, "a number, at least 2")
+
+    def build(self, spec: EncodingSpec) -> Encoding:
+        return _Counts(self.places, spec.head_dim)
+
+
+class _Counts(Encoding):
+    def __init__(self, places: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(places, head_dim))
+
+    def score(self, pairs: Pairs) -> PairScore:
+        return _ByCount(pairs, self.weight)
+
+
+class _ByCount(PairScore):
+    def __init__(self, pairs: Pairs, weight: Tensor) -> None:
+        self.pairs, self.weights, self.floats = pairs, (weight,), 8 * pairs.q.shape[1]
+
+    def rows(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
+        vectors, scale = self.pairs.like_scores(self.weights[0]), self.pairs.scale
+        asking = self.pairs.q[:, :, queries].to(vectors.dtype)
+        keys = self.pairs.k.to(vectors.dtype).repeat_interleave(asking.shape[1] // self.pairs.k.shape[1], 1)
+        gates = torch.sigmoid(asking @ keys.transpose(-1, -2) * scale) * self.pairs.visible(queries)[:, None]
+        counts = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(vectors) - 1)
+        by_place, below = asking @ vectors.T * scale, counts.detach().floor()
+        share = counts - below
+        low, high = (by_place.gather(-1, place.long()) for place in (below, counts.detach().ceil()))
+        return low + share * (high - low)

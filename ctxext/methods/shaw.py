@@ -1,0 +1,73 @@
+"""One learned vector per distance, which queries are multiplied with: the first relative encoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ctxext.methods.base import require
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.spec import EncodingSpec, Pairs, PairScore
+
+__all__ = ["Shaw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shaw(EncodingMethod):
+    """Add to each key a learned vector for its distance, in the place of rotation.
+
+    Pick it to see where relative encodings began: what a distance means depends on the query, and all tokens farther
+    than ``clip`` are alike, so that nothing is out of range in longer texts. What is lost: those far tokens cannot be
+    told apart, and scores of pairs are written out for some queries at a time. Of the paper's two parts this is the one
+    for keys; that for values is left out, which the paper found to change little (its table 3). The model needs
+    training.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
+            the vectors do not depend on it.
+        clip: tokens from which all distances share one vector, at least 1.
+
+    Source: Shaw et al., arXiv:1803.02155, section 3: vectors shared by heads, and each layer's its own. Authors' code:
+        tensorflow/tensor2tensor@75b75f2, tensor2tensor/layers/common_attention.py, dot_product_attention_relative.
+    """
+
+    name: ClassVar[str] = "shaw"
+    summary: ClassVar[str] = "queries times a learned vector per distance"
+    source: ClassVar[str] = "arXiv:1803.02155"
+    shared: ClassVar[bool] = False
+    form: ClassVar[EncodingForm] = "rows"
+
+    clip: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(isinstance(self.clip, int) and self.clip >= 1, "clip", self.clip, "a number of tokens, at least 1")
+
+    def build(self, spec: EncodingSpec) -> Encoding:
+        return _DistanceVectors(self.clip, spec.head_dim)
+
+
+class _DistanceVectors(Encoding):
+    def __init__(self, clip: int, head_dim: int) -> None:
+        super().__init__()
+        # Keys behind the query, for which the paper has vectors too, are not seen.
+        self.weight = nn.Parameter(torch.empty(clip + 1, head_dim))
+        nn.init.xavier_uniform_(self.weight)
+
+    def score(self, pairs: Pairs) -> PairScore:
+        return _ByQuery(pairs, self.weight)
+
+
+class _ByQuery(PairScore):
+    def __init__(self, pairs: Pairs, weight: Tensor) -> None:
+        self.pairs, self.weights, self.floats = pairs, (weight,), 2 * pairs.q.shape[1] + 2
+
+    def rows(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
+        vectors = self.pairs.like_scores(self.weights[0])
+        by_distance = self.pairs.q[:, :, queries].to(vectors.dtype) @ vectors.T * self.pairs.scale
+        distances = self.pairs.distances(queries).clamp(max=len(vectors) - 1)
+        return by_distance.gather(-1, distances[:, None].expand(*by_distance.shape[:3], -1))

@@ -1,0 +1,84 @@
+"""One learned score per head and bucket of distances: what T5 tells its positions by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ctxext.methods.base import require
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+from ctxext.spec import EncodingSpec, Pairs, PairScore
+
+__all__ = ["T5Bias"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Bias(EncodingMethod):
+    """Add a learned number to each score, one per head and bucket of distances, in the place of rotation.
+
+    Pick it for a relative encoding that learns for itself how scores fall with distance, and reads a little beyond its
+    training: in the ALiBi paper it lies between ALiBi and rotation there. Near tokens have a bucket each, far ones
+    share buckets that grow with the logarithm of the distance, and all beyond ``max_distance`` share the last. What is
+    lost: scores of pairs are written out for some queries at a time, which fused kernels need not; and far tokens of
+    one bucket cannot be told apart. The model needs training.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
+            the buckets do not depend on it.
+        buckets: how many there are, at least 2; the first half of them is for one distance each.
+        max_distance: tokens from which all distances share the last bucket, above ``buckets / 2``.
+
+    Source: Raffel et al., arXiv:1910.10683, section 2.1. Authors' code: tensorflow/mesh@28bb9c6,
+        mesh_tensorflow/transformer/transformer_layers.py, _relative_position_bucket; the buckets of its causal form.
+    """
+
+    name: ClassVar[str] = "t5_bias"
+    summary: ClassVar[str] = "a learned score per bucket of distances, as T5 has"
+    source: ClassVar[str] = "arXiv:1910.10683"
+    form: ClassVar[EncodingForm] = "rows"
+
+    buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(isinstance(self.buckets, int) and self.buckets >= 2, "buckets", self.buckets, "a number, at least 2")
+        is_far = isinstance(self.max_distance, int) and self.max_distance > self.buckets // 2
+        require(
+            is_far, "max_distance", self.max_distance, f"a number of tokens above buckets / 2 = {self.buckets / 2:g}"
+        )
+
+    def build(self, spec: EncodingSpec) -> Encoding:
+        return _Buckets(self, spec)
+
+
+class _Buckets(Encoding):
+    def __init__(self, method: T5Bias, spec: EncodingSpec) -> None:
+        super().__init__()
+        self.starts = starts_of(method.buckets, method.max_distance)
+        self.weight = nn.Parameter(torch.randn(spec.num_heads, method.buckets) * spec.hidden_size**-0.5)
+
+    def score(self, pairs: Pairs) -> PairScore:
+        table = pairs.like_scores(self.weight)
+        starts = torch.tensor(self.starts, device=table.device)
+        return ByDistance(pairs, partial(_looked_up, table, starts), (self.weight,), 2 * table.shape[0])
+
+
+def starts_of(buckets: int, max_distance: int) -> list[int]:
+    """The distance at which each bucket but the first begins."""
+    near = buckets // 2
+    # The bucket of n >= near is near + floor(ln(n / near) / ln(max_distance / near) * (buckets - near)).
+    far = [near * (max_distance / near) ** (step / (buckets - near)) for step in range(1, buckets - near)]
+    return [*range(1, near + 1), *(math.ceil(start - 1e-9) for start in far)]
+
+
+def _looked_up(
+    table: Float[Tensor, "heads buckets"], starts: Int[Tensor, " later"], distances: Int[Tensor, "*shape"]
+) -> Float[Tensor, " heads *shape"]:
+    return table[:, torch.bucketize(distances, starts, right=True)]

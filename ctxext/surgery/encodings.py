@@ -1,0 +1,269 @@
+"""Encodings on a live model: modules of their own, and what hands them positions, queries and keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ctxext.attention import Call, Layout
+from ctxext.errors import IncompatibleError
+from ctxext.methods import METHODS
+from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.spec import Carried, EncodingSpec, Pairs
+from ctxext.surgery.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.override import ForwardOverride
+from ctxext.surgery.positions import LayoutMask, layout_of
+from ctxext.surgery.probe import FAILURES, forward_without_data
+from ctxext.surgery.rebuild import Rebuild, rotaries, without_weights
+from ctxext.surgery.rotary import RotaryPlace
+from ctxext.surgery.texts import text_of
+from ctxext.surgery.travelling import Travelling
+
+__all__ = [
+    "ENCODING",
+    "EncodingAttend",
+    "building_encodings",
+    "encoding_fingerprint",
+    "install_encoding",
+    "spec_of",
+    "why_not_run",
+]
+
+ENCODING = "ctxext_encoding"
+"""The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
+
+ModelClass = TypeVar("ModelClass", bound=type[PreTrainedModel])
+
+
+@dataclass
+class EncodingAttend:
+    """Attention of one layer, with what an encoding adds to its scores.
+
+    Args:
+        owner: the module that the encoding is attached to. It is looked up there at every call: adapters put another
+            in its place.
+        backends: compute it.
+    """
+
+    owner: nn.Module
+    backends: Backends
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        q, k, v = as_autocast_wants(q, k, v)
+        layout = mask.layout
+        rows = slice(0, 1) if layout.whole and layout.consecutive else slice(None)  # there all rows are alike
+
+        def visible(queries: slice) -> Tensor:
+            return layout.visible(window, queries=queries)
+
+        pairs = Pairs(
+            q,
+            k,
+            layout.query_positions[rows],
+            layout.key_positions[rows],
+            scale,
+            visible,
+            None if mask.travels is None else _carried(mask.travels, k, layout, rows),
+        )
+        score = getattr(self.owner, ENCODING).score(pairs)
+        call = Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
+        return self.backends.for_(call.need).run(call)
+
+
+def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> Carried:
+    """What travelled with the keys of a call.
+
+    Raises:
+        IncompatibleError: if the keys are not those that it travelled with.
+    """
+    numbers = travels.numbers
+    if numbers.shape[2] != keys.shape[2]:
+        raise IncompatibleError(
+            f"A layer attends to {keys.shape[2]} keys, of which {numbers.shape[2]} are its own: it takes those of "
+            f"another layer or cache, and what this encoding has for each token did not travel with them."
+        )
+    real = None if layout.key_documents is None else layout.key_documents[rows] >= 0
+    return Carried(numbers, layout.places()[rows], real)
+
+
+@dataclass
+class CarryingForward(ForwardOverride):
+    """Stands in for the ``forward`` of an attention layer whose encoding has numbers of each token.
+
+    They go with the mask to the attention function, and with the keys through a cache, if there is one.
+
+    Args:
+        owner: the module that the encoding is attached to.
+    """
+
+    owner: nn.Module | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        given = dict(self.given(args, kwargs))
+        name = "attention_mask" if given.get("ctxext_layout") is None else "ctxext_layout"
+        travels = Travelling(getattr(self.owner, ENCODING).carried(given["hidden_states"]))
+        given[name] = layout_of(given.get(name)).carrying(travels)
+        for cache in [key for key, value in given.items() if isinstance(value, Cache)]:
+            given[cache] = travels.through(given[cache])
+        return self.run(**given)
+
+
+@dataclass
+class AddedForward(ForwardOverride):
+    """Stands in for the ``forward`` of the first layer: adds to its input what an encoding has for each position.
+
+    Positions are the layout's, in which padding counts for nothing and packed documents begin at 0.
+
+    Args:
+        owner: the module that the encoding is attached to.
+    """
+
+    owner: nn.Module | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        given = self.given(args, kwargs)
+        mask = given.get("ctxext_layout")
+        layout = layout_of(given.get("attention_mask") if mask is None else mask).layout
+        states: Tensor = given["hidden_states"]
+        added = getattr(self.owner, ENCODING).added(layout.query_positions)
+        states = states + added.to(states.device, states.dtype)
+        if args:
+            return self.run(states, *args[1:], **kwargs)
+        return self.run(**kwargs | {"hidden_states": states})
+
+
+def spec_of(model: PreTrainedModel, trained_length: int) -> EncodingSpec:
+    """What a method for encodings may know about a rotary model."""
+    text = text_of(model.config)
+    heads = text.num_attention_heads
+    return EncodingSpec(
+        hidden_size=text.hidden_size,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_layers=text.num_hidden_layers,
+        trained_length=trained_length,
+        embedding_std=getattr(text, "initializer_range", None) or 0.02,
+    )
+
+
+def encoding_fingerprint(method: EncodingMethod, spec: EncodingSpec) -> str:
+    """12 hexadecimal digits that two models share exactly when the same weights make the same encoding of them."""
+    said = json.dumps([method.to_dict(), asdict(spec)], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+
+def install_encoding(
+    model: PreTrainedModel,
+    place: RotaryPlace,
+    method: EncodingMethod,
+    spec: EncodingSpec,
+    backends: Backends,
+    edits: Edits,
+) -> int:
+    """Attach the encoding, and let attention and the first layer ask it; return how many weights it brings.
+
+    Encodings that are attached already, because a checkpoint was loaded with theirs, stay.
+    """
+    decoder = decoder_of(model, place)
+    layers = attention_layers(decoder)
+    install_attention(model, place, EncodingAttend(decoder, backends), edits)
+    for owner in _owners(decoder, method):
+        found = getattr(owner, ENCODING, None)
+        edits.attach(owner, ENCODING, _built(method, spec, owner) if found is None else found)
+    if not method.shared:
+        for layer in layers:
+            edits.set(layer, "_ctxext_attend", EncodingAttend(layer, backends))
+    if method.carries:
+        for layer in layers:
+            owner = decoder if method.shared else layer
+            edits.set(layer, "forward", CarryingForward(layer, layer.__dict__.get("forward"), owner))
+    if method.form == "added":
+        first = _block_of(decoder, layers[0])
+        edits.set(first, "forward", AddedForward(first, first.__dict__.get("forward"), decoder))
+    return sum(weight.numel() for owner in _owners(decoder, method) for weight in getattr(owner, ENCODING).parameters())
+
+
+def why_not_run(rebuild: Rebuild, place: RotaryPlace, method: EncodingMethod, spec: EncodingSpec) -> str | None:
+    """Why a rebuilt model would not run with the encoding, seen on one that has no data; None if it would."""
+    twin = without_weights(rebuild.model, rebuild.config).eval()
+    try:
+        install_encoding(twin, place, method, spec, Backends(), Edits())
+        forward_without_data(decoder_of(twin, place))
+    except FAILURES as error:
+        return f"its own code fails with it ({type(error).__name__}: {error})"
+    return None
+
+
+def _owners(decoder: nn.Module, method: EncodingMethod) -> list[nn.Module]:
+    return [decoder] if method.shared else attention_layers(decoder)
+
+
+def _built(method: EncodingMethod, spec: EncodingSpec, owner: nn.Module) -> Encoding:
+    """A new encoding, where its owner's weights are and in their dtype, as if the model had been made with it."""
+    like = next(weight for weight in owner.parameters() if weight.is_floating_point())
+    made_on = torch.device("meta" if like.is_meta else "cpu")  # a dry run draws no random numbers
+    with torch.inference_mode(False), made_on:  # what is made in inference mode could not be trained
+        return method.build(spec).to(like.device, like.dtype)
+
+
+def _block_of(decoder: nn.Module, attention: nn.Module) -> nn.Module:
+    """The decoder layer that an attention module is in: the outermost one that a list of layers holds."""
+    path = next(path for path, module in decoder.named_modules() if module is attention)
+    parts = path.split(".")
+    for stop in range(1, len(parts) + 1):
+        found = decoder.get_submodule(".".join(parts[:stop]))
+        if isinstance(decoder.get_submodule(".".join(parts[: stop - 1])), nn.ModuleList):
+            return found
+    raise IncompatibleError(f"{type(decoder).__name__} keeps its layers in no list, so its first one is not known.")
+
+
+def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], None]]:
+    """The class to load a checkpoint with that was saved with an encoding, and what makes the model ``chosen``'s again.
+
+    transformers builds a model, and then reads into it the weights that it has; so one that has its encodings from the
+    start gets theirs with all others, however those are loaded. Of any other checkpoint: ``chosen`` itself.
+
+    Args:
+        chosen: a class of transformers, or one of its auto classes.
+        config: of the checkpoint.
+    """
+    saved = (getattr(config, "ctxext", None) or {}).get("method") or {}
+    kind = METHODS.get(saved.get("method", ""))
+    if kind is None or not issubclass(kind, EncodingMethod):
+        return chosen, lambda model: None
+    method, trained_length = kind.from_dict(saved), config.ctxext["trained_length"]
+    plain = getattr(chosen, "_model_mapping", {type(config): chosen})[type(config)]
+
+    class WithEncodings(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            path = next(path for path, _ in rotaries(self))
+            spec = spec_of(self, trained_length)
+            for owner in _owners(self.get_submodule(path.rpartition(".")[0]), method):
+                owner.add_module(ENCODING, _built(method, spec, owner))
+
+    WithEncodings.__name__, WithEncodings.__qualname__, WithEncodings.__module__ = (
+        plain.__name__,
+        plain.__qualname__,
+        plain.__module__,
+    )
+
+    def as_plain(model: Any) -> None:
+        model.__class__ = plain
+
+    return WithEncodings, as_plain

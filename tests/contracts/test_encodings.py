@@ -1,0 +1,454 @@
+"""What every encoding promises on a live model. A new file in ``ctxext/methods`` gets all of this for nothing.
+
+What most files would break is in every run: a cache, saving, undoing, the future unseen. The rest is marked slow.
+
+That it computes what its paper says is the business of its own test file: ``tests._encodings.check_score``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+
+import ctxext
+from ctxext.attention import BACKENDS, Call, Layout, named, select
+from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
+from ctxext.methods import METHODS
+from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.spec import EncodingSpec
+from ctxext.surgery.encodings import ENCODING
+from ctxext.training.lora import attach_lora, encodings
+from tests._encodings import carried_by, pairs_of
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+
+ENCODINGS = {name: cls for name, cls in METHODS.items() if issubclass(cls, EncodingMethod)}
+LENGTH = TRAINED_LENGTH + 20
+
+every_encoding = pytest.mark.parametrize("name", ENCODINGS)
+
+
+@functools.cache
+def _patched(name: str) -> PreTrainedModel:
+    return extended(name, tiny())
+
+
+def extended(name: str, model: PreTrainedModel | None = None, **how: Any) -> PreTrainedModel:
+    """A tiny Llama with an encoding none of whose weights is what it begins with."""
+    if model is None and not how:
+        return copy.deepcopy(_patched(name))  # to patch one takes longer than most of what is asked of it
+    torch.manual_seed(0)
+    model = ctxext.patch(tiny() if model is None else model, name, factor=4.0, **how)
+    for module in modules_of(model):
+        for weight in module.parameters():
+            weight.data += 0.3 * torch.rand_like(weight)
+    return model
+
+
+def modules_of(model: nn.Module) -> list[Encoding]:
+    return [module for module in model.modules() if isinstance(module, Encoding)]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_there_are_encodings_of_every_form() -> None:
+    assert {cls.form for cls in ENCODINGS.values()} == {"added", "columns", "places", "rows"}
+    assert {cls.shared for cls in ENCODINGS.values()} == {True, False}
+    assert {cls.carries for cls in ENCODINGS.values()} == {True, False}
+
+
+@every_encoding
+def test_is_as_it_says(name: str) -> None:
+    """Its form, how many modules it has, and that it is never met unasked."""
+    model, cls = extended(name), ENCODINGS[name]
+    assert cls.needs_training
+    assert len(modules_of(model)) == (1 if cls.shared else model.config.num_hidden_layers)
+    encoding = modules_of(model)[0]
+    q = torch.randn(1, 4, 5, 6)
+    carried = carried_by(encoding, 1, 5, model.config.hidden_size)
+    assert (carried is not None) == cls.carries
+    score = encoding.score(pairs_of(q, q[:, :2], Layout.causal(1, 5), carried))
+    added = encoding.added(torch.arange(5)[None])
+    assert (score is None) == (cls.form == "added")
+    assert (added is None) == (cls.form != "added")
+    if score is not None:
+        assert Call.of(q, q, q, scale=1.0, score=score).need.score == cls.form
+        ours = [carried] if cls.carries else encoding.parameters()
+        assert {id(weight) for weight in score.weights} == {id(weight) for weight in ours}
+    said = str(ctxext.describe(model))
+    assert "Train before use" in said
+    assert "sdpa" in said
+
+
+@every_encoding
+def test_says_something_and_sees_no_future(name: str) -> None:
+    model, ids = extended(name), tokens(LENGTH)
+    later = ids.clone()
+    later[0, 50] = 40 + (int(ids[0, 50]) - 39) % 88
+    before = logits(model, ids)
+    without = logits(ctxext.patch(tiny(), "nope", factor=4.0), ids)
+    assert (before - without).norm() > 0.01 * without.norm()
+    assert torch.equal(before[:, :50], logits(model, later)[:, :50])
+    assert not torch.equal(before[:, 50], logits(model, later)[:, 50])
+
+
+@every_encoding
+@pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
+def test_cached_decoding_is_one_forward(name: str, cache: str) -> None:
+    model, ids = extended(name), tokens(LENGTH)
+    whole = logits(model, ids)
+    past = StaticCache(config=model.config, max_cache_len=LENGTH + 9) if cache == "static" else None
+    parts = []
+    with torch.no_grad():
+        for part in ids.split([40, 30, *[1] * (LENGTH - 70)], 1):
+            out = model(part, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            parts.append(out.logits)
+    close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.slow
+@every_encoding
+def test_a_row_does_not_depend_on_padding_or_on_what_it_is_packed_with(name: str) -> None:
+    model, ids = extended(name), tokens(LENGTH)
+    short = ids[:, :30]
+    alone = logits(model, short)
+    batch = torch.cat([ids[:, :42], torch.cat([ids[:, 50:62], short], 1)])
+    mask = torch.ones_like(batch)
+    mask[1, :12] = 0
+    padded = logits(model, batch, attention_mask=mask)
+    close(padded[1:, 12:], alone)
+    close(padded[:1], logits(model, ids[:, :42]))
+    places = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    packed = logits(model, torch.cat([ids[:, 60:80], short], 1), position_ids=places)
+    close(packed[:, 20:], alone)
+    with torch.no_grad():
+        given = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        together = model.generate(batch, attention_mask=mask, **given)[1, -5:]
+        assert torch.equal(together, model.generate(short, **given)[0, -5:])
+
+
+@every_encoding
+def test_unpatch_is_bit_for_bit(name: str) -> None:
+    model, ids = tiny(), tokens(LENGTH)
+    before, keys, config = logits(model, ids), list(model.state_dict()), model.config.to_dict()
+    extended(name, model)
+    added = [key for key in model.state_dict() if key not in keys]
+    assert [key for key in added if f"{ENCODING}." not in key] == []
+    assert len(added) == sum(len(list(module.parameters())) for module in modules_of(model))
+    ctxext.unpatch(model)
+    assert torch.equal(logits(model, ids), before)
+    assert list(model.state_dict()) == keys
+    assert model.config.to_dict() == config
+
+
+@every_encoding
+def test_survives_saving_and_stock_code_refuses_it(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain, ids = tiny(), tokens(LENGTH)
+    before = logits(plain, ids)
+    model = extended(name, plain)
+    expected = logits(model, ids)
+    ctxext.save(model, tmp_path)
+    logging.getLogger("transformers").propagate = True
+    torch.manual_seed(9)
+    with caplog.at_level(logging.WARNING):
+        again = ctxext.load(tmp_path)
+    assert [record.getMessage() for record in caplog.records if ENCODING in record.getMessage()] == []
+    assert type(again) is type(model)
+    assert torch.equal(logits(again, ids), expected)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    ctxext.unpatch(again)
+    assert torch.equal(logits(again, ids), before)
+    assert again.state_dict().keys() == tiny().state_dict().keys()
+    with pytest.raises(CheckpointError, match=r"no rotary positions any more.*ctxext\.load"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+@every_encoding
+def test_a_checkpoint_is_loaded_with_a_new_one(name: str, tmp_path: Path) -> None:
+    """As ``load`` with a method does it: the same as to load it and to patch it then."""
+    tiny().save_pretrained(tmp_path)
+    torch.manual_seed(3)
+    once = ctxext.load(tmp_path, name, factor=4.0)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.manual_seed(3)
+    twice = ctxext.patch(plain, name, factor=4.0)
+    assert torch.equal(logits(once, tokens(LENGTH)), logits(twice, tokens(LENGTH)))
+
+
+@pytest.mark.slow
+@every_encoding
+def test_copies_and_casts(name: str) -> None:
+    model, ids = extended(name), tokens(LENGTH)
+    expected = logits(model, ids)
+    copied = copy.deepcopy(model)
+    for module in modules_of(model):
+        for weight in module.parameters():
+            weight.data.fill_(torch.nan)  # whoever still reads the old ones is found out
+    assert torch.equal(logits(copied, ids), expected)
+    stored = io.BytesIO()
+    torch.save(copied, stored)
+    stored.seek(0)
+    pickled = torch.load(stored, weights_only=False)
+    assert torch.equal(logits(pickled, ids), expected)
+    ctxext.unpatch(pickled)
+    assert torch.equal(logits(pickled, ids), logits(tiny(), ids))
+    half = copied.bfloat16()
+    assert {weight.dtype for module in modules_of(half) for weight in module.parameters()} <= {torch.bfloat16}
+    plain = extended(name, attention="reference").bfloat16()
+    errors = [(logits(one, ids).float() - expected).norm() for one in (half, plain)]
+    assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.slow
+@every_encoding
+def test_a_model_without_data_gets_one_without_data(name: str) -> None:
+    with torch.device("meta"):
+        model = type(tiny())(tiny().config)
+    ctxext.patch(model, name, factor=4.0)
+    assert all(weight.is_meta for weight in model.parameters())
+
+
+@pytest.mark.slow
+@every_encoding
+def test_learns_with_all_its_weights(name: str) -> None:
+    """30 steps, and gradient checkpointing gives the gradients that are got without it."""
+    model, ids = extended(name), tokens(48, rows=2)
+    model.train()
+    gradients = []
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters()])
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    model.gradient_checkpointing_disable()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    losses = []
+    for step in range(30):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        if step == 0:
+            unmoved = [
+                module for module in modules_of(model) for weight in module.parameters() if not weight.grad.any()
+            ]
+            assert unmoved == []
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+@every_encoding
+def test_an_adapter_trains_it_whole_and_carries_it(name: str, tmp_path: Path) -> None:
+    ids = tokens(40)
+    tiny().save_pretrained(tmp_path / "base")
+    model = attach_lora(ctxext.load(tmp_path / "base", name, factor=4.0), rank=2)
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    trained = {path for path, weight in model.named_parameters() if weight.requires_grad and ENCODING in path}
+    assert {path.split(f"{ENCODING}.")[0] for path in trained} == {
+        path.removesuffix(ENCODING) for path in (path for path, module in model.named_modules() if _is_adapted(module))
+    }
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if path in trained:
+                assert weight.grad is not None
+                weight += 0.2
+    expected = logits(model.eval(), ids)
+    ctxext.save(model, tmp_path / "adapter")
+    again = ctxext.load(tmp_path / "adapter")
+    close(logits(again, ids), expected)
+    merged = again.merge_and_unload()
+    close(logits(merged, ids), expected)
+    assert len(encodings(merged)) == len(encodings(extended(name)))
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "original_module", None), Encoding)
+
+
+class _Largest(TorchDispatchMode):
+    """Counts the numbers of the largest tensor that is made."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(one, Tensor):
+                self.found = max(self.found, one.untyped_storage().nbytes() // one.element_size())
+        return out
+
+
+@pytest.mark.slow
+@every_encoding
+def test_a_long_text_is_never_all_paired(name: str) -> None:
+    """Forward and backward: the largest tensor has fewer numbers than a quarter of one head's pairs.
+
+    What is written out for some queries at a time: at 8,192 tokens, without data. What torch's kernels serve: with
+    data, since without any they are spelled out.
+    """
+    cls = ENCODINGS[name]
+    device, length = ("meta", 8192) if cls.form == "rows" else ("cpu", 2048)
+    spec = EncodingSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, num_layers=2, trained_length=length)
+    with torch.device(device), _Largest() as seen:
+        encoding = cls().build(spec)
+        q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
+        layout = Layout.causal(1, length)
+        encoding.added(layout.query_positions)
+        pairs = pairs_of(q, k, layout, carried_by(encoding, 1, length, 16))
+        call = Call.of(q, k, v, layout, scale=0.25, score=encoding.score(pairs))
+        named("sdpa").attend(call).sum().backward()
+    assert 0 < seen.found < length * length / 4
+
+
+@pytest.mark.slow
+@every_encoding
+def test_backends_serve_it_or_say_why_not(name: str) -> None:
+    encoding, layout = modules_of(extended(name))[0], Layout.causal(1, 30)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 30, 32) for heads in (4, 2, 2))
+    score = encoding.score(pairs_of(q, k, layout, carried_by(encoding, 1, 30, tiny().config.hidden_size)))
+    call = Call.of(q, k, v, layout, scale=0.3, score=score)
+    expected = named("reference").run(call)
+    served = set()
+    for backend in BACKENDS:
+        if named(backend).refuses(call.need) is None:
+            served.add(backend)
+            if score is not None:
+                torch.testing.assert_close(named(backend).run(call), expected, rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(BackendUnavailableError):
+                select(backend, call.need)
+    assert {"reference", "sdpa"} <= served
+    assert score is None or served == {"reference", "sdpa"}
+    model = extended(name, attention="reference")
+    close(logits(model, tokens(40)), logits(extended(name), tokens(40)))
+    if score is not None:
+        with pytest.raises(BackendUnavailableError, match="it adds no score to pairs of tokens"):
+            logits(extended(name, attention="flex"), tokens(40))
+
+
+@pytest.mark.slow
+@every_encoding
+def test_a_model_that_it_cannot_be_right_on_is_left_alone(name: str) -> None:
+    model = tiny("gemma2")
+    before = model.state_dict().keys()
+    with pytest.raises(IncompatibleError, match=f"Method '{name}' cannot replace the rotation of this gemma2: it caps"):
+        ctxext.patch(model, name, factor=4.0)
+    assert model.state_dict().keys() == before
+
+
+@pytest.mark.slow
+@every_encoding
+def test_begins_alike_from_the_same_seed(name: str) -> None:
+    def made(seed: int) -> list[Tensor]:
+        model = tiny()
+        torch.manual_seed(seed)
+        ctxext.patch(model, name, factor=4.0)
+        return [weight for module in modules_of(model) for weight in module.parameters()]
+
+    once, again, other = made(1), made(1), made(2)
+    assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
+    draws = any(not torch.equal(weight, weight.flatten()[0].expand(weight.shape)) for weight in once)
+    assert draws == any(not torch.equal(x, y) for x, y in zip(once, other, strict=True))
+
+
+DROPPED_IN = '''
+"""A score that falls by a learned number for each doubling of the distance."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+from ctxext.spec import EncodingSpec, Pairs, PairScore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doublings(EncodingMethod):
+    """Lower each score by a learned number for each doubling of the distance.
+
+    Pick it to see that a file is enough. What is lost: nothing. The model needs training.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+
+    Source: arXiv:0000.00000.
+    """
+
+    name: ClassVar[str] = "doublings"
+    summary: ClassVar[str] = "a learned number for each doubling of the distance"
+    source: ClassVar[str] = "arXiv:0000.00000"
+    form: ClassVar[EncodingForm] = "rows"
+
+    def build(self, spec: EncodingSpec) -> Encoding:
+        return _Rates(spec.num_heads)
+
+
+class _Rates(Encoding):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.rates = nn.Parameter(torch.rand(heads))
+
+    def score(self, pairs: Pairs) -> PairScore:
+        return ByDistance(pairs, partial(_fallen, pairs.like_scores(self.rates)), (self.rates,), 4)
+
+
+def _fallen(rates: Tensor, distances: Tensor) -> Tensor:
+    return -rates.view(-1, *[1] * distances.ndim) * torch.log2(1 + distances.to(rates.dtype))
+'''
+
+ASKED_OF_IT = """
+import sys
+
+import pytest
+
+from ctxext.cli.show import methods_markdown
+from ctxext.methods import METHODS
+
+assert METHODS["doublings"].__module__ == "ctxext.methods.doublings"
+assert "| `doublings` | a learned number for each doubling" in methods_markdown()
+where = "tests/contracts/test_encodings.py"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_file_is_enough(tmp_path: Path) -> None:
+    """Dropped into the folder of methods, it is listed, documented, and held against this contract."""
+    root = Path(__file__).parents[2]
+    for part in ("ctxext", "scripts", "tests"):
+        kept = shutil.ignore_patterns("__pycache__", "golden", "evaluation" if part == "tests" else "")
+        shutil.copytree(root / part, tmp_path / part, ignore=kept)
+    for part in ("recipes", "docs", "pyproject.toml", "README.md"):
+        (tmp_path / part).symlink_to(root / part)
+    (tmp_path / "ctxext" / "methods" / "doublings.py").write_text(DROPPED_IN)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", ASKED_OF_IT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert re.search(r"^4 passed", ran.stdout, re.MULTILINE), ran.stdout[-3000:]

@@ -1,0 +1,29 @@
+"""Shaw's vectors of clipped distances, on keys."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.shaw import Shaw
+from tests._encodings import SPEC, check_score
+
+
+def score(weights: dict[str, Tensor], h: int, i: int, j: int, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    return scale * (query * weights["weight"][min(i - j, 4)]).sum()
+
+
+def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_score(Shaw(clip=4), score, monkeypatch)
+
+
+def test_begins_as_glorot_and_bengio_say() -> None:
+    weight = Shaw(clip=400).build(SPEC).weight
+    limit = (6 / (401 + SPEC.head_dim)) ** 0.5
+    assert weight.abs().max().item() == pytest.approx(limit, rel=0.01)
+
+
+def test_bad_clip_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="clip must be a number of tokens, at least 1"):
+        Shaw(clip=0)

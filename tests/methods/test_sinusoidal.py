@@ -1,0 +1,33 @@
+"""The first transformer's waves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods.sinusoidal import Sinusoidal
+from tests._encodings import SPEC
+
+
+def test_is_its_definition() -> None:
+    positions = torch.tensor([[0, 1, 7, 5000]])
+    found = Sinusoidal(amplitude=0.5).build(SPEC).added(positions)
+    for column, position in enumerate(positions[0].tolist()):
+        for k in range(SPEC.hidden_size):
+            angle = position / 10000 ** (2 * (k // 2) / SPEC.hidden_size)
+            expected = 0.5 * (math.cos(angle) if k % 2 else math.sin(angle))
+            assert found[0, column, k].item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_is_as_large_as_new_embeddings() -> None:
+    found = Sinusoidal().build(SPEC).added(torch.arange(100_000)[None])
+    assert found.pow(2).mean().sqrt().item() == pytest.approx(SPEC.embedding_std, rel=0.01)
+
+
+@pytest.mark.parametrize("bad", [{"base": 1.0}, {"amplitude": 0.0}, {"amplitude": "1"}])
+def test_bad_parameters_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{next(iter(bad))} must be a finite number"):
+        Sinusoidal(**bad)
