@@ -31,10 +31,12 @@ class FIRE(EncodingMethod):
             the function does not depend on it.
         width: hidden units of the function's network, at least 1.
         threshold: tokens that a query's position counts for at least, so that short texts are told apart; multiplied by
-            a learned number that begins at 1. At least 1; 0 for a quarter of the trained length, the paper's share.
+            a learned number that begins at 1. At least 1; 0 for a quarter of the trained length.
 
-    Source: Li et al., arXiv:2310.04418, sections 3.2 and 3.3, appendix (a network for each layer). The authors released
-        no code; code in use: mcleish7/arithmetic@86022a5, cramming/architectures/embeddings.py.
+    Source: Li et al., arXiv:2310.04418. The authors released no code; the function, its logarithms, its threshold and
+        the beginnings of all weights are those of code in use, mcleish7/arithmetic@86022a5,
+        cramming/architectures/embeddings.py, which begins the threshold at 512 tokens. Here each layer has a network of
+        its own; the text of the paper, which may let them share one, was not at hand.
     """
 
     name: ClassVar[str] = "fire"

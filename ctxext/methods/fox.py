@@ -32,7 +32,7 @@ class FoX(EncodingMethod):
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
             the gates do not depend on it.
 
-    Source: Lin et al., arXiv:2503.02130, section 3. Authors' code: zhixuan-lin/forgetting-transformer@883f260,
+    Source: Lin et al., arXiv:2503.02130. Authors' code: zhixuan-lin/forgetting-transformer@883f260,
         src/forgetting_transformer/model/forgetting_transformer/modeling_forgetting_transformer.py,
         ForgettingAttentionLayer: each layer's own, one gate a query head, weights drawn like those of other layers, a
         bias that begins at 0.
