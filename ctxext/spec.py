@@ -22,6 +22,7 @@ __all__ = [
     "EncodingSpec",
     "Extension",
     "Frequencies",
+    "OwnAttention",
     "PairScore",
     "Pairs",
     "Piece",
@@ -130,6 +131,8 @@ class Pairs:
         key_positions: likewise. What stands where no token is, is never seen.
         scale: what attention multiplies ``q . k`` by.
         visible: for some of the queries, which keys each of them sees: bool ``[rows, queries, key]``.
+        key_documents: which document each key is of, negative where no token is; None: all are of one. The tokens of a
+            document stand side by side, in order.
     """
 
     q: Float[Tensor, "batch heads query head_dim"]
@@ -138,6 +141,7 @@ class Pairs:
     key_positions: Int[Tensor, "rows key"]
     scale: float
     visible: Callable[[slice], Tensor]
+    key_documents: Int[Tensor, "rows key"] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,6 +181,21 @@ class PairScore(ABC):
         The same up to a number that all keys of a query have in common, which a softmax does not see. Only scores of
         low rank have this form.
         """
+        raise NotImplementedError
+
+
+class OwnAttention(PairScore):
+    """Attention that is no softmax of scores: an encoding that weighs values in a way of its own."""
+
+    @abstractmethod
+    def weights_of(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
+        """How much of each value these queries get, by definition, in float32 or float64; 0 for what is not seen."""
+
+    @abstractmethod
+    def attend(self, v: Float[Tensor, "batch kv_heads key head_dim"]) -> Float[Tensor, "batch heads query head_dim"]:
+        """The same weights times the values, without writing them out, in the queries' dtype."""
+
+    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
         raise NotImplementedError
 
 

@@ -43,9 +43,10 @@ def encoding_of(method: EncodingMethod, spec: EncodingSpec = SPEC) -> Encoding:
 
 def pairs_of(q: Tensor, k: Tensor, layout: Layout) -> Pairs:
     """As attention on a model makes them."""
-    return Pairs(
-        q, k, layout.query_positions, layout.key_positions, SCALE, lambda queries: layout.visible(queries=queries)
-    )
+    def visible(queries: slice) -> Tensor:
+        return layout.visible(queries=queries)
+
+    return Pairs(q, k, layout.query_positions, layout.key_positions, SCALE, visible, layout.key_documents)
 
 
 def _case(layout: Layout) -> list[Tensor]:

@@ -40,19 +40,20 @@ class EncodingMethod(Method):
 
     Class attributes of a method:
         shared: whether one module serves all layers; else each layer has its own, trained for itself.
-        form: what its module does: ``"added"`` to states, or the form in which it gives a ``PairScore`` to attention.
+        form: what its module does: ``"added"`` to states, or the form in which it gives a ``PairScore`` to
+            attention; ``"own"`` for an attention of its own, which is no softmax of scores.
     """
 
     needs_training: ClassVar[bool] = True
     shared: ClassVar[bool] = True
-    form: ClassVar[Literal["added", "columns", "rows"]]
+    form: ClassVar[Literal["added", "columns", "rows", "own"]]
 
     @property
     def is_table(self) -> bool:
         return False
 
     @property
-    def score_form(self) -> Literal["none", "columns", "rows"]:
+    def score_form(self) -> Literal["none", "columns", "rows", "own"]:
         """The form of what attention is asked to add."""
         return "none" if self.form == "added" else self.form
 

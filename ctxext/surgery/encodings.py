@@ -66,7 +66,8 @@ class EncodingAttend:
         def visible(queries: slice) -> Tensor:
             return layout.visible(window, queries=queries)
 
-        pairs = Pairs(q, k, layout.query_positions[rows], layout.key_positions[rows], scale, visible)
+        documents = None if layout.key_documents is None else layout.key_documents[rows]
+        pairs = Pairs(q, k, layout.query_positions[rows], layout.key_positions[rows], scale, visible, documents)
         score = getattr(self.owner, ENCODING).score(pairs)
         call = Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
         return self.backends.for_(call.need).run(call)
