@@ -17,6 +17,7 @@ __all__ = [
     "AlibiSpec",
     "Band",
     "BucketSpec",
+    "Carried",
     "Chunks",
     "Description",
     "EncodingSpec",
@@ -121,6 +122,30 @@ class EncodingSpec:
 
 
 @dataclass(frozen=True, eq=False)
+class Carried:
+    """Numbers of each token, which an encoding has from the states of its layer and which travel with the keys.
+
+    Args:
+        keys: those of every key, in the order of the keys: ``heads`` are the queries' or the keys'.
+        places: which of the keys each query stands at; one row where all rows of the batch are alike.
+        real: which of the keys are tokens; None where all are. What stands elsewhere may be any finite number.
+    """
+
+    keys: Float[Tensor, "batch heads key numbers"]
+    places: Int[Tensor, "rows query"]
+    real: Bool[Tensor, "rows key"] | None = None
+
+    def of_queries(self, keys: Float[Tensor, "batch heads key numbers"]) -> Float[Tensor, "batch heads query numbers"]:
+        """What queries have of something that there is for every key."""
+        places = self.places[:, None, :, None].expand(keys.shape[0], keys.shape[1], -1, keys.shape[3])
+        return keys.gather(2, places)
+
+    def without_padding(self, keys: Float[Tensor, "batch heads key numbers"]) -> Tensor:
+        """The same, with zeros where no token is."""
+        return keys if self.real is None else keys * self.real[:, None, :, None]
+
+
+@dataclass(frozen=True, eq=False)
 class Pairs:
     """The queries and keys of one attention call, for whose pairs an encoding has a score.
 
@@ -131,6 +156,7 @@ class Pairs:
         key_positions: likewise. What stands where no token is, is never seen.
         scale: what attention multiplies ``q . k`` by.
         visible: for some of the queries, which keys each of them sees: bool ``[rows, queries, key]``.
+        carried: what the encoding carries with the keys; None if it carries nothing.
         key_documents: which document each key is of, negative where no token is; None: all are of one. The tokens of a
             document stand side by side, in order.
     """
@@ -141,6 +167,7 @@ class Pairs:
     key_positions: Int[Tensor, "rows key"]
     scale: float
     visible: Callable[[slice], Tensor]
+    carried: Carried | None = None
     key_documents: Int[Tensor, "rows key"] | None = None
 
     @property
@@ -166,10 +193,12 @@ class PairScore(ABC):
     Attributes of every score:
         weights: what it is computed from, beside queries, keys and positions; gradients reach them from attention.
         floats: how many numbers one pair takes while ``rows`` are computed, those of all heads together.
+        reads_all: whether it needs all tokens before a query, of which the cache of a sliding window keeps the last.
     """
 
     weights: tuple[Tensor, ...]
     floats: int
+    reads_all: bool = False
 
     @abstractmethod
     def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
@@ -183,9 +212,18 @@ class PairScore(ABC):
         """
         raise NotImplementedError
 
+    def places(self) -> tuple[Float[Tensor, "batch heads query"], Float[Tensor, "batch heads key"]]:
+        """The same as the place of the query minus the place of the key, in float64, where a score has this form.
+
+        A place is a number of its own in every head, such as a distance that has been gone so far.
+        """
+        raise NotImplementedError
+
 
 class OwnAttention(PairScore):
     """Attention that is no softmax of scores: an encoding that weighs values in a way of its own."""
+
+    reads_all = True
 
     @abstractmethod
     def weights_of(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:

@@ -23,7 +23,7 @@ class Reference(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     summary: ClassVar[str] = "full float32 score matrix: slow, obvious, the oracle"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "rows", "own")
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows", "own")
 
     def why_not(self, need: Need) -> str | None:
         if need.order == "external":

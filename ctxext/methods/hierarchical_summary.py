@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ctxext.methods.base import require
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, OwnAttention, Pairs
 
 __all__ = ["HierarchicalSummary"]
@@ -49,7 +49,7 @@ class HierarchicalSummary(EncodingMethod):
     summary: ClassVar[str] = "a window of tokens, and summaries of blocks that grow with distance"
     source: ClassVar[str] = "arXiv:2506.04761"
     shared: ClassVar[bool] = False
-    form: ClassVar[Literal["added", "columns", "rows", "own"]] = "own"
+    form: ClassVar[EncodingForm] = "own"
 
     window: int = 0
 
@@ -89,7 +89,7 @@ class _WindowAndSummaries(OwnAttention):
         self.ranks = slots - torch.where(starts, slots, 0).cummax(1).values
         # Queries stand side by side: the last at the last token, but for a whole text, where padding may follow.
         first = 0 if self.length == self.keys else torch.where(self.documents >= 0, slots, 0).max() + 1 - self.length
-        self.places = torch.arange(self.length, device=slots.device) + first
+        self.at = torch.arange(self.length, device=slots.device) + first
 
     @property
     def levels(self) -> int:
@@ -97,11 +97,11 @@ class _WindowAndSummaries(OwnAttention):
 
     @cached_property
     def query_ranks(self) -> Int[Tensor, "rows query"]:
-        return self.ranks[:, self.places]
+        return self.ranks[:, self.at]
 
     @cached_property
     def query_documents(self) -> Int[Tensor, "rows query"]:
-        return self.documents[:, self.places]
+        return self.documents[:, self.at]
 
     @cached_property
     def before(self) -> Int[Tensor, "rows query"]:
@@ -120,7 +120,8 @@ class _WindowAndSummaries(OwnAttention):
     @cached_property
     def q(self) -> Float[Tensor, "batch kv_heads shared query head_dim"]:
         kv_heads = self.pairs.k.shape[1]
-        return self.pairs.q.to(self.pairs.dtype).unflatten(1, (kv_heads, -1))
+        q = self.pairs.q.to(self.pairs.dtype)
+        return q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])
 
     def _of_level(self, level: int) -> Float[Tensor, "kv_heads shared 1"]:
         scores = self.pairs.like_scores(self.weights[0])
@@ -144,7 +145,7 @@ class _WindowAndSummaries(OwnAttention):
         scores, means = [], []
         for level in range(self.levels):
             # The mean of the 2^level tokens that end at a slot, for every slot; blocks end at some of them.
-            ends = self.places - (self.query_ranks - self._starts(level)) + (1 << level) - 1
+            ends = self.at - (self.query_ranks - self._starts(level)) + (1 << level) - 1
             ends = torch.where(self.has_block[..., level], ends, 0)
             key = _at(k, ends)[:, :, None]
             scores.append((self.q * key).sum(-1) * self.pairs.scale + self._of_level(level))
@@ -153,7 +154,7 @@ class _WindowAndSummaries(OwnAttention):
                 k, values = ((x + F.pad(x, (0, 0, 1 << level, 0))[:, :, : self.keys]) / 2 for x in (k, values))
         blocks, window = self._mixed(scores)
         far = sum((blocks[..., level, None] * mean[:, :, None] for level, mean in enumerate(means)), torch.zeros(()))
-        found = window * self._nearby(v).unflatten(1, self.q.shape[1:3]) + far
+        found = window * self._nearby(v).reshape(self.q.shape) + far
         return found.flatten(1, 2).to(self.pairs.q.dtype)
 
     def _nearby(self, v: Tensor) -> Float[Tensor, "batch heads query head_dim"]:
@@ -162,20 +163,20 @@ class _WindowAndSummaries(OwnAttention):
         size, parts = max(BLOCK, self.window), []
         for start in range(0, self.length, size):
             stop = min(start + size, self.length)
-            slots = self.places[start] + torch.arange(1 - self.window, stop - start, device=q.device)
+            slots = self.at[start] + torch.arange(1 - self.window, stop - start, device=q.device)
             held = slots.clamp(min=0)
             seen = self._seen(slice(start, stop), held) & (slots >= 0)
             some = seen.any(-1, keepdim=True)
             mask = (seen | ~some).repeat(1, shared, 1)[:, None]
             folded = q[:, :, start:stop].reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-            near = (x.index_select(2, held) for x in (k, v))
-            out = F.scaled_dot_product_attention(folded, *near, mask, scale=self.pairs.scale)
+            keys, values = (x.index_select(2, held) for x in (k, v))
+            out = F.scaled_dot_product_attention(folded, keys, values, mask, scale=self.pairs.scale)
             parts.append(torch.where(some[:, None], out.reshape(*q.shape[:2], -1, q.shape[3]), 0.0))
         return torch.cat(parts, 2)
 
     def _seen(self, queries: slice, slots: Int[Tensor, " slots"]) -> Bool[Tensor, "rows queries slots"]:
         """Which keys of some slots are in the windows of some queries."""
-        documents, back = self.documents[:, None, slots], self.places[queries, None] - slots
+        documents, back = self.documents[:, None, slots], self.at[queries, None] - slots
         same = (documents == self.query_documents[:, queries, None]) & (documents >= 0)
         return same & (back >= 0) & (back < self.window)
 
