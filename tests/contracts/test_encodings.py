@@ -80,10 +80,10 @@ def test_is_as_it_says(name: str) -> None:
     assert cls.needs_training
     assert len(modules_of(model)) == (1 if cls.shared else model.config.num_hidden_layers)
     encoding = modules_of(model)[0]
-    q = torch.randn(1, 4, 5, 6)
+    q, k = (torch.randn(1, heads, 5, 32) for heads in (4, model.config.num_key_value_heads))
     carried = carried_by(encoding, 1, 5, model.config.hidden_size)
     assert (carried is not None) == cls.carries
-    score = encoding.score(pairs_of(q, q[:, :2], Layout.causal(1, 5), carried))
+    score = encoding.score(pairs_of(q, k, Layout.causal(1, 5), carried))
     added = encoding.added(torch.arange(5)[None])
     assert (score is None) == (cls.form == "added")
     assert (added is None) == (cls.form != "added")
@@ -326,7 +326,7 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
 def test_backends_serve_it_or_say_why_not(name: str) -> None:
     encoding, layout = modules_of(extended(name))[0], Layout.causal(1, 30)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 30, 32) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, 4, 30, 32) for _ in range(3))
     score = encoding.score(pairs_of(q, k, layout, carried_by(encoding, 1, 30, tiny().config.hidden_size)))
     call = Call.of(q, k, v, layout, scale=0.3, score=score)
     expected = named("reference").run(call)
