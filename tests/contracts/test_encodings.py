@@ -358,6 +358,14 @@ def test_a_model_that_it_cannot_be_right_on_is_left_alone(name: str) -> None:
     assert model.state_dict().keys() == before
 
 
+@pytest.mark.parametrize("name", ["path", "hierarchical_summary"])
+def test_what_needs_the_whole_text_takes_no_sliding_window(name: str) -> None:
+    """A cache of the last tokens would drop what it reads; without a window the same model is served."""
+    with pytest.raises(IncompatibleError, match="needs all tokens before a query, and a sliding window of 32"):
+        ctxext.patch(tiny("mistral", sliding_window=32), name, factor=4.0, sliding_window="keep")
+    ctxext.patch(tiny("mistral", sliding_window=32), name, factor=4.0, sliding_window="lift")
+
+
 @pytest.mark.slow
 @every_encoding
 def test_begins_alike_from_the_same_seed(name: str) -> None:
