@@ -23,6 +23,7 @@ __all__ = [
     "EncodingSpec",
     "Extension",
     "Frequencies",
+    "OwnAttention",
     "PairScore",
     "Pairs",
     "Piece",
@@ -156,6 +157,8 @@ class Pairs:
         scale: what attention multiplies ``q . k`` by.
         visible: for some of the queries, which keys each of them sees: bool ``[rows, queries, key]``.
         carried: what the encoding carries with the keys; None if it carries nothing.
+        key_documents: which document each key is of, negative where no token is; None: all are of one. The tokens of a
+            document stand side by side, in order.
     """
 
     q: Float[Tensor, "batch heads query head_dim"]
@@ -165,6 +168,7 @@ class Pairs:
     scale: float
     visible: Callable[[slice], Tensor]
     carried: Carried | None = None
+    key_documents: Int[Tensor, "rows key"] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -189,10 +193,12 @@ class PairScore(ABC):
     Attributes of every score:
         weights: what it is computed from, beside queries, keys and positions; gradients reach them from attention.
         floats: how many numbers one pair takes while ``rows`` are computed, those of all heads together.
+        reads_all: whether it needs all tokens before a query, of which the cache of a sliding window keeps the last.
     """
 
     weights: tuple[Tensor, ...]
     floats: int
+    reads_all: bool = False
 
     @abstractmethod
     def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
@@ -211,6 +217,23 @@ class PairScore(ABC):
 
         A place is a number of its own in every head, such as a distance that has been gone so far.
         """
+        raise NotImplementedError
+
+
+class OwnAttention(PairScore):
+    """Attention that is no softmax of scores: an encoding that weighs values in a way of its own."""
+
+    reads_all = True
+
+    @abstractmethod
+    def weights_of(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
+        """How much of each value these queries get, by definition, in float32 or float64; 0 for what is not seen."""
+
+    @abstractmethod
+    def attend(self, v: Float[Tensor, "batch kv_heads key head_dim"]) -> Float[Tensor, "batch heads query head_dim"]:
+        """The same weights times the values, without writing them out, in the queries' dtype."""
+
+    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
         raise NotImplementedError
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import math
 import platform
@@ -144,6 +145,20 @@ def llama3(namespace: dict[str, Any]) -> Iterator[Case]:
         yield case(rope, {"factor": 8.0}, 4 * rope["trained_length"], namespace["apply_scaling"](freqs), 1.0)
 
 
+def path(namespace: dict[str, Any]) -> Iterator[Case]:
+    """Attention by accumulated transitions, with and without gates; tensors are ``[batch, seq, heads, ...]``."""
+    namespace["rearrange"] = importlib.import_module("einops").rearrange
+    for length, heads, kv_heads, gated in ((1, 2, 1, False), (7, 2, 2, False), (9, 4, 2, True)):
+        torch.manual_seed(length)
+        shapes = {"q": (heads, 4), "k": (kv_heads, 4), "v": (kv_heads, 4), "w": (kv_heads, 4)}
+        given = {name: torch.randn(1, length, *shape) for name, shape in shapes.items()}
+        given["w"] = torch.nn.functional.normalize(given["w"], dim=-1)
+        given["beta"] = 2 * torch.rand(1, length, kv_heads)
+        given["g"] = -torch.rand(1, length, heads) * gated
+        out = namespace["naive_path_attn"](**given, scale=0.5, chunk_size=4)
+        yield {name: x.tolist() for name, x in given.items()} | {"scale": 0.5, "out": out.tolist()}
+
+
 def fox(namespace: dict[str, Any]) -> Iterator[Case]:
     """What the test of their kernel compares it with: attention written out, run here in float64 on a CPU.
 
@@ -245,6 +260,13 @@ SOURCES = {
         ("apply_scaling",),
         llama3,
     ),
+    "path": Source(
+        "fla-org/flash-linear-attention",
+        "bc3b101dcb713ddc5bd8924b66754eb68b5ccf89",
+        "fla/ops/path_attn/naive.py",
+        ("naive_path_attn",),
+        path,
+    ),
 }
 
 
@@ -263,7 +285,7 @@ def load(source: Source, checkout: Path) -> dict[str, Any]:
         sys.exit(f"{source.repository}@{source.commit[:7]}:{source.file} does not define {sorted(missing)}.")
     if source.run is fox:
         return {"reference": _fox_reference(tree)}
-    namespace: dict[str, Any] = {"torch": torch, "math": math, "np": np}
+    namespace: dict[str, Any] = {"torch": torch, "math": math, "np": np, "F": torch.nn.functional}
     exec(compile(ast.Module(body, []), source.file, "exec"), namespace)
     return namespace
 

@@ -49,7 +49,7 @@ def pairs_of(q: Tensor, k: Tensor, layout: Layout, carried: Tensor | None = None
         return layout.visible(queries=queries)
 
     travelled = None if carried is None else Carried(carried, layout.places(), real)
-    return Pairs(q, k, layout.query_positions, layout.key_positions, SCALE, visible, travelled)
+    return Pairs(q, k, layout.query_positions, layout.key_positions, SCALE, visible, travelled, layout.key_documents)
 
 
 def carried_by(encoding: Encoding, batch: int, length: int, hidden: int) -> Tensor | None:

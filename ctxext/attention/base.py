@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
-from ctxext.spec import PairScore
+from ctxext.spec import OwnAttention, PairScore
 
 __all__ = ["AttentionBackend", "Call", "Need", "ScoreForm", "expand_heads"]
 
-ScoreForm = Literal["none", "columns", "places", "rows"]
+ScoreForm = Literal["none", "columns", "places", "rows", "own"]
 
 # Queries whose weights the plain form of ``gradients`` writes out at a time.
 ROWS = 256
@@ -55,7 +55,8 @@ class Need:
         training: whether a gradient is needed.
         biased: whether slopes are given.
         score: in which form an encoding adds a score: ``"none"`` at all; ``"columns"``: a few more dimensions of q and
-            k; ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair.
+            k; ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair; ``"own"``: attention of
+            its own.
         order: ``"consecutive"``: blocks of plain causal attention, positions stepping by one; ``"increasing"``: such
             blocks, other steps; ``"free"``: anything else; ``"external"``: an engine decides (``Layout.shard``).
         blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
@@ -191,6 +192,8 @@ def _form_of(score: PairScore | None, dtype: torch.dtype) -> ScoreForm:
     """In which form a score reaches the backend; columns are as exact as q, so 16 bits are too few for them."""
     if score is None:
         return "none"
+    if isinstance(score, OwnAttention):
+        return "own"
     if type(score).places is not PairScore.places:
         return "places"
     is_wide = dtype in (torch.float32, torch.float64)
@@ -225,6 +228,8 @@ class AttentionBackend(ABC):
             return "it adds no score to pairs of tokens, as this encoding has it. 'sdpa' and 'reference' do."
         if need.score != "none" and need.order == "external":
             return "a score is for the keys at hand, and an engine around a sharded layout brings others."
+        if need.score == "own" and need.window is not None:
+            return "this encoding has an attention of its own, which looks through no sliding window."
         return self.why_not(need)
 
     def with_lse(

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.attention.base import AttentionBackend, Call, Need, ScoreForm, expand_heads
+from ctxext.spec import OwnAttention
 
 __all__ = ["Reference"]
 
@@ -22,7 +23,7 @@ class Reference(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     summary: ClassVar[str] = "full float32 score matrix: slow, obvious, the oracle"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows", "own")
 
     def why_not(self, need: Need) -> str | None:
         if need.order == "external":
@@ -33,6 +34,9 @@ class Reference(AttentionBackend):
         q, k, v, layout = call.q, call.k, call.v, call.layout
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         k, v = expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
+        if isinstance(call.score, OwnAttention):
+            weights = call.score.weights_of(slice(None)).to(dtype)
+            return (torch.dropout(weights, call.dropout, train=call.dropout > 0) @ v).to(q.dtype)
         scores = q.to(dtype) @ k.transpose(-1, -2) * call.scale
         if call.slopes is not None:
             scores = scores - call.slopes.to(dtype)[None, :, None, None] * layout.distances()[:, None]

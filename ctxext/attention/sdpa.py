@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ctxext.attention.base import AttentionBackend, Call, Need, ScoreForm, expand_heads
 from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
+from ctxext.spec import OwnAttention
 
 __all__ = ["Sdpa", "kernel_order"]
 
@@ -53,7 +54,7 @@ class Sdpa(AttentionBackend):
     """
 
     name: ClassVar[str] = "sdpa"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows", "own")
     summary: ClassVar[str] = "torch's fused kernels; ALiBi as extra columns of q and k"
 
     block_overhead: int | None = None
@@ -66,6 +67,8 @@ class Sdpa(AttentionBackend):
             return "ALiBi columns and their like are computed in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
+        if need.dropout and need.score == "own":
+            return "this encoding has an attention of its own, without dropout. Set attention_dropout to 0."
         if need.order == "external" and need.window is not None:
             return "a window needs a mask, and the engine around a sharded layout forbids masks."
         if need.order == "external" and need.cached:
@@ -75,6 +78,8 @@ class Sdpa(AttentionBackend):
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
         kernel = _Kernel(call.need, call.scale, call.dropout)
         q, k, v, layout = call.q, call.k, call.v, call.layout
+        if isinstance(call.score, OwnAttention):
+            return call.score.attend(v)
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
         if call.need.score == "rows" or (call.need.score == "places" and is_short):
             return _by_rows(replace(kernel, need=replace(call.need, score="rows")), call)

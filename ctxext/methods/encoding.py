@@ -15,7 +15,7 @@ from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["ByDistance", "Encoding", "EncodingForm", "EncodingMethod"]
 
-EncodingForm = Literal["added", "columns", "places", "rows"]
+EncodingForm = Literal["added", "columns", "places", "rows", "own"]
 
 
 class Encoding(nn.Module):
@@ -54,7 +54,8 @@ class EncodingMethod(Method):
     Class attributes of a method:
         shared: whether one module serves all layers; else each layer has its own, trained for itself.
         carries: whether its module has numbers of each token, which are kept with the keys (``Encoding.carried``).
-        form: what its module does: ``"added"`` to states, or the form in which it gives a ``PairScore`` to attention.
+        form: what its module does: ``"added"`` to states, or the form in which it gives a ``PairScore`` to
+            attention; ``"own"`` for an attention of its own, which is no softmax of scores.
     """
 
     needs_training: ClassVar[bool] = True
@@ -67,7 +68,7 @@ class EncodingMethod(Method):
         return False
 
     @property
-    def score_form(self) -> Literal["none", "columns", "places", "rows"]:
+    def score_form(self) -> Literal["none", "columns", "places", "rows", "own"]:
         """The form of what attention is asked to add."""
         return "none" if self.form == "added" else self.form
 

@@ -68,6 +68,7 @@ class EncodingAttend:
         def visible(queries: slice) -> Tensor:
             return layout.visible(window, queries=queries)
 
+        documents = None if layout.key_documents is None else layout.key_documents[rows]
         pairs = Pairs(
             q,
             k,
@@ -76,8 +77,13 @@ class EncodingAttend:
             scale,
             visible,
             None if mask.travels is None else _carried(mask.travels, k, layout, rows),
+            documents,
         )
         score = getattr(self.owner, ENCODING).score(pairs)
+        if window is not None and score is not None and score.reads_all:
+            raise IncompatibleError(
+                f"this encoding needs all tokens before a query, and a sliding window of {window} keeps the last"
+            )
         call = Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
         return self.backends.for_(call.need).run(call)
 

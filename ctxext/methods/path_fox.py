@@ -1,0 +1,38 @@
+"""Positions by accumulated transitions, and a gate by which tokens are forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ctxext.methods.encoding import Encoding
+from ctxext.methods.path import PaTH, TransitionsOfTokens
+from ctxext.spec import EncodingSpec
+
+__all__ = ["PaTHFoX"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaTHFoX(PaTH):
+    """Let every token transform the queries that reach over it, and say how much of what lies before it is forgotten.
+
+    Pick it where ``path`` follows a state but reads badly beyond its training: in the paper the gate of ``fox`` on top
+    of transitions is what reads longest. What is lost: what ``path`` loses; and gates begin half open, so that a model
+    that was trained with rotation begins by seeing little but the newest tokens. The model needs training.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
+            neither transitions nor gates depend on it.
+        rank: of the projection that directions are made by, at least 1.
+        strength: what every strength ``beta`` begins with, above 0 and below 2.
+
+    Source: Yang et al., arXiv:2505.16381, section on PaTH-FoX. Authors' code: fla-org/flash-linear-attention@bc3b101,
+        fla/layers/path_attn.py, use_forget_gate; fla/ops/path_attn/naive.py. As there, what is forgotten is multiplied
+        by the scale of the scores, ``1 / sqrt(head_dim)``, which ``fox`` does not do.
+    """
+
+    name: ClassVar[str] = "path_fox"
+    summary: ClassVar[str] = "path, and scores fall by what the tokens in between let a head forget"
+
+    def build(self, spec: EncodingSpec) -> Encoding:
+        return TransitionsOfTokens(spec, self.rank, self.strength, forgets=True)
