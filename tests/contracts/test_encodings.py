@@ -51,8 +51,9 @@ def extended(name: str, model: PreTrainedModel | None = None, **how: Any) -> Pre
     """A tiny Llama with an encoding none of whose weights is what it begins with."""
     if model is None and not how:
         return copy.deepcopy(_patched(name))  # to patch one takes longer than most of what is asked of it
+    model = tiny() if model is None else model
     torch.manual_seed(0)
-    model = ctxext.patch(tiny() if model is None else model, name, factor=4.0, **how)
+    ctxext.patch(model, name, factor=4.0, **how)
     for module in modules_of(model):
         for weight in module.parameters():
             weight.data += 0.3 * torch.rand_like(weight)
