@@ -172,6 +172,8 @@ def show(
     picture = output or (None if as_json else Path("show.png"))
     if picture is not None:
         check_output(picture)
+    from transformers.utils.logging import disable_progress_bar
+
     from ctxext.evaluation.readings import name_and_parameters
     from ctxext.patching import method as build
     from ctxext.pictures.of_method import PLAIN, Subject, picture_of
@@ -188,6 +190,7 @@ def show(
         trained_length=trained_length,
         trust=trust,
     )
+    disable_progress_bar()  # of weights that are loaded in a moment
     found = picture_of(chosen, subject)
     if as_json:
         typer.echo(json.dumps(found.numbers))

@@ -52,8 +52,13 @@ class _Watched:
     weights: list[Tensor] = field(default_factory=list)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
-        units = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)
-        self.weights.append(self.attend(q, k, units, mask, **how)[0, :, -self.last :].float().cpu())
+        keys, size = k.shape[2], v.shape[-1]
+        parts = []
+        for start in range(0, keys, size):  # attention takes values that are as wide as keys
+            units = torch.eye(keys, size, dtype=v.dtype, device=v.device).roll(start, 0)
+            part = self.attend(q, k, units.expand(*v.shape[:2], -1, -1), mask, **how)
+            parts.append(part[0, :, -self.last :, : min(size, keys - start)].float().cpu())
+        self.weights.append(torch.cat(parts, -1))
         found: Tensor = self.attend(q, k, v, mask, **how)
         return found
 
@@ -157,8 +162,8 @@ def _said(found: Looks, label: str, name: str) -> str:
     far = [index for index, edge in enumerate(found.edges[:-1]) if edge >= found.trained_length]
     before, after = (float(shares[..., far].sum(-1).mean()) for shares in (found.before, found.after))
     return (
-        f"{name}: at {found.length:,} tokens, {label} lets {after:.0%} of its heads' attention go farther back than "
-        f"the {found.trained_length:,} that were trained; {before:.0%} without"
+        f"{name}, {found.length:,} tokens: {after:.0%} of attention goes beyond the {found.trained_length:,} trained "
+        f"with {label}, {before:.0%} without"
     )
 
 
@@ -182,7 +187,7 @@ def _draw(figure: Any, found: Looks, label: str) -> None:
         axes.set_yticks(places, [str(layer) for layer in range(0, layers, step)])
         for layer in range(1, layers):
             axes.axhline(layer * heads - 0.5, color="white", lw=0.5, alpha=0.7)
-        _bins(axes, found)
+        _bins(axes, found, "white")
     bar = figure.colorbar(image, ax=[left, middle], pad=0.015, aspect=30)
     bar.set_label("share of the head's attention", fontsize=8, color=NOTE)
     bar.outline.set_visible(False)
@@ -192,11 +197,11 @@ def _draw(figure: Any, found: Looks, label: str) -> None:
     quiet(right, "mean of all heads", x="tokens back", y="share of attention")
     right.set_ylim(bottom=0)
     right.set_xlim(-0.5, bins - 0.5)
-    _bins(right, found)
+    _bins(right, found, NOTE)
     right.legend(fontsize=8.5, frameon=False)
 
 
-def _bins(axes: Any, found: Looks) -> None:
+def _bins(axes: Any, found: Looks, colour: str) -> None:
     """Distances where bins begin, the first token, and where the trained length ends."""
     starts = found.edges[:-1]
     ticks = [
@@ -204,7 +209,7 @@ def _bins(axes: Any, found: Looks) -> None:
     ]
     said = [f"{starts[index]:,}" for index in ticks]
     axes.set_xticks([*ticks, len(starts)], [*said, "first"], rotation=90 if len(ticks) > 7 else 0)
-    axes.axvline(len(starts) - 0.5, color=NOTE, lw=0.8)
+    axes.axvline(len(starts) - 0.5, color=colour, lw=0.8)
     if found.trained_length < found.length:
         far = next(index for index, edge in enumerate(found.edges) if edge >= found.trained_length)
-        axes.axvline(far - 0.5, color=NOTE, lw=1.1, ls=(0, (3, 1.5)))
+        axes.axvline(far - 0.5, color=colour, lw=1.2, ls=(0, (3, 1.5)))

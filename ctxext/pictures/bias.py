@@ -12,12 +12,11 @@ from torch import Tensor
 from ctxext.evaluation.report.style import INK, NOTE, Drawing
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import Encoding
-from ctxext.pictures.picture import GRADED, Picture, as_numbers, mark_trained, quiet, tokens_axis, wrapped
+from ctxext.pictures.picture import GRADED, Picture, as_numbers, distances_to, mark_trained, quiet, tokens_axis, wrapped
 from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
 
 __all__ = ["Bias", "bias_of_encoding", "bias_of_slopes", "pairs_at", "picture_of_bias"]
 
-POINTS = 300
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
 CAPTION = (
     "Left: what is added to the score of a key so many tokens back, compared with what the query's own token gets; a "
@@ -45,15 +44,10 @@ class Bias:
     slopes: Float[Tensor, " head"]
 
 
-def _distances(target: int) -> Int[Tensor, " distances"]:
-    steps = torch.linspace(0, torch.tensor(float(max(target - 1, 1))).log(), POINTS, dtype=torch.float64)
-    return torch.cat([torch.zeros(1, dtype=torch.long), steps.exp().round().long().unique()])
-
-
 def bias_of_slopes(method: BiasMethod, alibi: AlibiSpec) -> Bias:
     """Of a method whose heads have a slope each."""
     target = method.target_length(alibi.trained_length)
-    slopes, distances = method.slopes(alibi, target), _distances(target)
+    slopes, distances = method.slopes(alibi, target), distances_to(target)
     return Bias(alibi.trained_length, target, distances, -slopes[:, None] * distances.double(), slopes)
 
 
@@ -81,7 +75,7 @@ def bias_of_encoding(encoding: Encoding, spec: EncodingSpec, target: int) -> Bia
         assert score is not None
         return score.rows(slice(0, 1))[0, :, 0].double().cpu()
 
-    distances = _distances(target)
+    distances = distances_to(target)
     ends = of(torch.tensor([0, min(spec.trained_length, target - 1)]))
     slopes = (ends[:, 0] - ends[:, 1]) / min(spec.trained_length, target - 1)
     return Bias(spec.trained_length, target, distances, of(distances) - ends[:, :1], slopes)
@@ -118,7 +112,7 @@ def _said(found: Bias, label: str, name: str, state: str) -> str:
         return f"{of}{'what' if name else 'What'} {label} adds to the scores of its {heads} heads for distance{how}"
     if blind == 0:
         return f"{of}{label} lets all {heads} heads see {found.target_length:,} tokens back{how}"
-    return f"{of}{label} lets {heads - blind} of {heads} heads see {found.target_length:,} tokens back{how}"
+    return f"{of}{label} lets {heads - blind or 'none'} of {heads} heads see {found.target_length:,} tokens back{how}"
 
 
 def _draw(figure: Any, found: Bias) -> None:

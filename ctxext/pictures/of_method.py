@@ -24,13 +24,14 @@ from ctxext.methods.sinusoidal import Sinusoidal
 from ctxext.patching import patch, trained_length_of, unpatch
 from ctxext.pictures.attention import QUERIES, Looks, attention_of, by_distance, edges_of, picture_of_attention
 from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes, picture_of_bias
+from ctxext.pictures.buckets import picture_of_buckets
 from ctxext.pictures.picture import Picture
 from ctxext.pictures.positions import picture_of_positions
 from ctxext.pictures.rotation import picture_of_rotation
 from ctxext.pictures.rows import picture_of_rows, rows_seen
 from ctxext.pictures.sentence import depends_on_text, picture_of_sentence, sentence_seen, toy
 from ctxext.saved import saved_extension
-from ctxext.spec import AlibiSpec, EncodingSpec, RopeSpec
+from ctxext.spec import AlibiSpec, BucketSpec, EncodingSpec, RopeSpec
 from ctxext.surgery.encodings import spec_of
 from ctxext.surgery.lookups import table_of
 from ctxext.surgery.rebuild import rotaries
@@ -49,6 +50,7 @@ UNTRAINED = "as it begins, untrained"
 # What is drawn where there is no checkpoint: the model that most rotary methods were published on, and small ones.
 LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
 SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, num_layers=1, trained_length=512)
+T5 = BucketSpec(buckets=32, max_distance=128, trained_length=512)
 POSITIONS, TOKENS = 128, 16  # of a table, and of a matrix whose cells hold their numbers
 
 
@@ -109,11 +111,21 @@ def picture_of(method: Method | None, subject: Subject) -> Picture:
         return picture_of_rotation(shown, _rope(subject, example), label=label, name=subject.name)
     if isinstance(method, TableMethod):
         return _of_table(method, subject)
-    assert isinstance(method, BucketMethod)
-    raise IncompatibleError(
-        f"Method {method.name!r} moves where a T5's buckets begin and has no picture yet; `ctxext show t5_bias` draws "
-        f"buckets as they are."
-    )
+    if isinstance(method, BucketMethod):
+        return picture_of_buckets(method, _buckets(subject), label=name_for(method), name=subject.name)
+    raise InvalidParameterError(f"Method {method.name!r} is of no kind that has a picture.")
+
+
+def _buckets(subject: Subject) -> BucketSpec:
+    if subject.checkpoint is None:
+        return replace(T5, trained_length=subject.trained_length or T5.trained_length)
+    config = text_of(_config(subject))
+    buckets = getattr(config, "relative_attention_num_buckets", None)
+    most = getattr(config, "relative_attention_max_distance", None)
+    if not isinstance(buckets, int) or not isinstance(most, int):
+        raise IncompatibleError(f"The config of {subject.checkpoint} names no buckets of relative distances.")
+    length = subject.trained_length or getattr(config, "n_positions", None) or T5.trained_length
+    return BucketSpec(buckets, most, length)
 
 
 def _lives(subject: Subject) -> Literal["table", "rotation", "elsewhere"] | None:
@@ -272,18 +284,19 @@ def _of_added(method: EncodingMethod, subject: Subject) -> Picture:
         encoding = next(module for module in model.modules() if isinstance(module, Encoding))
     target = method.target_length(spec.trained_length)
     with torch.no_grad():
-        rows = encoding.added(torch.arange(target)[None])
-    assert rows is not None
+        added = encoding.added(torch.arange(target)[None])
+    assert added is not None
     state = f", {state}" if state and any(True for _ in encoding.parameters()) else ""
     said = f"{method.name}: {of}, a vector for each of {target:,} positions, {spec.trained_length:,} trained{state}"
-    seen = rows_seen(rows[0], rows[0, : spec.trained_length])
+    seen = rows_seen(added[0], added[0, : spec.trained_length])
     return picture_of_rows(seen, title=said, kind="table", saved=method.to_dict())
 
 
 def _read(subject: Subject) -> PreTrainedModel:
     """The checkpoint as it is."""
     config = _config(subject)
-    return model_class(config).from_pretrained(str(subject.checkpoint), dtype=torch.float32).eval()  # type: ignore[no-any-return]
+    found: PreTrainedModel = model_class(config).from_pretrained(str(subject.checkpoint), dtype=torch.float32)
+    return found.eval()
 
 
 def _of_sentence(method: EncodingMethod, subject: Subject) -> Picture:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.evaluation.report.style import INK, NOTE, Drawing, draw_grid
@@ -17,6 +20,7 @@ __all__ = [
     "UNSEEN",
     "Picture",
     "as_numbers",
+    "distances_to",
     "mark_trained",
     "quiet",
     "tokens_axis",
@@ -26,6 +30,7 @@ __all__ = [
 # Hues of Okabe and Ito, told apart under every common colour blindness, by what they stand for in every picture.
 BEFORE, AFTER, UNSEEN = "#E69F00", "#0072B2", "#F4F4F4"
 GRADED = "cividis"  # made for colour-blind readers: dark to light, blue to yellow
+POINTS = 400  # distances that a curve is drawn through
 SIGNIFICANT = 6  # digits of a number for programs
 
 
@@ -55,6 +60,12 @@ def as_numbers(value: Any) -> Any:
     if isinstance(value, float):
         return None if value != value else float(f"{value:.{SIGNIFICANT}g}")
     return value
+
+
+def distances_to(length: int) -> Int[Tensor, " distances"]:
+    """0, 1 and on to ``length - 1``, all of the small ones and then each as much larger as the one before it was."""
+    steps = torch.linspace(0, math.log(max(length - 1, 1)), POINTS, dtype=torch.float64)
+    return torch.tensor([0, *dict.fromkeys(steps.exp().round().long().tolist())])
 
 
 def wrapped(sentence: str, inches: float) -> str:

@@ -13,12 +13,21 @@ from torch import Tensor
 from ctxext.evaluation.report.style import INK, NOTE, Drawing
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
-from ctxext.pictures.picture import AFTER, BEFORE, Picture, as_numbers, mark_trained, quiet, tokens_axis, wrapped
+from ctxext.pictures.picture import (
+    AFTER,
+    BEFORE,
+    Picture,
+    as_numbers,
+    distances_to,
+    mark_trained,
+    quiet,
+    tokens_axis,
+    wrapped,
+)
 from ctxext.spec import RopeSpec
 
 __all__ = ["Rotation", "picture_of_rotation", "rotation_of", "score_of_equals"]
 
-POINTS = 400  # distances that a curve is drawn through
 AROUND = 12  # neighbouring distances on each side that the thick line averages
 STILL = 1e-3  # turns that a picture shows a pair with that does not turn
 CAPTION = (
@@ -69,12 +78,11 @@ def _new_angles(turns: Float[Tensor, " half"], trained: Float[Tensor, " half"]) 
     return int(((trained < 1) & (turns > trained * (1 + 1e-6))).sum())
 
 
-def rotation_of(method: RopeMethod, rope: RopeSpec, distances: int = POINTS) -> Rotation:
-    """A method's rotation in numbers, at up to so many distances, each as much larger than the one before as others."""
+def rotation_of(method: RopeMethod, rope: RopeSpec) -> Rotation:
+    """A method's rotation in numbers, in a text of its target length."""
     target = method.target_length(rope.trained_length)
     plain, frequencies = plain_inv_freq(rope), method.frequencies(rope, target)
-    steps = torch.linspace(0, math.log(max(target - 1, 1)), distances, dtype=torch.float64)
-    apart = torch.cat([torch.zeros(1, dtype=torch.long), steps.exp().round().long().unique()])
+    apart = distances_to(target)
     return Rotation(
         trained_length=rope.trained_length,
         target_length=target,

@@ -86,7 +86,8 @@ def _places(count: int) -> Int[Tensor, " position"]:
 def similarity(rows: Float[Tensor, "position size"]) -> Float[Tensor, "position position"]:
     """The cosine of the angle between each two vectors."""
     unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    return unit @ unit.T
+    found: Float[Tensor, "position position"] = unit @ unit.T
+    return found
 
 
 def _from_fast_to_slow(rows: Float[Tensor, "trained size"], count: int = 4) -> Int[Tensor, " wave"]:
@@ -95,8 +96,10 @@ def _from_fast_to_slow(rows: Float[Tensor, "trained size"], count: int = 4) -> I
     large = spread.argsort(descending=True, stable=True)[: max(count, len(spread) // 2)]
     speed = rows[:, large].diff(dim=0).square().mean(0) / spread[large].clamp(min=1e-300)
     order = large[speed.argsort(descending=True, stable=True)]
+    if len(order) < 2 * count:
+        return order[-count:]
     # The very fastest is a blur in a picture.
-    return order[torch.linspace(0.25, 0.95, min(count, len(order))).mul(len(order) - 1).round().long()]
+    return order[torch.linspace(0.25, 0.95, count).mul(len(order) - 1).round().long()]
 
 
 def picture_of_rows(found: RowsSeen, *, title: str, kind: str, saved: dict[str, Any]) -> Picture:

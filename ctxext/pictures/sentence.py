@@ -69,7 +69,7 @@ def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
     encoding, generator = method.build(spec), torch.Generator().manual_seed(0)
     for weight in encoding.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator))
-    if getattr(method, "carries", False) or type(encoding).score is Encoding.score:
+    if method.carries or type(encoding).score is Encoding.score:
         return True
     distances = torch.arange(8)
     scores = [encoding.score(pairs_at(spec, 7, distances, seed=seed)) for seed in (1, 2)]

@@ -108,7 +108,7 @@ def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Pa
         (["yarn", "--text", "some words"], "give one with --model"),
         (["yarn", "--model", "./nowhere"], "nowhere"),
         (["tile", "--model", "LLAMA"], "rotary"),
-        (["stretch_buckets"], "ctxext show t5_bias"),
+        (["stretch_buckets", "--model", "LLAMA"], "names no buckets"),
     ],
 )
 def test_mistakes(

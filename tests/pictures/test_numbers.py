@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,15 +13,15 @@ import torch
 from ctxext.errors import InvalidParameterError
 from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.alibi import ALiBi
-from ctxext.methods.encoding import ByDistance, Encoding
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm
 from ctxext.methods.kerple import KERPLE
 from ctxext.methods.pi import PI
 from ctxext.methods.sinusoidal import Sinusoidal
-from ctxext.methods.tile import Tile
+from ctxext.methods.tile import Tiling
 from ctxext.methods.yarn import YaRN
 from ctxext.pictures.attention import by_distance, edges_of
 from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes
-from ctxext.pictures.of_method import SMALL, Subject, picture_of
+from ctxext.pictures.of_method import LLAMA, SMALL, Subject, picture_of
 from ctxext.pictures.picture import as_numbers
 from ctxext.pictures.rotation import rotation_of
 from ctxext.pictures.rows import rows_seen
@@ -86,7 +87,7 @@ def test_the_plane_is_that_of_the_trained_rows() -> None:
     angles = 2 * math.pi * torch.arange(16, dtype=torch.float64) / 16
     trained = torch.zeros(16, 5, dtype=torch.float64)
     trained[:, 1], trained[:, 3] = angles.cos(), angles.sin()
-    indices, weights = Tile(factor=2.0).rows(16, 32)
+    indices, weights = Tiling(factor=2.0).rows(16, 32)
     found = rows_seen((weights[..., None] * trained[indices]).sum(1), trained)
     assert found.share == pytest.approx(1.0)
     torch.testing.assert_close(found.plane.norm(dim=1), torch.ones(32, dtype=torch.float64))
@@ -130,17 +131,38 @@ def test_numbers_of_a_remapping() -> None:
         ("fire", "bias"),
         ("hierarchical", "table"),
         ("learned", "table"),
+        ("stretch_buckets", "buckets"),
         ("cope", "sentence"),
+        ("fox", "sentence"),
     ],
 )
 def test_kind(name: str, kind: str) -> None:
     assert picture_of(METHODS[name](factor=4.0), Subject()).numbers["kind"] == kind
 
 
+def test_every_method_has_a_picture() -> None:
+    assert len(METHODS) >= 30
+    for kind in METHODS.values():
+        found = picture_of(kind.example(LLAMA), Subject(trained_length=LLAMA.trained_length))
+        assert found.numbers["kind"] in {"rotation", "positions", "bias", "table", "buckets", "sentence"}
+        assert found.drawing.title
+        json.dumps(found.numbers, allow_nan=False)
+
+
+def test_buckets_of_t5() -> None:
+    """16 each way, 8 of one distance each; the last begins at 128 tokens, 4 times as far back when stretched."""
+    found = picture_of(METHODS["stretch_buckets"](factor=4.0), Subject()).numbers
+    by_distance = dict(zip(found["distances"], zip(found["trained"], found["buckets"], strict=True), strict=True))
+    assert [by_distance[near] for near in range(8)] == [(near, near) for near in range(8)]
+    assert by_distance[2047] == (15, 15)
+    assert max(distance for distance, (before, _) in by_distance.items() if before < 15) < 128
+    assert 128 < max(distance for distance, (_, after) in by_distance.items() if after < 15) < 512
+
+
 def test_which_encodings_depend_on_the_text() -> None:
     encodings = {name: kind() for name, kind in METHODS.items() if issubclass(kind, EncodingMethod)}
     found = {name for name, method in encodings.items() if depends_on_text(method, SMALL)}
-    assert {"cope", "shaw"} <= found
+    assert {"cope", "shaw", "fox"} <= found
     assert not found & {"fire", "kerple", "sandwich", "t5_bias", "sinusoidal", "learned"}
 
 
@@ -164,7 +186,7 @@ class Parabola(EncodingMethod):
     name: ClassVar[str] = "parabola"
     summary: ClassVar[str] = "score minus the square of the distance"
     source: ClassVar[str] = "none"
-    form: ClassVar[Literal["added", "columns", "rows"]] = "rows"
+    form: ClassVar[EncodingForm] = "rows"
     by_text: bool = False
 
     def build(self, spec: EncodingSpec) -> Encoding:
