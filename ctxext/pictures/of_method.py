@@ -92,6 +92,8 @@ def picture_of(method: Method | None, subject: Subject) -> Picture:
         IncompatibleError: the checkpoint has nothing that the method changes.
         InvalidParameterError: what was asked for does not fit the method or the text.
     """
+    if subject.length is not None and subject.text is None:
+        raise InvalidParameterError(f"--length {subject.length} is of the --text that is read; give one.")
     if isinstance(method, EncodingMethod):
         return _of_encoding(method, subject)
     if subject.text is not None:
@@ -223,12 +225,12 @@ def _longest_table(model: PreTrainedModel) -> tuple[str, Float[Tensor, "rows siz
 
 
 def _of_encoding(method: EncodingMethod, subject: Subject) -> Picture:
-    if method.form == "added":
-        return _of_added(method, subject)
     if depends_on_text(method, SMALL):
         return _of_sentence(method, subject)
     if subject.text is not None:
         return _of_attention(method, subject)
+    if method.form == "added":
+        return _of_added(method, subject)
     torch.manual_seed(0)
     if subject.checkpoint is None:
         spec = replace(SMALL, trained_length=subject.trained_length or SMALL.trained_length)
@@ -313,15 +315,16 @@ def _of_sentence(method: EncodingMethod, subject: Subject) -> Picture:
         )
     else:
         model, method, state = _with_encoding(method, subject)
-        tokens = _tokens(subject, subject.text or SENTENCE)
-        pieces = AutoTokenizer.from_pretrained(str(subject.checkpoint)).convert_ids_to_tokens(tokens[0].tolist())
+        tokens, tokenizer = _tokens(subject, subject.text or SENTENCE)
+        pieces = tokenizer.convert_ids_to_tokens(tokens[0].tolist())
         names = tuple(piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "⏎").strip() or "·" for piece in pieces)
         of = subject.name + (f", {state}" if state else "")
     found = sentence_seen(model, tokens, names, subject.layer)
     return picture_of_sentence(found, label=method.name, saved=method.to_dict(), of=of)
 
 
-def _tokens(subject: Subject, text: str) -> Tensor:
+def _tokens(subject: Subject, text: str) -> tuple[Tensor, Any]:
+    """A text as the checkpoint reads it, and the tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(subject.checkpoint), trust_remote_code=subject.trust)
     except (OSError, ValueError) as error:
@@ -329,7 +332,7 @@ def _tokens(subject: Subject, text: str) -> Tensor:
     found: Tensor = tokenizer(text, return_tensors="pt").input_ids
     if not found.shape[1]:
         raise InvalidParameterError("--text holds no token. Give a sentence, or a file with one.")
-    return found
+    return found, tokenizer
 
 
 # Attention by distance
@@ -345,7 +348,9 @@ def _of_attention(method: Method | None, subject: Subject) -> Picture:
         raise InvalidParameterError(
             f"With --text the attention before and after an extension is drawn, and {PLAIN!r} is none. Name a method."
         )
-    tokens = _tokens(subject, subject.text)[:, : subject.length or LONGEST]
+    if subject.length is not None and subject.length < 1:
+        raise InvalidParameterError(f"--length must be a number of tokens, at least 1, found {subject.length}.")
+    tokens = _tokens(subject, subject.text)[0][:, : subject.length or LONGEST]
     if subject.length is not None and tokens.shape[1] < subject.length:
         raise InvalidParameterError(
             f"--length {subject.length}: the text has {tokens.shape[1]} tokens. Give a longer one."

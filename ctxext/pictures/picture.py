@@ -52,14 +52,28 @@ def as_numbers(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_numbers(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Tensor):
-        return as_numbers(value.tolist())
+        return _rounded(value) if value.is_floating_point() else value.tolist()
     if isinstance(value, dict):
         return {key: as_numbers(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [as_numbers(one) for one in value]
-    if isinstance(value, float):
-        return None if value != value else float(f"{value:.{SIGNIFICANT}g}")
     return value
+
+
+def _rounded(values: Tensor) -> Any:
+    """As lists, in a few digits: all at once, since a matrix has many numbers."""
+    values = values.detach().cpu().double()
+    size = values.abs().where(values.isfinite() & (values != 0), 1.0).log10().floor()
+    scale = torch.tensor([10.0**digits for digits in range(21)], dtype=torch.float64)
+    scale = scale[(SIGNIFICANT - 1 - size).nan_to_num().clamp(0, 20).long()]
+    found = ((values * scale).round() / scale).tolist()
+    return _without_nan(found) if bool(values.isnan().any()) else found
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nan(one) for one in value]
+    return None if value != value else value
 
 
 def distances_to(length: int) -> Int[Tensor, " distances"]:

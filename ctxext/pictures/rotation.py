@@ -28,7 +28,7 @@ from ctxext.spec import RopeSpec
 
 __all__ = ["Rotation", "picture_of_rotation", "rotation_of", "score_of_equals"]
 
-AROUND = 12  # neighbouring distances on each side that the thick line averages
+NEARLY = 1.25  # ratio of distances that the thick line averages over
 STILL = 1e-3  # turns that a picture shows a pair with that does not turn
 CAPTION = (
     "Left: the score of a query and a key that are equal, every pair of dimensions as long as any other, relative to "
@@ -158,14 +158,14 @@ def _draw(figure: Any, found: Rotation, label: str) -> None:
 def _draw_score(axes: Any, apart: list[int], score: Float[Tensor, " distances"], colour: str, label: str) -> None:
     """Its waves as a thin line, and what they swing around as a thick one."""
     axes.plot(apart, score.tolist(), color=colour, lw=0.7, alpha=0.45)
-    axes.plot(apart, _around(score).tolist(), color=colour, lw=2, label=label)
+    axes.plot(apart, _around(score, torch.tensor(apart)).tolist(), color=colour, lw=2, label=label)
 
 
-def _around(score: Float[Tensor, " distances"]) -> Float[Tensor, " distances"]:
-    """The mean of as many neighbours on both sides, fewer towards the ends."""
-    last = len(score) - 1
-    reach = [min(AROUND, place, last - place) for place in range(len(score))]
-    return torch.stack([score[place - far : place + far + 1].mean() for place, far in enumerate(reach)])
+def _around(score: Float[Tensor, " distances"], apart: Int[Tensor, " distances"]) -> Float[Tensor, " distances"]:
+    """The mean over distances that are nearly the same."""
+    ratio = apart[:, None].double() / apart
+    near = ((ratio < NEARLY) & (ratio > 1 / NEARLY)).double()
+    return (near @ score) / near.sum(1)
 
 
 def _draw_turns(axes: Any, found: Rotation, label: str, is_plain: bool) -> None:

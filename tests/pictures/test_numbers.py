@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ import torch
 from ctxext.errors import InvalidParameterError
 from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.alibi import ALiBi
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm
 from ctxext.methods.kerple import KERPLE
 from ctxext.methods.pi import PI
 from ctxext.methods.sinusoidal import Sinusoidal
@@ -26,7 +25,8 @@ from ctxext.pictures.picture import as_numbers
 from ctxext.pictures.rotation import rotation_of
 from ctxext.pictures.rows import rows_seen
 from ctxext.pictures.sentence import depends_on_text
-from ctxext.spec import AlibiSpec, EncodingSpec, Pairs, PairScore, RopeSpec
+from ctxext.registry import discover
+from ctxext.spec import AlibiSpec, RopeSpec
 
 ROPE = RopeSpec(rotary_dim=8, base=100.0, trained_length=64)
 
@@ -176,12 +176,18 @@ def test_counts_of_a_sentence() -> None:
                 assert 0 <= row[key] - row[key + 1] <= 1
 
 
+PARABOLA = '''
+import sys
+from pathlib import Path
+
+import torch
+
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parabola(EncodingMethod):
-    """A method of a file that nothing else knows of.
-
-    Source: none.
-    """
+    """Lower each score by the square of the distance."""
 
     name: ClassVar[str] = "parabola"
     summary: ClassVar[str] = "score minus the square of the distance"
@@ -189,29 +195,38 @@ class Parabola(EncodingMethod):
     form: ClassVar[EncodingForm] = "rows"
     by_text: bool = False
 
-    def build(self, spec: EncodingSpec) -> Encoding:
-        return _Parabola(spec.num_heads, self.by_text)
+    def build(self, spec):
+        return Squares(spec.num_heads, self.by_text)
 
 
-class _Parabola(Encoding):
-    def __init__(self, heads: int, by_text: bool) -> None:
+class Squares(Encoding):
+    def __init__(self, heads, by_text):
         super().__init__()
         self.heads, self.by_text = heads, by_text
 
-    def score(self, pairs: Pairs) -> PairScore:
+    def score(self, pairs):
         size = pairs.q.abs().mean() if self.by_text else pairs.q.new_ones(())
 
-        def of(distances: torch.Tensor) -> torch.Tensor:
+        def of(distances):
             return -size.to(pairs.dtype) * distances.to(pairs.dtype).square().expand(self.heads, *distances.shape)
 
         return ByDistance(pairs, of, (), 2)
+'''
 
 
-def test_a_method_of_a_new_file_has_a_picture() -> None:
-    """Of the kind that it shows itself to be; no list knows its name."""
-    found = picture_of(Parabola(factor=4.0), Subject()).numbers
-    assert (found["kind"], found["bias"][0][2]) == ("bias", -(found["distances"][2] ** 2))
-    assert picture_of(Parabola(by_text=True), Subject()).numbers["kind"] == "sentence"
+def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kind that it shows itself to be; no other line knows of it."""
+    package = sys.modules["ctxext.methods"]
+    (tmp_path / "parabola.py").write_text(PARABOLA, encoding="utf-8")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    try:
+        kind = discover(package, Method)["parabola"]  # type: ignore[type-abstract]
+        found = picture_of(kind(factor=4.0), Subject()).numbers
+        assert (found["kind"], found["bias"][0][2]) == ("bias", -(found["distances"][2] ** 2))
+        monkeypatch.setitem(METHODS, "parabola", kind)
+        assert picture_of(kind.of({"by_text": True}), Subject()).numbers["kind"] == "sentence"
+    finally:
+        del sys.modules["ctxext.methods.parabola"]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +234,7 @@ def test_a_method_of_a_new_file_has_a_picture() -> None:
     [
         (YaRN(factor=4.0), Subject(text="a b"), "give one with --model"),
         (None, Subject(text="a b", checkpoint="x"), "Name a method"),
+        (None, Subject(length=5), "is of the --text"),
         (METHODS["cope"](), Subject(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
         (METHODS["cope"](), Subject(text="  "), "no word"),
         (METHODS["cope"](), Subject(text="a b", layer=3), "no layer 3: this model has 1"),
