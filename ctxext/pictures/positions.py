@@ -174,10 +174,7 @@ def _colours() -> Any:
     """Light for near, dark for far, red for what was never trained, nothing for what is not seen."""
     from matplotlib import colormaps
 
-    found = colormaps["YlGnBu"].copy()
-    found.set_over(UNTRAINED)
-    found.set_bad((0, 0, 0, 0))
-    return found
+    return colormaps["YlGnBu"].with_extremes(over=UNTRAINED, bad=(0, 0, 0, 0))
 
 
 def _one_colour(colour: str) -> Any:
