@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -29,8 +30,8 @@ class BucketsSeen:
     Args:
         trained_length: tokens that the model was trained for.
         target_length: tokens that the method is for.
-        trained_max_distance: tokens from which all distances share the last bucket, as trained.
-        max_distance: likewise, with the method.
+        trained_last: tokens from which all distances share the last bucket, as trained.
+        last: likewise, with the method.
         distances: tokens between query and key.
         trained: the bucket of each distance, as trained.
         buckets: likewise, with the method.
@@ -38,8 +39,8 @@ class BucketsSeen:
 
     trained_length: int
     target_length: int
-    trained_max_distance: int
-    max_distance: int
+    trained_last: int
+    last: int
     distances: Int[Tensor, " distances"]
     trained: Int[Tensor, " distances"]
     buckets: Int[Tensor, " distances"]
@@ -50,12 +51,13 @@ def buckets_seen(method: BucketMethod, spec: BucketSpec) -> BucketsSeen:
     target = method.target_length(spec.trained_length)
     apart, most = distances_to(target), method.max_distance(spec)
 
-    def of(largest: int) -> Int[Tensor, " distances"]:
-        found = buckets_of(-apart.double(), buckets=spec.buckets, max_distance=largest, both_ways=True)
+    def of(distances: Int[Tensor, " distances"], largest: int) -> Int[Tensor, " distances"]:
+        found = buckets_of(-distances.double(), buckets=spec.buckets, max_distance=largest, both_ways=True)
         return (found + 1e-9).floor().long()
 
-    before, after = of(spec.max_distance), of(most)
-    return BucketsSeen(spec.trained_length, target, spec.max_distance, most, apart, before, after)
+    lasts = [int(of(torch.arange(largest + 1), largest).argmax()) for largest in (spec.max_distance, most)]
+    before, after = of(apart, spec.max_distance), of(apart, most)
+    return BucketsSeen(spec.trained_length, target, lasts[0], lasts[1], apart, before, after)
 
 
 def picture_of_buckets(method: BucketMethod, spec: BucketSpec, *, label: str, name: str = "") -> Picture:
@@ -69,10 +71,7 @@ def picture_of_buckets(method: BucketMethod, spec: BucketSpec, *, label: str, na
     """
     found, size = buckets_seen(method, spec), (8.4, 4.2)
     of = f"{name}: " if name else ""
-    said = (
-        f"{of}{label} tells distances apart up to {found.max_distance:,} tokens, not {found.trained_max_distance:,}, "
-        f"by as many buckets"
-    )
+    said = f"{of}with {label} the last bucket begins at {found.last:,} tokens back, not at {found.trained_last:,}"
     drawing = Drawing(
         name=f"show-{method.name}",
         title=wrapped(said, size[0]),

@@ -150,13 +150,14 @@ def test_every_method_has_a_picture() -> None:
 
 
 def test_buckets_of_t5() -> None:
-    """16 each way, 8 of one distance each; the last begins at 128 tokens, 4 times as far back when stretched."""
+    """16 each way, 8 of one distance each, and 8 equally wide in the logarithm of the distance."""
     found = picture_of(METHODS["stretch_buckets"](factor=4.0), Subject()).numbers
     by_distance = dict(zip(found["distances"], zip(found["trained"], found["buckets"], strict=True), strict=True))
     assert [by_distance[near] for near in range(8)] == [(near, near) for near in range(8)]
     assert by_distance[2047] == (15, 15)
-    assert max(distance for distance, (before, _) in by_distance.items() if before < 15) < 128
-    assert 128 < max(distance for distance, (_, after) in by_distance.items() if after < 15) < 512
+    # Bucket 15 holds n with 8 + 8 ln(n / 8) / ln(max / 8) >= 15.
+    for last, most in (("trained_last", 128), ("last", 512)):
+        assert found[last] == math.ceil(8 * (most / 8) ** (7 / 8))
 
 
 def test_which_encodings_depend_on_the_text() -> None:
@@ -177,8 +178,8 @@ def test_counts_of_a_sentence() -> None:
 
 
 PARABOLA = '''
-import sys
-from pathlib import Path
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -226,7 +227,7 @@ def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setitem(METHODS, "parabola", kind)
         assert picture_of(kind.of({"by_text": True}), Subject()).numbers["kind"] == "sentence"
     finally:
-        del sys.modules["ctxext.methods.parabola"]
+        sys.modules.pop("ctxext.methods.parabola", None)
 
 
 @pytest.mark.parametrize(
