@@ -32,6 +32,7 @@ ROOMS = [
     "training",
     "choosing",
     "planning",
+    "pictures",
     "cli",
     "__main__",
 ]

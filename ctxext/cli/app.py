@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,17 +24,13 @@ from ctxext.cli.options import (
     StrictCommand,
     Trained,
     Trust,
-    check_output,
     grouped,
     method_names,
 )
+from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.errors import CheckpointError, InvalidParameterError
-from ctxext.files import whole_file
 from ctxext.progress import DelayedBar
-
-if TYPE_CHECKING:
-    from ctxext.spec import RopeSpec
 
 __all__ = ["app"]
 
@@ -46,7 +41,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(plot_app, name="plot")
 app.add_typer(eval_app, name="eval")
 
@@ -74,14 +68,6 @@ def main(version: Annotated[bool, Option("--version", help="Print the version an
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-@plot_app.callback()
-def plot() -> None:
-    """Draw what methods do.
-
-    [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -o spectrum.png
-    """
-
-
 @app.command(cls=StrictCommand)
 def inspect(
     checkpoint: Checkpoint, trained_length: Trained = None, trust: Trust = False, as_json: Json = False
@@ -95,7 +81,7 @@ def inspect(
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.gguf_file import scaling_in_gguf
     from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-    from ctxext.cli import show
+    from ctxext.cli import show as printed
 
     place = Path(checkpoint)
     if is_adapter(place):
@@ -121,7 +107,7 @@ def inspect(
     if as_json:
         _print_json(asdict(found) | {"gguf_scaling_not_read": unread})
     else:
-        show.show_inspection(found, checkpoint, unread, Console(highlight=False))
+        printed.show_inspection(found, checkpoint, unread, Console(highlight=False))
 
 
 @app.command(cls=StrictCommand)
@@ -154,7 +140,7 @@ def patch(
     [bold]Example[/]: ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4
     """
     from ctxext.checkpoints.write import patch_checkpoint
-    from ctxext.cli import show
+    from ctxext.cli import show as printed
 
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         written = patch_checkpoint(
@@ -166,7 +152,7 @@ def patch(
             progress=progress,
             **extension.arguments(),
         )
-    _print_json(written) if as_json else show.show_written(written)
+    _print_json(written) if as_json else printed.show_written(written)
 
 
 @app.command(cls=StrictCommand)
@@ -210,7 +196,7 @@ def export(
     [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
     """
     from ctxext.checkpoints.export import export as make
-    from ctxext.cli import show
+    from ctxext.cli import show as printed
 
     given = extension.arguments()
     if method is None and any(value is not None for value in given.values()):
@@ -218,11 +204,12 @@ def export(
         raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         made = make(checkpoint, to=to, method=method, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
-    _print_json(made) if as_json else show.show_export(made, checkpoint, Console(highlight=False))
+    _print_json(made) if as_json else printed.show_export(made, checkpoint, Console(highlight=False))
 
 
 app.command(cls=StrictCommand)(plan)
 app.command(cls=StrictCommand)(choose)
+app.command(cls=StrictCommand)(show)
 
 
 @app.command(cls=StrictCommand)
@@ -234,135 +221,14 @@ def methods(
 
     [bold]Example[/]: ctxext methods
     """
-    from ctxext.cli import show
+    from ctxext.cli import show as printed
 
     if as_json:
-        _print_json(show.method_rows())
+        _print_json(printed.method_rows())
     elif markdown:
-        typer.echo(show.methods_markdown())
+        typer.echo(printed.methods_markdown())
     else:
-        Console(highlight=False).print(show.methods_table())
-
-
-@plot_app.command(cls=StrictCommand)
-def frequencies(
-    checkpoint: Annotated[
-        str | None,
-        Argument(
-            help="A directory or a name on the hub.",
-            show_default="none: --rotary-dim, --base and --trained-length describe it",
-        ),
-    ] = None,
-    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
-        "frequencies.png"
-    ),
-    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
-    method: Annotated[
-        list[str] | None,
-        Option(
-            "--method",
-            "-m",
-            help="A method to draw. Repeatable. Default: all that need only a factor.",
-            autocompletion=method_names,
-        ),
-    ] = None,
-    rotary_dim: Annotated[
-        int | None, Option(help="Head dimensions that rotate.", show_default="the checkpoint's")
-    ] = None,
-    base: Annotated[
-        float | None, Option(help="Base of the frequencies, a config's rope_theta.", show_default="the checkpoint's")
-    ] = None,
-    trained_length: Trained = None,
-    trust: Trust = False,
-) -> None:
-    """Draw the spectrum of each method: which frequencies it keeps, ramps, interpolates.
-
-    [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
-    """
-    check_output(output)
-    from ctxext.cli.spectrum import plot_spectrum, shown_by_default
-    from ctxext.patching import method as build
-
-    rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
-    chosen = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
-    name = Path(checkpoint).name if checkpoint else ""
-    _write_picture(output, lambda half: plot_spectrum(chosen, rope, half, name=name))
-
-
-@plot_app.command(cls=StrictCommand)
-def positions(
-    checkpoint: Annotated[
-        str | None,
-        Argument(help="A directory or a name on the hub.", show_default="none: --trained-length says all that counts"),
-    ] = None,
-    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
-        "positions.png"
-    ),
-    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 2.0,
-    method: Annotated[
-        list[str] | None,
-        Option(
-            "--method",
-            "-m",
-            help='A method to draw, with parameters where needed: -m "self_extend window=0.75". Repeatable.',
-            show_default="self_extend, rerope, dual_chunk and streaming",
-            autocompletion=method_names,
-        ),
-    ] = None,
-    trained_length: Annotated[
-        int | None,
-        Option(
-            help="Tokens that the model was trained for. Up to 18 of them, at twice the length, show their numbers.",
-            show_default="the checkpoint's, or 16",
-        ),
-    ] = None,
-    trust: Trust = False,
-) -> None:
-    """Draw how far each key stands from each query, by methods that remap positions.
-
-    [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
-    """
-    check_output(output)
-    from ctxext.checkpoints.inspect import rope_of_checkpoint
-    from ctxext.cli.positions import plot_positions
-    from ctxext.evaluation.readings import name_and_parameters
-    from ctxext.patching import method as build
-    from ctxext.spec import RopeSpec
-
-    rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=16 if trained_length is None else trained_length)
-    if checkpoint is not None:
-        rope = rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
-    asked = [name_and_parameters(text) for text in method or ("self_extend", "rerope", "dual_chunk", "streaming")]
-    chosen = [build(name, factor=factor, **parameters) for name, parameters in asked]
-    _write_picture(output, lambda half: plot_positions(chosen, rope, half))
-
-
-def _write_picture(output: Path, draw: Callable[[Path], None]) -> None:
-    """Let ``draw`` write a file that takes the place of ``output`` when it is whole."""
-    try:
-        with whole_file(output) as half:
-            draw(half)
-    except OSError as error:
-        raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
-    typer.echo(f"Wrote {output}")
-
-
-def _rope_of(
-    checkpoint: str | None, rotary_dim: int | None, base: float | None, trained_length: int | None, trust: bool
-) -> RopeSpec:
-    """The rotation to draw: a checkpoint's, or the one that three numbers describe; not twice, not by halves."""
-    from ctxext.checkpoints.inspect import rope_of_checkpoint
-    from ctxext.spec import RopeSpec
-
-    if checkpoint is not None:
-        if rotary_dim is not None or base is not None:
-            raise InvalidParameterError("A checkpoint says its own --rotary-dim and --base; leave them out.")
-        return rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
-    if rotary_dim is None or base is None or trained_length is None:
-        raise InvalidParameterError(
-            "Give a checkpoint, or all of --rotary-dim, --base and --trained-length (Llama 2: 128, 10000, 4096)."
-        )
-    return RopeSpec(rotary_dim=rotary_dim, base=base, trained_length=trained_length)
+        Console(highlight=False).print(printed.methods_table())
 
 
 @app.command(cls=StrictCommand)
@@ -374,9 +240,9 @@ def demo(*, options: DemoOptions) -> None:
 
     [bold]Example[/]: ctxext demo
     """
-    from ctxext.cli.demo import show
+    from ctxext.cli.demo import show as run
 
-    show(options)
+    run(options)
 
 
 def _print_json(value: Any) -> None:

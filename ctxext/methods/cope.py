@@ -58,18 +58,27 @@ class _Counts(Encoding):
     def score(self, pairs: Pairs) -> PairScore:
         return _ByCount(pairs, self.weight)
 
+    def seen(self, pairs: Pairs) -> tuple[str, Float[Tensor, "batch heads query key"]]:
+        """The counts themselves, which are there before any place has learned its vector."""
+        return "counted from the query back to the key", _ByCount(pairs, self.weight).counts(slice(None))
+
 
 class _ByCount(PairScore):
     def __init__(self, pairs: Pairs, weight: Tensor) -> None:
         self.pairs, self.weights, self.floats = pairs, (weight,), 8 * pairs.q.shape[1]
 
+    def counts(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
+        """How far each query's gates were open from itself back to each key, the key's own included."""
+        keys = self.pairs.k.to(self.pairs.dtype).repeat_interleave(self.pairs.q.shape[1] // self.pairs.k.shape[1], 1)
+        asking = self.pairs.q[:, :, queries].to(keys.dtype)
+        gates = torch.sigmoid(asking @ keys.transpose(-1, -2) * self.pairs.scale)
+        gates = gates * self.pairs.visible(queries)[:, None]
+        return gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(self.weights[0]) - 1)
+
     def rows(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
-        vectors, scale = self.pairs.like_scores(self.weights[0]), self.pairs.scale
-        asking = self.pairs.q[:, :, queries].to(vectors.dtype)
-        keys = self.pairs.k.to(vectors.dtype).repeat_interleave(asking.shape[1] // self.pairs.k.shape[1], 1)
-        gates = torch.sigmoid(asking @ keys.transpose(-1, -2) * scale) * self.pairs.visible(queries)[:, None]
-        counts = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(vectors) - 1)
-        by_place, below = asking @ vectors.T * scale, counts.detach().floor()
+        vectors, counts = self.pairs.like_scores(self.weights[0]), self.counts(queries)
+        by_place = self.pairs.q[:, :, queries].to(vectors.dtype) @ vectors.T * self.pairs.scale
+        below = counts.detach().floor()
         share = counts - below
         low, high = (by_place.gather(-1, place.long()) for place in (below, counts.detach().ceil()))
         return low + share * (high - low)

@@ -46,6 +46,13 @@ class Encoding(nn.Module):
         """What is added to the scaled products of queries and keys; None where it adds nothing."""
         return None
 
+    def seen(self, pairs: Pairs) -> tuple[str, Float[Tensor, "rows heads query key"]]:
+        """What a picture of a text shows of each query and key, behind its name: the score, unless more tells more."""
+        score = self.score(pairs)
+        if score is None:
+            raise NotImplementedError(f"{type(self).__name__} adds nothing to scores.")
+        return "added to the score", score.rows(slice(None))
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingMethod(Method):

@@ -106,6 +106,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "methods": ["methods"],
         "plan": ["plan", tiny, "--memory", "1GiB"],
         "plot frequencies": ["plot", "frequencies", tiny, "-o", str(place / "plot.png")],
+        "show": ["show", "yarn", "-o", str(place / "show.png")],
+        "show numbers": ["show", "yarn", "--json"],
         "eval perplexity": ["eval", "perplexity", tiny, *text, *once, "-o", str(place / "loss.json")],
         "eval perplexity figure": ["eval", "perplexity", tiny, *text, *once, "-o", str(place / "loss.png")],
         "eval perplexity adapter": ["eval", "perplexity", lora, *text],
@@ -136,7 +138,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "verb",
-    ["inspect", "inspect adapter", "patch", "export", "methods", "eval perplexity", "eval longppl", "eval passkey"],
+    [
+        "inspect",
+        "inspect adapter",
+        "patch",
+        "export",
+        "methods",
+        "show numbers",
+        "eval perplexity",
+        "eval longppl",
+        "eval passkey",
+    ],
 )
 def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
     code, said, complained, error = found[verb]
@@ -151,6 +163,7 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
         ("export gguf", "demo"),
         ("plan", "train"),
         ("plot frequencies", "eval"),
+        ("show", "eval"),
         ("eval perplexity figure", "eval"),
         ("eval perplexity adapter", "train"),
         ("eval perplexity table", "eval"),

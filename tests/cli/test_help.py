@@ -42,7 +42,7 @@ def states_default(option: Any) -> bool:
 
 
 def test_every_verb_is_here() -> None:
-    verbs = {"inspect", "patch", "export", "plan", "methods", "demo", "plot", "eval"}
+    verbs = {"inspect", "patch", "export", "plan", "methods", "demo", "plot", "show", "eval"}
     assert {path[0] for path in COMMANDS if path} >= verbs
     assert len([path for path in COMMANDS if path[:1] == ("eval",)]) >= 6
 
@@ -81,7 +81,7 @@ def test_a_bare_call_greets() -> None:
         [sys.executable, "-m", "ctxext"], capture_output=True, text=True, env=environment, cwd=place, check=False
     )
     assert "ctxext patch Llama-3-8B Llama-3-8B-32k --method yarn --factor 4" in runner.output
-    for verb in ("inspect", "patch", "export", "plan", "methods", "demo", "plot", "eval"):
+    for verb in ("inspect", "patch", "export", "plan", "methods", "demo", "plot", "show", "eval"):
         assert re.search(rf"^│ {verb} +\w", runner.output, flags=re.MULTILINE)
         assert re.search(rf"^│ {verb} +\w", module.stdout, flags=re.MULTILINE)
     assert module.returncode == runner.exit_code

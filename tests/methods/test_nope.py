@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ctxext
-from ctxext.cli.spectrum import bands, plot_spectrum, shown_by_default, speed
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.nope import NoPE
+from ctxext.pictures.frequencies import bands, plot_spectrum, shown_by_default, speed
 from ctxext.spec import RopeSpec
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +12,23 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.readings import name_for
+from ctxext.evaluation.report.style import Drawing
 from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod
+from ctxext.pictures.picture import Picture, as_numbers, wrapped
 from ctxext.spec import Band, Piece, RopeSpec
 
-__all__ = ["plot_positions", "relative_positions"]
+__all__ = ["picture_of_positions", "relative_positions"]
 
 GREY, UNTRAINED, DROPPED = "#555555", "#C0392B", "#E8E8E8"
 CELLS = 480  # of a picture, along each side: more are not told apart
 NUMBERED = 36  # tokens up to which cells are large enough to hold their number, as the papers print them
 COLUMNS = 3
+FEW = 128  # tokens of a text, evenly spaced, that numbers for programs are of
+CAPTION = "Queries down, keys across: the relative position that rotation sees, as it is and as the method has it."
+
+Panel = tuple[str, Sequence[Piece], int]
+"""A name, pieces of attention, and the length of a text."""
 
 
 def relative_positions(
@@ -48,37 +54,65 @@ def relative_positions(
     return found, places.tolist()
 
 
-def plot_positions(methods: Sequence[Method], rope: RopeSpec, path: Path) -> None:
-    """Draw the model as it is and each method beside it, one panel each.
+def picture_of_positions(methods: Sequence[Method], rope: RopeSpec) -> Picture:
+    """The model as it is and each method beside it, one panel each.
 
     Args:
         methods: what to draw, in order.
         rope: the model's rotation.
-        path: where to write; the ending chooses the format (png, svg, pdf).
 
     Raises:
         IncompatibleError: for a method that gives all tokens their own positions.
         InvalidParameterError: for one that does not fit the trained length or cannot reach its target.
     """
-    from matplotlib.figure import Figure
-
     whole: tuple[Piece, ...] = (Piece(region=Band()),)
     panels = [("as it is", whole, max(_length(method, rope) for method in methods))]
     panels += [(name_for(method), _pieces(method, rope), _length(method, rope)) for method in methods]
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(3.7 * columns + 0.9, 3.75 * rows + 0.7), dpi=160, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    width = 3.7 * columns + 0.9
+    drawing = Drawing(
+        name=f"show-{methods[0].name}",
+        title=wrapped(_said(panels, rope.trained_length), width),
+        caption=CAPTION,
+        alternative=f"relative positions of {', '.join(name for name, *_ in panels)}",
+        size=(width, 3.75 * rows + 0.7),
+        draw=lambda figure: _draw_panels(figure, panels, (rows, columns), rope.trained_length),
+    )
+    return Picture({"kind": "positions", "trained_length": rope.trained_length, "panels": _numbers(panels)}, drawing)
+
+
+def _said(panels: Sequence[Panel], trained_length: int) -> str:
+    """Of one method, how far its farthest key stands."""
+    if len(panels) > 2:
+        return "How far each key stands from each query"
+    name, pieces, length = panels[1]
+    found, _ = relative_positions(pieces, length)
+    farthest = float(found[~found.isnan()].max())
+    return (
+        f"{name}: at {length:,} tokens no key stands farther than {farthest:,.6g} back; trained were {trained_length:,}"
+    )
+
+
+def _numbers(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    """What each panel shows, in values that JSON has; None where a query does not see a key."""
+    found = []
+    for name, pieces, length in panels:
+        positions, places = relative_positions(pieces, length, cells=FEW)
+        found.append({"name": name, "length": length, "tokens": places, "positions": as_numbers(positions)})
+    return found
+
+
+def _draw_panels(figure: Any, panels: Sequence[Panel], shape: tuple[int, int], trained_length: int) -> None:
+    axes = figure.subplots(*shape, squeeze=False).flatten()
     for panel, (name, pieces, length) in zip(axes, panels, strict=False):
-        image = _draw(panel, name, pieces, length, rope.trained_length)
+        image = _draw(panel, name, pieces, length, trained_length)
     for panel in axes[len(panels) :]:
         panel.set_axis_off()
     bar = figure.colorbar(image, ax=axes.tolist(), shrink=0.6, aspect=28, pad=0.015, extend="max")
-    bar.set_label(f"relative position, tokens; red: beyond the {rope.trained_length:,} that were trained", fontsize=8)
+    bar.set_label(f"relative position, tokens; red: beyond the {trained_length:,} that were trained", fontsize=8)
     bar.ax.tick_params(labelsize=7, colors=GREY)
     bar.outline.set_visible(False)
-    figure.suptitle("How far each key stands from each query", fontsize=11, x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path)
 
 
 def _length(method: Method, rope: RopeSpec) -> int:
@@ -140,10 +174,7 @@ def _colours() -> Any:
     """Light for near, dark for far, red for what was never trained, nothing for what is not seen."""
     from matplotlib import colormaps
 
-    found = colormaps["YlGnBu"].copy()
-    found.set_over(UNTRAINED)
-    found.set_bad((0, 0, 0, 0))
-    return found
+    return colormaps["YlGnBu"].with_extremes(over=UNTRAINED, bad=(0, 0, 0, 0))
 
 
 def _one_colour(colour: str) -> Any:

@@ -1,0 +1,243 @@
+"""The commands that draw: one method as it is, and several beside each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from ctxext.cli.options import Json, StrictCommand, Trained, Trust, check_output, method_names
+from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.files import whole_file
+
+if TYPE_CHECKING:
+    from ctxext.spec import RopeSpec
+
+__all__ = ["plot_app", "show"]
+
+plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+
+
+@plot_app.callback()
+def plot() -> None:
+    """Draw what methods do.
+
+    [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -o spectrum.png
+    """
+
+
+@plot_app.command(cls=StrictCommand)
+def frequencies(
+    checkpoint: Annotated[
+        str | None,
+        Argument(
+            help="A directory or a name on the hub.",
+            show_default="none: --rotary-dim, --base and --trained-length describe it",
+        ),
+    ] = None,
+    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
+        "frequencies.png"
+    ),
+    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
+    method: Annotated[
+        list[str] | None,
+        Option(
+            "--method",
+            "-m",
+            help="A method to draw. Repeatable. Default: all that need only a factor.",
+            autocompletion=method_names,
+        ),
+    ] = None,
+    rotary_dim: Annotated[
+        int | None, Option(help="Head dimensions that rotate.", show_default="the checkpoint's")
+    ] = None,
+    base: Annotated[
+        float | None, Option(help="Base of the frequencies, a config's rope_theta.", show_default="the checkpoint's")
+    ] = None,
+    trained_length: Trained = None,
+    trust: Trust = False,
+) -> None:
+    """Draw the spectrum of each method: which frequencies it keeps, ramps, interpolates.
+
+    [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
+    """
+    check_output(output)
+    from ctxext.patching import method as build
+    from ctxext.pictures.frequencies import plot_spectrum, shown_by_default
+
+    rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
+    chosen = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
+    name = Path(checkpoint).name if checkpoint else ""
+    _write_picture(output, lambda half: plot_spectrum(chosen, rope, half, name=name))
+
+
+@plot_app.command(cls=StrictCommand)
+def positions(
+    checkpoint: Annotated[
+        str | None,
+        Argument(help="A directory or a name on the hub.", show_default="none: --trained-length says all that counts"),
+    ] = None,
+    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
+        "positions.png"
+    ),
+    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 2.0,
+    method: Annotated[
+        list[str] | None,
+        Option(
+            "--method",
+            "-m",
+            help='A method to draw, with parameters where needed: -m "self_extend window=0.75". Repeatable.',
+            show_default="self_extend, rerope, dual_chunk and streaming",
+            autocompletion=method_names,
+        ),
+    ] = None,
+    trained_length: Annotated[
+        int | None,
+        Option(
+            help="Tokens that the model was trained for. Up to 18 of them, at twice the length, show their numbers.",
+            show_default="the checkpoint's, or 16",
+        ),
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Draw how far each key stands from each query, by methods that remap positions.
+
+    [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
+    """
+    check_output(output)
+    from ctxext.checkpoints.inspect import rope_of_checkpoint
+    from ctxext.evaluation.readings import name_and_parameters
+    from ctxext.patching import method as build
+    from ctxext.pictures.positions import picture_of_positions
+    from ctxext.spec import RopeSpec
+
+    rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=16 if trained_length is None else trained_length)
+    if checkpoint is not None:
+        rope = rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
+    asked = [name_and_parameters(text) for text in method or ("self_extend", "rerope", "dual_chunk", "streaming")]
+    chosen = [build(name, factor=factor, **parameters) for name, parameters in asked]
+    _write_picture(output, picture_of_positions(chosen, rope).drawing.save)
+
+
+def show(
+    method: Annotated[
+        str,
+        Argument(
+            help='A method, with parameters where needed: "self_extend window=8". Or rope, which is rotation as it is.',
+            metavar="METHOD",
+            autocompletion=method_names,
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        Option(help="A checkpoint to show it on: a directory or a name on the hub.", show_default="an example"),
+    ] = None,
+    text: Annotated[
+        str | None,
+        Option(
+            "--text",
+            "-t",
+            help="A sentence or a UTF-8 file. What depends on the text is shown of it; of all else, with --model, how "
+            "far back heads look in it before and after.",
+            show_default="none; a sentence where one is needed",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            help="The picture to write: .png, .svg or .pdf.",
+            show_default="show.png; with --json none",
+        ),
+    ] = None,
+    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
+    layer: Annotated[int, Option(help="Attention layer, from 0 on, of what each layer has its own of.")] = 0,
+    length: Annotated[int | None, Option(help="Tokens of --text to read.", show_default="all, at most 1,024")] = None,
+    trained_length: Trained = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a method is: the encoding itself, without training, in one picture.
+
+    Vectors that are added, scores and turns of a rotation, biases of heads, relative positions, or what a text makes of
+    an encoding that depends on it: the method's own form says which.
+
+    [bold]Example[/]: ctxext show yarn --model Llama-3-8B -o yarn.png
+    """
+    picture = output or (None if as_json else Path("show.png"))
+    if picture is not None:
+        check_output(picture)
+    from transformers.utils.logging import disable_progress_bar
+
+    from ctxext.evaluation.readings import name_and_parameters
+    from ctxext.patching import method as build
+    from ctxext.pictures.of_method import PLAIN, Subject, picture_of
+
+    chosen = None
+    if method != PLAIN:
+        name, parameters = name_and_parameters(method)
+        chosen = build(name, factor=factor, **parameters)
+    subject = Subject(
+        checkpoint=model,
+        text=None if text is None else _text_of(text),
+        layer=layer,
+        length=length,
+        trained_length=trained_length,
+        trust=trust,
+    )
+    disable_progress_bar()  # of weights that are loaded in a moment
+    found = picture_of(chosen, subject)
+    if as_json:
+        typer.echo(json.dumps(found.numbers))
+    if picture is not None:
+        _write_picture(picture, found.drawing.save, quiet=as_json)
+    if not as_json:
+        typer.echo(f"{found.drawing.alternative}. {found.drawing.caption}")
+
+
+def _text_of(given: str) -> str:
+    """A sentence as it is, or what a file of this name holds."""
+    path = Path(given)
+    is_name = len(given) < 256 and "\n" not in given and len(given.split()) == 1
+    if is_name and path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidParameterError(f"--text {given} is not UTF-8 text: {error}.") from error
+    if is_name and path.suffix:
+        raise InvalidParameterError(f"--text {given}: there is no such file. Give a file, or a sentence in quotes.")
+    return given
+
+
+def _write_picture(output: Path, draw: Callable[[Path], None], *, quiet: bool = False) -> None:
+    """Let ``draw`` write a file that takes the place of ``output`` when it is whole."""
+    try:
+        with whole_file(output) as half:
+            draw(half)
+    except OSError as error:
+        raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
+    if not quiet:
+        typer.echo(f"Wrote {output}")
+
+
+def _rope_of(
+    checkpoint: str | None, rotary_dim: int | None, base: float | None, trained_length: int | None, trust: bool
+) -> RopeSpec:
+    """The rotation to draw: a checkpoint's, or the one that three numbers describe; not twice, not by halves."""
+    from ctxext.checkpoints.inspect import rope_of_checkpoint
+    from ctxext.spec import RopeSpec
+
+    if checkpoint is not None:
+        if rotary_dim is not None or base is not None:
+            raise InvalidParameterError("A checkpoint says its own --rotary-dim and --base; leave them out.")
+        return rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
+    if rotary_dim is None or base is None or trained_length is None:
+        raise InvalidParameterError(
+            "Give a checkpoint, or all of --rotary-dim, --base and --trained-length (Llama 2: 128, 10000, 4096)."
+        )
+    return RopeSpec(rotary_dim=rotary_dim, base=base, trained_length=trained_length)

@@ -1,0 +1,121 @@
+"""``ctxext show``: one picture for each kind of method, its numbers for programs, and mistakes in one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from typer.testing import Result
+
+import ctxext
+from tests._checkpoints import TRAINED
+from tests._models import byte_model
+
+Cli = Callable[..., Result]
+
+SENTENCE = "a cat sat"
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A random Llama that reads bytes."""
+    place = tmp_path_factory.mktemp("reader")
+    byte_model().save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT with a table for 64 positions."""
+    place = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForMaskedLM(BertConfig(**sizes, vocab_size=99, max_position_embeddings=64)).save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("asked", ["rope", "self_extend window=8", "alibi", "tile", "cope"])
+def test_a_picture_of_each_kind(cli: Cli, tmp_path: Path, asked: str) -> None:
+    place = tmp_path / "picture.png"
+    said = cli("show", asked, "-f", 2, "-o", place)
+    assert said.exit_code == 0
+    assert said.stdout.startswith(f"Wrote {place}\n")
+    assert place.read_bytes().startswith(b"\x89PNG")
+    assert place.stat().st_size > 20_000
+
+
+def test_numbers_without_a_picture(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(cli("show", "yarn", "--model", llama, "--json").stdout)
+    assert (found["kind"], found["trained_length"], found["target_length"]) == ("rotation", TRAINED, 4 * TRAINED)
+    assert len(found["turns"]) == 8
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_a_checkpoint_and_its_extension(cli: Cli, bert: Path, tmp_path: Path) -> None:
+    found = json.loads(cli("show", "pi", "--model", bert, "-f", 2, "--json", "-o", tmp_path / "a.png").stdout)
+    assert (tmp_path / "a.png").stat().st_size > 20_000
+    assert (found["kind"], found["trained_length"], found["target_length"]) == ("table", 64, 128)
+    table = BertForMaskedLM.from_pretrained(bert).bert.embeddings.position_embeddings.weight.detach()
+    torch.testing.assert_close(torch.tensor(found["rows"][::2]), table, rtol=1e-5, atol=1e-7)
+    own = json.loads(cli("show", "learned", "--model", bert, "--json").stdout)
+    torch.testing.assert_close(torch.tensor(own["rows"]), table, rtol=1e-5, atol=1e-7)
+
+
+def test_attention_before_and_after(cli: Cli, reader: Path, tmp_path: Path) -> None:
+    """By eager attention of its own and by ctxext's; the first is compared with what transformers returns."""
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 3, encoding="utf-8")
+    given = ("--model", reader, "--text", tmp_path / "text.txt", "--length", 96, "--json")
+    rotated, remapped = (json.loads(cli("show", name, *given).stdout) for name in ("pi", "self_extend"))
+    before, after = torch.tensor(rotated["before"]), torch.tensor(rotated["after"])
+    assert before.shape == (2, 4, len(rotated["edges"]))
+    torch.testing.assert_close(before.sum(-1), torch.ones(2, 4), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(remapped["before"]), before)
+    torch.testing.assert_close(torch.tensor(remapped["after"]), before, rtol=1e-4, atol=1e-4)  # inside its window
+    assert float((after - before).abs().max()) > 0.01
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(reader)
+    tokens = tokenizer((tmp_path / "text.txt").read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :96]
+    model = byte_model()
+    model.set_attn_implementation("eager")
+    weights = torch.stack(model(tokens, output_attentions=True).attentions)[:, 0, :, -64:]
+    at_itself = weights.diagonal(offset=32, dim1=-2, dim2=-1).mean(-1)
+    torch.testing.assert_close(before[..., 0], at_itself.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Path) -> None:
+    """Untrained on a plain checkpoint, and with the weights of one that was saved with the encoding."""
+    plain = json.loads(cli("show", "cope", "--model", reader, "--text", SENTENCE, "--layer", 1, "--json").stdout)
+    assert (plain["kind"], plain["layer"], len(plain["tokens"])) == ("sentence", 1, len(SENTENCE))
+    model = ctxext.patch(byte_model(), "cope", places=2)
+    ctxext.save(model, tmp_path / "saved", tokenizer=PreTrainedTokenizerFast.from_pretrained(reader))
+    saved = json.loads(cli("show", "cope", "--model", tmp_path / "saved", "--text", SENTENCE, "--json").stdout)
+    assert saved["method"]["places"] == 2
+    assert max(value for head in saved["values"] for row in head for value in row if value is not None) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["yran"], "Did you mean 'yarn'"),
+        (["yarn", "-f", "0.5"], "--factor must be"),
+        (["yarn", "-o", "a.bmpx"], "Unknown picture format '.bmpx'"),
+        (["yarn", "--text", "missing.txt"], "missing.txt: there is no such file"),
+        (["yarn", "--text", "some words"], "give one with --model"),
+        (["yarn", "--model", "./nowhere"], "nowhere"),
+        (["tile", "--model", "LLAMA"], "this llama rotates"),
+        (["stretch_buckets", "--model", "LLAMA"], "names no buckets"),
+    ],
+)
+def test_mistakes(
+    cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = cli("show", *[llama if word == "LLAMA" else word for word in arguments])
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert message in said.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,246 @@
+"""The numbers of pictures, against definitions of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ctxext.errors import InvalidParameterError
+from ctxext.methods import METHODS, EncodingMethod, Method
+from ctxext.methods.alibi import ALiBi
+from ctxext.methods.kerple import KERPLE
+from ctxext.methods.pi import PI
+from ctxext.methods.sinusoidal import Sinusoidal
+from ctxext.methods.tile import Tiling
+from ctxext.methods.yarn import YaRN
+from ctxext.pictures.attention import by_distance, edges_of
+from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes
+from ctxext.pictures.of_method import LLAMA, SMALL, Subject, picture_of
+from ctxext.pictures.picture import as_numbers
+from ctxext.pictures.rotation import rotation_of
+from ctxext.pictures.rows import rows_seen
+from ctxext.pictures.sentence import depends_on_text
+from ctxext.registry import discover
+from ctxext.spec import AlibiSpec, RopeSpec
+
+ROPE = RopeSpec(rotary_dim=8, base=100.0, trained_length=64)
+
+
+def test_turns_and_scores_of_a_rotation() -> None:
+    """Pair by pair, with a loop; PI turns in 4 times the text as far as plain rotation does in the trained one."""
+    found = rotation_of(PI(factor=4.0), ROPE)
+    assert found.target_length == 256
+    for pair in range(4):
+        wavelength = 2 * math.pi * 100.0 ** (2 * pair / 8)
+        assert float(found.trained_turns[pair]) == pytest.approx(64 / wavelength)
+        assert float(found.plain_turns[pair]) == pytest.approx(256 / wavelength)
+        assert float(found.turns[pair]) == pytest.approx(64 / wavelength)
+    assert found.distances[0] == 0
+    assert found.distances[-1] == 255
+    for index, distance in enumerate(found.distances.tolist()):
+        expected = sum(math.cos(distance / 4 * 100.0 ** (-2 * pair / 8)) for pair in range(4)) / 4
+        assert float(found.score[index]) == pytest.approx(expected, abs=1e-12)
+    assert (found.beyond, found.plain_beyond) == (0, sum(64 / (2 * math.pi * 100 ** (p / 4)) < 1 for p in range(4)))
+
+
+def test_temperature_raises_the_score() -> None:
+    """YaRN multiplies q and k by 0.1 ln s + 1, so the score of equal vectors at distance 0 is its square."""
+    assert float(rotation_of(YaRN(factor=4.0), ROPE).score[0]) == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+
+
+def test_slopes_of_alibi() -> None:
+    """The paper's: for 8 heads 1/2, 1/4 ... 1/256; the bias is their product with the distance."""
+    found = bias_of_slopes(ALiBi(factor=2.0), AlibiSpec(8, 64))
+    assert found.slopes.tolist() == [2.0**-head for head in range(1, 9)]
+    at = found.distances.tolist().index(127)
+    assert found.bias[:, at].tolist() == [-127 * 2.0**-head for head in range(1, 9)]
+
+
+def test_bias_of_an_encoding() -> None:
+    torch.manual_seed(0)
+    encoding = KERPLE(factor=2.0).build(SMALL)
+    p, a = (weight.detach().double().clamp(min=0.01) for weight in encoding.parameters())
+    found = bias_of_encoding(encoding, SMALL, 1024)
+    for index, distance in enumerate(found.distances.tolist()):
+        torch.testing.assert_close(found.bias[:, index], -p * (1 + a * distance).log(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.slopes, p * (1 + a * 512).log() / 512, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_of_sinusoids() -> None:
+    """The cosine of two sinusoids is the mean of cos(distance x frequency), so the same along every diagonal."""
+    rows = Sinusoidal().build(SMALL).added(torch.arange(96)[None])
+    assert rows is not None
+    found = rows_seen(rows[0], rows[0, :48])
+    assert (found.trained_length, found.target_length) == (48, 96)
+    for one, other in ((0, 0), (3, 10), (80, 7)):
+        expected = sum(math.cos((one - other) * 10000.0 ** (-2 * k / 64)) for k in range(32)) / 32
+        assert float(found.similarity[one, other]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_plane_is_that_of_the_trained_rows() -> None:
+    """Rows on a circle among zeros lie on that circle, and tiled ones lie on them."""
+    angles = 2 * math.pi * torch.arange(16, dtype=torch.float64) / 16
+    trained = torch.zeros(16, 5, dtype=torch.float64)
+    trained[:, 1], trained[:, 3] = angles.cos(), angles.sin()
+    indices, weights = Tiling(factor=2.0).rows(16, 32)
+    found = rows_seen((weights[..., None] * trained[indices]).sum(1), trained)
+    assert found.share == pytest.approx(1.0)
+    torch.testing.assert_close(found.plane.norm(dim=1), torch.ones(32, dtype=torch.float64))
+    torch.testing.assert_close(found.plane[16:], found.trained_plane)
+    assert set(found.dimensions.tolist()) >= {1, 3}
+
+
+def test_attention_by_distance() -> None:
+    weights = torch.tensor([[0.5, 0.0, 0.25, 0.25, 0.0], [0.1, 0.2, 0.3, 0.0, 0.4]])  # queries at 3 and 4 of 5
+    edges = edges_of(5)
+    assert edges == (0, 1, 2, 3, 4, 5)
+    shares = by_distance(weights, edges)
+    torch.testing.assert_close(shares, torch.tensor([0.65, 0.25, 0.3, 0.2, 0.0, 0.6]) / 2)
+    assert edges_of(100) == (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100)
+    assert float(by_distance(torch.softmax(torch.randn(3, 2, 7, 40), -1), edges_of(40)).sum()) == pytest.approx(6.0)
+
+
+def test_what_is_not_a_number_becomes_none() -> None:
+    assert as_numbers({"a": (torch.tensor([1.0, math.nan]), "b")}) == {"a": [[1.0, None], "b"]}
+
+
+def test_numbers_of_a_remapping() -> None:
+    """ReRoPE: keys nearer than the window stand where they stand, and none so far that training has not seen it."""
+    found = picture_of(METHODS["rerope"].of({"factor": 2.0, "window": 4.0}), Subject(trained_length=8)).numbers
+    plain, extended = (panel["positions"] for panel in found["panels"])
+    assert [len(plain), plain[9][2], plain[2][9]] == [16, 7.0, None]
+    assert [extended[query][query - 3] for query in range(3, 16)] == [3.0] * 13
+    assert max(value for row in extended for value in row if value is not None) < 8 <= plain[15][0]
+
+
+# Kinds follow from a method's form
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("yarn", "rotation"),
+        ("nope", "rotation"),
+        ("self_extend", "positions"),
+        ("alibi", "bias"),
+        ("fire", "bias"),
+        ("hierarchical", "table"),
+        ("learned", "table"),
+        ("stretch_buckets", "buckets"),
+        ("cope", "sentence"),
+        ("fox", "sentence"),
+    ],
+)
+def test_kind(name: str, kind: str) -> None:
+    assert picture_of(METHODS[name](factor=4.0), Subject()).numbers["kind"] == kind
+
+
+def test_every_method_has_a_picture() -> None:
+    assert len(METHODS) >= 30
+    for kind in METHODS.values():
+        found = picture_of(kind.example(LLAMA), Subject(trained_length=LLAMA.trained_length))
+        assert found.numbers["kind"] in {"rotation", "positions", "bias", "table", "buckets", "sentence"}
+        assert found.drawing.title
+        json.dumps(found.numbers, allow_nan=False)
+
+
+def test_buckets_of_t5() -> None:
+    """16 each way, 8 of one distance each, and 8 equally wide in the logarithm of the distance."""
+    found = picture_of(METHODS["stretch_buckets"](factor=4.0), Subject()).numbers
+    by_distance = dict(zip(found["distances"], zip(found["trained"], found["buckets"], strict=True), strict=True))
+    assert [by_distance[near] for near in range(8)] == [(near, near) for near in range(8)]
+    assert by_distance[2047] == (15, 15)
+    # Bucket 15 holds n with 8 + 8 ln(n / 8) / ln(max / 8) >= 15.
+    for last, most in (("trained_last", 128), ("last", 512)):
+        assert found[last] == math.ceil(8 * (most / 8) ** (7 / 8))
+
+
+def test_which_encodings_depend_on_the_text() -> None:
+    encodings = {name: kind() for name, kind in METHODS.items() if issubclass(kind, EncodingMethod)}
+    found = {name for name, method in encodings.items() if depends_on_text(method, SMALL)}
+    assert {"cope", "shaw", "fox"} <= found
+    assert not found & {"fire", "kerple", "sandwich", "t5_bias", "sinusoidal", "learned"}
+
+
+def test_counts_of_a_sentence() -> None:
+    """CoPE's are what the gates between query and key add up to: never fewer farther back, at most one a token."""
+    values = picture_of(METHODS["cope"](), Subject(text="a b a b c")).numbers["values"]
+    for head in values:
+        for query, row in enumerate(head):
+            assert row[query + 1 :] == [None] * (4 - query)
+            for key in range(query):
+                assert 0 <= row[key] - row[key + 1] <= 1
+
+
+PARABOLA = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parabola(EncodingMethod):
+    """Lower each score by the square of the distance."""
+
+    name: ClassVar[str] = "parabola"
+    summary: ClassVar[str] = "score minus the square of the distance"
+    source: ClassVar[str] = "none"
+    form: ClassVar[EncodingForm] = "rows"
+    by_text: bool = False
+
+    def build(self, spec):
+        return Squares(spec.num_heads, self.by_text)
+
+
+class Squares(Encoding):
+    def __init__(self, heads, by_text):
+        super().__init__()
+        self.heads, self.by_text = heads, by_text
+
+    def score(self, pairs):
+        size = pairs.q.abs().mean() if self.by_text else pairs.q.new_ones(())
+
+        def of(distances):
+            return -size.to(pairs.dtype) * distances.to(pairs.dtype).square().expand(self.heads, *distances.shape)
+
+        return ByDistance(pairs, of, (), 2)
+'''
+
+
+def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kind that it shows itself to be; no other line knows of it."""
+    package = sys.modules["ctxext.methods"]
+    (tmp_path / "parabola.py").write_text(PARABOLA, encoding="utf-8")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    try:
+        kind = discover(package, Method)["parabola"]  # type: ignore[type-abstract]
+        found = picture_of(kind(factor=4.0), Subject()).numbers
+        assert (found["kind"], found["bias"][0][2]) == ("bias", -(found["distances"][2] ** 2))
+        monkeypatch.setitem(METHODS, "parabola", kind)
+        assert picture_of(kind.of({"by_text": True}), Subject()).numbers["kind"] == "sentence"
+    finally:
+        sys.modules.pop("ctxext.methods.parabola", None)
+
+
+@pytest.mark.parametrize(
+    ("method", "subject", "said"),
+    [
+        (YaRN(factor=4.0), Subject(text="a b"), "give one with --model"),
+        (None, Subject(text="a b", checkpoint="x"), "Name a method"),
+        (None, Subject(length=5), "is of the --text"),
+        (METHODS["cope"](), Subject(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
+        (METHODS["cope"](), Subject(text="  "), "no word"),
+        (METHODS["cope"](), Subject(text="a b", layer=3), "no layer 3: this model has 1"),
+    ],
+)
+def test_mistakes(method: Method | None, subject: Subject, said: str) -> None:
+    with pytest.raises(InvalidParameterError, match=said):
+        picture_of(method, subject)
