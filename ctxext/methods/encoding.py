@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.methods.base import Method
-from ctxext.spec import EncodingSpec, Pairs, PairScore
+from ctxext.spec import EncodingSpec, OwnAttention, Pairs, PairScore
 
 __all__ = ["ByDistance", "Encoding", "EncodingForm", "EncodingMethod"]
 
@@ -51,6 +51,8 @@ class Encoding(nn.Module):
         score = self.score(pairs)
         if score is None:
             raise NotImplementedError(f"{type(self).__name__} adds nothing to scores.")
+        if isinstance(score, OwnAttention):
+            return "share of attention", score.weights_of(slice(None))
         return "added to the score", score.rows(slice(None))
 
 

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.report.style import INK, NOTE, Drawing
 from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.pictures.attention import attention_of
 from ctxext.pictures.bias import pairs_at
 from ctxext.pictures.picture import Picture, as_numbers, wrapped
 from ctxext.pictures.rows import DIVERGING
@@ -69,7 +68,7 @@ def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
     encoding, generator = method.build(spec), torch.Generator().manual_seed(0)
     for weight in encoding.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator))
-    if method.carries or type(encoding).score is Encoding.score:
+    if method.carries or method.form == "own":
         return True
     distances = torch.arange(8)
     scores = [encoding.score(pairs_at(spec, 7, distances, seed=seed)) for seed in (1, 2)]
@@ -125,19 +124,11 @@ def sentence_seen(model: PreTrainedModel, tokens: Tensor, names: tuple[str, ...]
     finally:
         edits.undo()
     asked = [(recorder.encoding, pairs) for recorder in recorders for pairs in recorder.asked]
-    if not asked:  # it brings an attention of its own
-        weights = attention_of(model, tokens, last=len(names))
-        _require_layer(layer, len(weights))
-        return SentenceSeen("share of attention", layer, names, _unseen_hidden(weights[layer]))
-    _require_layer(layer, len(asked))
+    if not 0 <= layer < len(asked):
+        raise InvalidParameterError(f"There is no layer {layer}: this model has {len(asked)}, from 0 on.")
     encoding, pairs = asked[layer]
     what, values = encoding.seen(pairs)
     return SentenceSeen(what, layer, names, _unseen_hidden(values[0].double().cpu()))
-
-
-def _require_layer(layer: int, count: int) -> None:
-    if not 0 <= layer < count:
-        raise InvalidParameterError(f"There is no layer {layer}: this model has {count}, from 0 to {count - 1}.")
 
 
 def _unseen_hidden(values: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
@@ -208,4 +199,4 @@ def _number(panel: Any, values: Float[Tensor, "query key"], limits: tuple[float,
         for key, value in enumerate(row[: query + 1]):
             depth = abs(value) / max(abs(least), abs(most), 1e-9)
             ink = "white" if depth > (0.7 if both else 0.55) else "#222222"
-            panel.text(key, query, f"{value:.1f}", ha="center", va="center", fontsize=4.6, color=ink)
+            panel.text(key, query, f"{round(value, 1) + 0.0:.1f}", ha="center", va="center", fontsize=4.6, color=ink)
