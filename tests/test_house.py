@@ -31,6 +31,7 @@ ROOMS = [
     "evaluation",
     "training",
     "choosing",
+    "laboratory",
     "planning",
     "cli",
     "__main__",
