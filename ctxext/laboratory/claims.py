@@ -40,7 +40,7 @@ class Claim:
     better: str
     worse: str
     tasks: tuple[str, ...] = (TEXT,)
-    multiple: float = 8
+    multiple: float | int = 8
 
 
 PRESS = "Press et al., arXiv:2108.12409: WikiText-103, trained on 512, perplexity at 3512"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ctxext.evaluation.labels import label_of
@@ -28,7 +29,7 @@ LOOKS: tuple[tuple[str, Any, str], ...] = (
     (COLOURS["ntk_by_parts"], (0, (1, 1)), "P"),
     (COLOURS["truncated"], (0, (4, 1, 1, 1, 1, 1)), "X"),
 )
-SAME = (ROPE, "alibi")  # drawn in every panel, the same way, to compare panels by
+# Drawn in every panel, the same way, to compare panels by.
 GREY: dict[str, tuple[str, Any]] = {ROPE: (NOTE, "-"), "alibi": (NOTE, (0, (3, 2)))}
 
 
@@ -46,7 +47,22 @@ def drawings(result: LabResult) -> list[Drawing]:
 # Loss by position
 
 
-def _panels(result: LabResult) -> list[tuple[str, list[LabReading]]]:
+@dataclass(frozen=True)
+class Panel:
+    """One part of a figure.
+
+    Args:
+        title: one line.
+        references: in grey, to compare panels by.
+        lines: who it is about.
+    """
+
+    title: str
+    references: list[LabReading]
+    lines: list[LabReading]
+
+
+def _panels(result: LabResult) -> list[Panel]:
     """Who is drawn where: the classic kinds, extensions of rotation, other encodings, models that need none."""
     readings = result.of(TEXT)
     groups = {
@@ -55,9 +71,9 @@ def _panels(result: LabResult) -> list[tuple[str, list[LabReading]]]:
         "Newer encodings": [one for one in readings if one.kind == "encoding" and one.name not in CLASSIC],
         "Recurrent models, which need no positions": [one for one in readings if one.kind == "recurrent"],
     }
-    references = [one for one in readings if one.name in SAME]
+    same = [one for one in readings if one.name in GREY]
     return [
-        (title, [*(one for one in references if one not in part), *part])
+        Panel(title, [one for one in same if one not in part], part)
         for title, group in groups.items()
         if group
         for part in _parts(group)
@@ -99,13 +115,13 @@ def _curve(result: LabResult, reading: LabReading) -> tuple[list[float], list[fl
     return x, [mean for mean, _ in found], [error or 0.0 for _, error in found]
 
 
-def _draw_positions(figure: Any, result: LabResult, panels: Sequence[tuple[str, list[LabReading]]]) -> None:
+def _draw_positions(figure: Any, result: LabResult, panels: Sequence[Panel]) -> None:
     columns = min(2, len(panels))
     grid = figure.subplots(math.ceil(len(panels) / 2), columns, squeeze=False, sharex=True, sharey=True)
     low, high = _limits(result)
-    for axes, (title, readings) in zip(grid.flat, panels, strict=False):
-        _draw_panel(axes, result, readings, (low, high))
-        draw_grid(axes, title)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _draw_panel(axes, result, panel, (low, high))
+        draw_grid(axes, panel.title)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
@@ -126,23 +142,21 @@ def _limits(result: LabResult) -> tuple[float, float]:
     low = min(inside)
     ordered = sorted(plain)
     high = ordered[int(0.97 * (len(ordered) - 1))]
-    return low - 0.05 * (high - low), high + 0.18 * (high - low)
+    return low - 0.05 * (high - low), high + 0.3 * (high - low)
 
 
-def _draw_panel(axes: Any, result: LabResult, readings: Sequence[LabReading], limits: tuple[float, float]) -> None:
+def _draw_panel(axes: Any, result: LabResult, panel: Panel, limits: tuple[float, float]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlim(1 / 8, REACH)
     axes.axvspan(1 / 8, 1, color=BAND, lw=0, zorder=0)
     axes.axvline(1, color=INK, lw=1.1, zorder=2)
     axes.minorticks_off()
-    own = [one for one in readings if one.name not in SAME or readings.index(one) >= _references(readings)]
-    for reading in readings:
-        if reading not in own:
-            x, y, _ = _curve(result, reading)
-            colour, dashes = GREY[reading.name]
-            axes.plot(x, y, color=colour, ls=dashes, lw=1.1, zorder=2.5)
-            _mark_reference(axes, x, y, name_of(reading), colour, limits)
-    for reading, (colour, dashes, mark) in zip(own, LOOKS, strict=False):
+    for reading in panel.references:
+        x, y, _ = _curve(result, reading)
+        colour, dashes = GREY[reading.name]
+        axes.plot(x, y, color=colour, ls=dashes, lw=1.1, zorder=2.5)
+        _name_reference(axes, x, y, name_of(reading), colour, limits[1])
+    for reading, (colour, dashes, mark) in zip(panel.lines, LOOKS, strict=False):
         x, y, error = _curve(result, reading)
         if any(error):
             spread = list(zip(y, error, strict=True))
@@ -153,21 +167,15 @@ def _draw_panel(axes: Any, result: LabResult, readings: Sequence[LabReading], li
     axes.legend(
         frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=8.5, loc="upper left", ncols=2,
         handlelength=3.2, columnspacing=1.0, labelspacing=0.25, borderpad=0.2,
-    )  # fmt: skip
+    ).set_zorder(6)  # fmt: skip
 
 
-def _references(readings: Sequence[LabReading]) -> int:
-    """How many at the beginning are drawn to compare by: they come first where they are not of the panel itself."""
-    return 0 if any(one.name in SAME for one in readings[2:]) else sum(one.name in SAME for one in readings[:2])
-
-
-def _mark_reference(
-    axes: Any, x: list[float], y: list[float], label: str, colour: str, limits: tuple[float, float]
-) -> None:
-    if y[-1] <= limits[1]:
-        axes.annotate(
-            label, (x[-1], y[-1]), xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=8, color=colour
-        )
+def _name_reference(axes: Any, x: list[float], y: list[float], label: str, colour: str, top: float) -> None:
+    """Beside its end, or where it leaves the panel."""
+    inside = [place for place in range(len(x)) if y[place] <= top]
+    last = inside[-1] if inside else 0
+    side = {"xytext": (-2, 3), "ha": "right"} if last == len(x) - 1 else {"xytext": (4, -2), "ha": "left"}
+    axes.annotate(label, (x[last], y[last]), textcoords="offset points", fontsize=8, color=colour, zorder=5, **side)
 
 
 # Accuracy by length
@@ -236,5 +244,5 @@ def _draw_cell(axes: Any, column: int, row: int, share: float, above: float, sha
         [column - 0.5, column + 0.5], [row - 0.5, row + 0.5], [[above]], cmap=shades, vmin=0, vmax=1,
         edgecolors="white", linewidth=0.6,
     )  # fmt: skip
-    ink = "#FDFDFD" if above > 0.62 else "#1A1A1A"
+    ink = "#FDFDFD" if above > 0.75 else "#1A1A1A"
     axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=ink)

@@ -102,7 +102,7 @@ def _seeds(result: LabResult) -> int:
     return max(len(one.seeds) for one in result.readings)
 
 
-def _mean(result: LabResult, reading: LabReading, multiple: float) -> str:
+def _mean(result: LabResult, reading: LabReading, multiple: float | int) -> str:
     mean, error = over_seeds(result.at(reading, multiple))
     if reading.task != TEXT:
         mean, error = 100 * mean, None if error is None else 100 * error
@@ -241,7 +241,7 @@ def _puzzle_table(result: LabResult, task: str) -> TextTable:
     )
 
 
-def _whole(result: LabResult, reading: LabReading, multiple: float) -> float:
+def _whole(result: LabResult, reading: LabReading, multiple: float | int) -> float:
     return 100 * (result.at(reading, multiple) == 1).double().mean().item()
 
 

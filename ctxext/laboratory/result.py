@@ -128,7 +128,7 @@ class LabResult(Report):
         """One reading; None where it was not measured."""
         return next((reading for reading in self.of(task) if reading.name == name), None)
 
-    def at(self, reading: LabReading, multiple: float) -> Float[Tensor, "seeds rows"]:
+    def at(self, reading: LabReading, multiple: float | int) -> Float[Tensor, "seeds rows"]:
         """The scores at so many times the trained length.
 
         Of text it is the loss over the last doubling of the length: at 2, from once to twice the trained length.
@@ -142,7 +142,7 @@ class LabResult(Report):
         widths = (edges[1:] - edges[:-1]).double() * inside
         return (values * widths).sum(-1) / widths.sum()
 
-    def truncated_at(self, reading: LabReading, multiple: float) -> Float[Tensor, "seeds rows"]:
+    def truncated_at(self, reading: LabReading, multiple: float | int) -> Float[Tensor, "seeds rows"]:
         """The loss there, where the model sees the last bytes of its trained length alone."""
         place = octaves_of(1).index(int(multiple)) - 1
         return torch.tensor(reading.truncated, dtype=torch.float64)[:, :, place]

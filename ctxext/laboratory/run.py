@@ -234,7 +234,7 @@ class LabCell:
         """The model as it was trained (an empty name), then, if it rotates, under each extension without training."""
         yield ""
         for name in EXTENSIONS if self.subject.name == ROPE else ():
-            patching.patch(model, name, factor=REACH)
+            patching.patch(model, name, factor=float(REACH))
             try:
                 yield name
             finally:

@@ -78,7 +78,7 @@ class Subject:
         if self.kind == "recurrent":
             return _built(_recurrent_config(self.name, body, vocabulary, trained_length))
         model = _built(body.llama(vocabulary, trained_length))
-        return model if self.kind == "rotation" else patching.patch(model, self.name, factor=REACH)
+        return model if self.kind == "rotation" else patching.patch(model, self.name, factor=float(REACH))
 
 
 def subjects() -> dict[str, Subject]:
