@@ -102,7 +102,7 @@ def _by_position(result: LabResult) -> Drawing:
         caption=f"Nats per byte, by where a byte stands; the line marks the trained length, {result.trained} bytes."
         f"{band} RoPE and ALiBi in grey stand in every panel. What is off the scale is named with its last value.",
         alternative=f"Loss inside the trained length and at {REACH} times it, in nats per byte: {told}.",
-        size=(10.4, 0.3 + 3.25 * rows),
+        size=(10.4, 0.3 + 3.5 * rows),
         draw=lambda figure: _draw_positions(figure, result, panels),
     )
 
@@ -121,7 +121,6 @@ def _draw_positions(figure: Any, result: LabResult, panels: Sequence[Panel]) -> 
     low, high = _limits(result)
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw_panel(axes, result, panel, (low, high))
-        draw_grid(axes, panel.title)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
@@ -142,7 +141,7 @@ def _limits(result: LabResult) -> tuple[float, float]:
     low = min(inside)
     ordered = sorted(plain)
     high = ordered[int(0.97 * (len(ordered) - 1))]
-    return low - 0.05 * (high - low), high + 0.3 * (high - low)
+    return low - 0.05 * (high - low), high + 0.08 * (high - low)
 
 
 def _draw_panel(axes: Any, result: LabResult, panel: Panel, limits: tuple[float, float]) -> None:
@@ -151,31 +150,28 @@ def _draw_panel(axes: Any, result: LabResult, panel: Panel, limits: tuple[float,
     axes.axvspan(1 / 8, 1, color=BAND, lw=0, zorder=0)
     axes.axvline(1, color=INK, lw=1.1, zorder=2)
     axes.minorticks_off()
-    for reading in panel.references:
-        x, y, _ = _curve(result, reading)
-        colour, dashes = GREY[reading.name]
-        axes.plot(x, y, color=colour, ls=dashes, lw=1.1, zorder=2.5)
-        _name_reference(axes, x, y, name_of(reading), colour, limits[1])
     for reading, (colour, dashes, mark) in zip(panel.lines, LOOKS, strict=False):
         x, y, error = _curve(result, reading)
         if any(error):
             spread = list(zip(y, error, strict=True))
             lower, upper = [mean - one for mean, one in spread], [mean + one for mean, one in spread]
             axes.fill_between(x, lower, upper, color=colour, alpha=0.16, lw=0, zorder=3)
-        label = name_of(reading) + (f" (up to {max(y[4:]):.1f})" if max(y[4:]) > limits[1] else "")
+        own = f"+ {label_of(reading.extension)}" if reading.extension else name_of(reading)
+        label = own + (f" (up to {max(y[4:]):.1f})" if max(y[4:]) > limits[1] else "")
         axes.plot(x, y, color=colour, ls=dashes, lw=1.7, marker=mark, ms=4, markevery=(3, 4), label=label, zorder=4)
-    axes.legend(
-        frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=8.5, loc="upper left", ncols=2,
-        handlelength=3.2, columnspacing=1.0, labelspacing=0.25, borderpad=0.2,
-    ).set_zorder(6)  # fmt: skip
-
-
-def _name_reference(axes: Any, x: list[float], y: list[float], label: str, colour: str, top: float) -> None:
-    """Beside its end, or where it leaves the panel."""
-    inside = [place for place in range(len(x)) if y[place] <= top]
-    last = inside[-1] if inside else 0
-    side = {"xytext": (-2, 3), "ha": "right"} if last == len(x) - 1 else {"xytext": (4, -2), "ha": "left"}
-    axes.annotate(label, (x[last], y[last]), textcoords="offset points", fontsize=8, color=colour, zorder=5, **side)
+    for reading in panel.references:
+        x, y, _ = _curve(result, reading)
+        colour, dashes = GREY[reading.name]
+        axes.plot(x, y, color=colour, ls=dashes, lw=1.1, label=name_of(reading), zorder=2.5)
+    # Above the axes, where it hides no line; the title stands above it and makes the room for it.
+    legend = axes.legend(
+        frameon=False, fontsize=8.5, loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=3, handlelength=3.2,
+        columnspacing=1.0, labelspacing=0.25, borderpad=0.1,
+    )  # fmt: skip
+    legend.set_in_layout(False)
+    rows = math.ceil((len(panel.lines) + len(panel.references)) / 3)
+    draw_grid(axes)
+    axes.set_title(panel.title, loc="left", fontsize=10.5, pad=5 + 13.2 * rows)
 
 
 # Accuracy by length
@@ -193,12 +189,12 @@ def _by_length(result: LabResult) -> Drawing:
     )
     return Drawing(
         name="right-by-length",
-        title="What is right, by length over the trained length",
+        title="What is right, by length",
         caption="Percent of the answers, dark: all, light: as many as chance gives; the mean of all seeds. Left of the "
         "rule: lengths of training. The best in the mean over tasks and longer lengths stands first (mean reciprocal "
         "rank, in brackets).",
         alternative=f"Percent right at the trained length and at {REACH} times it. {told}.",
-        size=(2.3 + 1.75 * len(result.puzzles), 1.15 + 0.215 * len(names)),
+        size=(2.4 + 1.75 * len(result.puzzles), 1.15 + 0.215 * len(names)),
         draw=lambda figure: _draw_lengths(figure, result, names),
     )
 
