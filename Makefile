@@ -11,7 +11,7 @@ demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 mi
 	$(BIN)/ctxext demo
 
 test: $(INSTALLED) ## the test suite: CPU, offline
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow"
 
 slow: $(INSTALLED) ## the long tests: the demo itself, the real checkpoint
 	$(BIN)/python -m pytest -m slow

@@ -12,7 +12,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["NAME_BYTES", "ending_cleanly", "hidden_beside", "whole_file", "write_json", "write_whole"]
+from ctxext.errors import CheckpointError
+
+__all__ = [
+    "NAME_BYTES",
+    "ending_cleanly",
+    "hidden_beside",
+    "refuse_existing",
+    "whole_file",
+    "write_json",
+    "write_whole",
+]
 
 NAME_BYTES = 255  # of a file name, on every file system in use
 
@@ -21,6 +31,12 @@ def hidden_beside(path: Path, ending: str) -> Path:
     """A hidden name beside ``path`` that begins like it and is no longer than file systems allow."""
     room = max(0, NAME_BYTES - 2 - len(os.fsencode(ending)))
     return path.with_name(f".{os.fsencode(path.name)[:room].decode(errors='ignore')}.{ending}")
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise ``CheckpointError`` where something lies at ``path`` already, be it a broken link."""
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} already exists and is never overwritten. Give a new name, or remove it.")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ctxext.errors import (
     PatchStateError,
     UnknownNameError,
 )
-from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, method_in
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, method_in
 from ctxext.methods.base import is_number, require
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
@@ -511,7 +511,7 @@ def resolve(
     parameters: dict[str, Any],
 ) -> Method:
     """Turn what the user wrote into one method object, or say which two things contradict each other."""
-    if isinstance(chosen, str) and chosen.endswith(".json"):
+    if is_choice(chosen):
         chosen = method_in(chosen)
     if isinstance(chosen, Method):
         given = {"factor": factor, "target_length": target_length, **parameters}

@@ -17,6 +17,7 @@ __all__ = [
     "AlibiSpec",
     "Band",
     "BucketSpec",
+    "Carried",
     "Chunks",
     "Description",
     "EncodingSpec",
@@ -120,6 +121,30 @@ class EncodingSpec:
 
 
 @dataclass(frozen=True, eq=False)
+class Carried:
+    """Numbers of each token, which an encoding has from the states of its layer and which travel with the keys.
+
+    Args:
+        keys: those of every key, in the order of the keys: ``heads`` are the queries' or the keys'.
+        places: which of the keys each query stands at; one row where all rows of the batch are alike.
+        real: which of the keys are tokens; None where all are. What stands elsewhere may be any finite number.
+    """
+
+    keys: Float[Tensor, "batch heads key numbers"]
+    places: Int[Tensor, "rows query"]
+    real: Bool[Tensor, "rows key"] | None = None
+
+    def of_queries(self, keys: Float[Tensor, "batch heads key numbers"]) -> Float[Tensor, "batch heads query numbers"]:
+        """What queries have of something that there is for every key."""
+        places = self.places[:, None, :, None].expand(keys.shape[0], keys.shape[1], -1, keys.shape[3])
+        return keys.gather(2, places)
+
+    def without_padding(self, keys: Float[Tensor, "batch heads key numbers"]) -> Tensor:
+        """The same, with zeros where no token is."""
+        return keys if self.real is None else keys * self.real[:, None, :, None]
+
+
+@dataclass(frozen=True, eq=False)
 class Pairs:
     """The queries and keys of one attention call, for whose pairs an encoding has a score.
 
@@ -130,6 +155,7 @@ class Pairs:
         key_positions: likewise. What stands where no token is, is never seen.
         scale: what attention multiplies ``q . k`` by.
         visible: for some of the queries, which keys each of them sees: bool ``[rows, queries, key]``.
+        carried: what the encoding carries with the keys; None if it carries nothing.
     """
 
     q: Float[Tensor, "batch heads query head_dim"]
@@ -138,6 +164,7 @@ class Pairs:
     key_positions: Int[Tensor, "rows key"]
     scale: float
     visible: Callable[[slice], Tensor]
+    carried: Carried | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,6 +203,13 @@ class PairScore(ABC):
 
         The same up to a number that all keys of a query have in common, which a softmax does not see. Only scores of
         low rank have this form.
+        """
+        raise NotImplementedError
+
+    def places(self) -> tuple[Float[Tensor, "batch heads query"], Float[Tensor, "batch heads key"]]:
+        """The same as the place of the query minus the place of the key, in float64, where a score has this form.
+
+        A place is a number of its own in every head, such as a distance that has been gone so far.
         """
         raise NotImplementedError
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +21,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
+from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -192,9 +190,7 @@ def measure(setting: Setting, *, rounds: int, memory: bool) -> list[Measured]:
     medians = {name: statistics.median(values) for name, values in times.items()}
     peaks: dict[str, float | None] = {}
     if memory:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-            peaks = {name: pool.submit(peak, setting, name).result() for name in able}
+        peaks = {name: in_fresh_process(peak, setting, name) for name in able}
     return [
         Measured(setting, name, seconds * 1e3, seconds / medians[PLAIN], peaks.get(name))
         for name, seconds in medians.items()

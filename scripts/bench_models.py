@@ -12,17 +12,15 @@ for one call, weights not counted.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
+from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache, LlamaConfig
@@ -166,8 +164,7 @@ def measure(setting: Setting, names: list[str], *, rounds: int, memory: bool) ->
     gc.collect()
     peaks: dict[str, float | None] = {}
     if memory:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-            peaks = {name: pool.submit(peak, setting, name).result() for name in names if name not in failed}
+        peaks = {name: in_fresh_process(peak, setting, name) for name in names if name not in failed}
     medians = {name: statistics.median(values) for name, values in times.items() if values}
     base = medians.get(STOCK)
     return [

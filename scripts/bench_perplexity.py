@@ -14,17 +14,15 @@ or, with `--protocols run`, measured.
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, machine, markdown_table, peak_resident, synchronize
+from measuring import DTYPES, in_fresh_process, machine, markdown_table, peak_resident, synchronize
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -143,9 +141,7 @@ def main(
     with console.status("") as status:
         for length in asked:
             status.update(f"{length:,} tokens")
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                found = pool.submit(measure, length, dtype, device, layers, rounds, protocols).result()
-            rows.append(found.cells())
+            rows.append(in_fresh_process(measure, length, dtype, device, layers, rounds, protocols).cells())
             table.add_row(*rows[-1])
     console.print(table)
     if markdown is not None:

@@ -13,18 +13,16 @@ output included. Weights are random: neither time nor memory depends on them.
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
+from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from shapes import SHAPES
 from transformers import DynamicCache, LlamaForCausalLM
@@ -107,8 +105,7 @@ def measure(method: str, dtype: str, tokens: int, rounds: int, device: str) -> l
     text, seconds = in_turns(*map(read, models), rounds, device)
     alone, _ = in_turns(*calls(method, dtype, tokens, device), rounds, device)
     decoding, step_seconds = in_turns(*map(step, models), 5 * rounds, device)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as fresh:
-        plain, in_pieces = (fresh.submit(memory, which, method, dtype, tokens, device).result() for which in (0, 1))
+    plain, in_pieces = (in_fresh_process(memory, which, method, dtype, tokens, device) for which in (0, 1))
     share = "unknown" if not plain or in_pieces is None else f"{in_pieces / plain:.2f} ({plain:.0f} MiB)"
     return [
         method,

@@ -14,20 +14,19 @@ to what the process held with its model: adapters' gradients and optimizer state
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 import math
-import multiprocessing
 import statistics
 import tempfile
 import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, machine, markdown_table, synchronize
+from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -192,11 +191,9 @@ def measure(setting: Setting) -> Measured:
 
 def in_a_process(setting: Setting) -> Measured:
     """Measure in a process of its own; one that the system kills for its memory is a finding."""
-    context = multiprocessing.get_context("spawn")
     try:
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(measure, setting).result()
-    except concurrent.futures.process.BrokenProcessPool:
+        return in_fresh_process(measure, setting)
+    except BrokenProcessPool:
         return Measured(why_not="killed: out of memory")
 
 

@@ -11,9 +11,7 @@ they would flatter the agreement.
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Annotated
 import torch
 import typer
 from bench_training import Setting, build, config_of, in_a_process
-from measuring import DTYPES, added_memory, machine, markdown_table
+from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -75,8 +73,7 @@ def measured(setting: Setting) -> float | None:
         RuntimeError: the step failed, for want of memory perhaps.
     """
     if not setting.variant:
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(prefill, setting).result()
+        return in_fresh_process(prefill, setting)
     found = in_a_process(setting)
     if found.why_not:
         raise RuntimeError(f"{setting}: {found.why_not}")

@@ -2,8 +2,9 @@
 
 For each causal language model type of the installed transformers and each rope type that a config may say: a tiny
 random model is extended, saved, converted by llama.cpp's own converter and run by a real llama.cpp with the flags of
-``ctxext export``, once from the GGUF of the extended checkpoint and once from that of the original one. Its
-log-probabilities beyond the trained window are compared with those of the patched model. What comes out is
+``ctxext export``, once from the GGUF of the extended checkpoint and once from that of the original one. Then some
+frequencies and a scale are written into a copy of the latter, as ``ctxext export --gguf`` does, and it is run without
+flags. Log-probabilities beyond the trained window are compared with those of the patched model. What comes out is
 ``ctxext/runtimes/llama_cpp.json``, which ``export`` reads; nothing in it is written by hand.
 
     pip download --no-deps --no-binary :all: llama_cpp_python==0.3.36    # and unpack it: the converter
@@ -25,6 +26,7 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +40,8 @@ from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.checkpoints.export import read_extended
-from ctxext.errors import CtxextError, IncompatibleError
+from ctxext.checkpoints.into_gguf import write_into_gguf
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.runtimes.llama_cpp import TABLE, attention_factor, flags_of
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY, model_types, tiny_config, tiny_model
 
@@ -198,7 +201,7 @@ def _patched(model_type: str, form: str) -> PreTrainedModel:
         return ctxext.patch(model, method, sliding_window="lift", **asked)
 
 
-def _line(model_type: str, converter: Converter) -> dict[str, Any]:
+def _line(model_type: str, converter: Converter, forms: Iterable[str]) -> dict[str, Any]:
     """Everything about one type."""
     plain = _tiny(model_type, TARGET)
     kind = converter.of(plain)
@@ -219,7 +222,8 @@ def _line(model_type: str, converter: Converter) -> dict[str, Any]:
             line["noise"] = distance(served(original, ("-c", str(TARGET)), tokens), expected(plain, tokens))
         except RuntimeError as error:
             line["not_run"] = str(error)
-        line["forms"] = {form: _form(model_type, form, converter, kind, original, tokens, plain) for form in FORMS}
+        line["written"] = _written(model_type, original, plain, tokens, arch)
+        line["forms"] = {form: _form(model_type, form, converter, kind, original, tokens, plain) for form in forms}
     return line
 
 
@@ -270,10 +274,32 @@ def _form(
     return found
 
 
+def _written(
+    model_type: str, original: Path, plain: PreTrainedModel, tokens: list[int], architecture: str
+) -> dict[str, Any]:
+    """How far a llama.cpp is from the patched model that finds the extension in the file."""
+    try:
+        model = _patched(model_type, "longrope")
+        extended = read_extended(model.config)
+    except CtxextError as error:
+        return {"error": str(error)[:150]}
+    if extended.layer_type is not None or extended.rope_type != "longrope":
+        return {"error": "not all layers have the same frequencies"}
+    wanted = expected(model, tokens)
+    found: dict[str, Any] = {"matters": distance(wanted, expected(plain, tokens))}
+    out = original.with_name("written.gguf")
+    try:
+        write_into_gguf(extended, plain.config, original, out, architecture=architecture)
+        return found | {"error": distance(served(out, ("-c", str(TARGET)), tokens), wanted)}
+    except (CheckpointError, RuntimeError) as error:
+        return found | {"error": str(error).replace(f"{original.parent}/", "")[:150]}
+
+
 @app.command()
 def main(
     tree: Annotated[Path, typer.Argument(help="llama.cpp, as vendored by llama_cpp_python.")],
     only: Annotated[str, typer.Option(help="Types, separated by commas.")] = "",
+    copies: Annotated[bool, typer.Option(help="Only the files that are written into; all else is kept.")] = False,
     worker: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Write the table anew."""
@@ -282,12 +308,13 @@ def main(
     if worker:
         converter = Converter(tree)
         for name in wanted:
-            print("\n@" + json.dumps([name, _line(name, converter)]), flush=True)
+            print("\n@" + json.dumps([name, _line(name, converter, () if copies else FORMS)]), flush=True)
         return
     lines: dict[str, Any] = {}
-    kept = json.loads(TABLE.read_text())["types"] if only else {}
+    kept = json.loads(TABLE.read_text())["types"] if only or copies else {}
     while rest := [name for name in wanted if name not in lines]:
         command = [sys.executable, "-m", "scripts.llama_cpp_table", str(tree), "--worker", "--only", ",".join(rest)]
+        command += ["--copies"] if copies else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines |= dict(json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@"))
         if done.returncode and (missing := [name for name in rest if name not in lines]):
@@ -295,6 +322,8 @@ def main(
             reason = said[-1][:150] if said and done.returncode > 0 else "llama.cpp aborts on a tiny model"
             lines[missing[0]] = {"aborts": reason}
             print(f"{missing[0]}: {lines[missing[0]]}", file=sys.stderr)
+    if copies:
+        lines = {name: kept[name] | {"written": one["written"]} for name, one in lines.items() if "written" in one}
     commit = subprocess.run(["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     versions = {
         "converter": f"llama_cpp_python {VERSION} (llama.cpp {commit.stdout.strip()[:9]})",

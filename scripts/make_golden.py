@@ -144,6 +144,47 @@ def llama3(namespace: dict[str, Any]) -> Iterator[Case]:
         yield case(rope, {"factor": 8.0}, 4 * rope["trained_length"], namespace["apply_scaling"](freqs), 1.0)
 
 
+def fox(namespace: dict[str, Any]) -> Iterator[Case]:
+    """What the test of their kernel compares it with: attention written out, run here in float64 on a CPU.
+
+    The statements from the comment "reference implementation" to the last gradient are theirs; the inputs are ours.
+    """
+    for seed, (queries, keys, seq_start) in enumerate([(6, 6, None), (4, 9, None), (8, 8, [3, 0])]):
+        draw = torch.Generator().manual_seed(seed)
+        shapes = {"q": (2, 2, queries, 4), "k": (2, 2, keys, 4), "v": (2, 2, keys, 4), "dout": (2, 2, queries, 4)}
+        given = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+        logits = torch.empty(2, 2, keys, dtype=torch.float64).uniform_(-2, 5, generator=draw)
+        given["log_fgate"] = torch.nn.functional.logsigmoid(logits)
+        for name in ("q", "k", "v", "log_fgate"):
+            given[name].requires_grad_()
+        start = None if seq_start is None else torch.tensor(seq_start)
+        found = namespace["reference"](given, M=queries, N=keys, seq_start=start, sm_scale=0.5)
+        numbers = {name: part.detach().tolist() for name, part in (given | found).items()}
+        yield {"scale": 0.5, "seq_start": seq_start} | numbers
+
+
+def _fox_reference(tree: ast.Module) -> Callable[..., dict[str, torch.Tensor]]:
+    """The reference inside their ``test_op`` as a function, its device and the dtypes that it casts to replaced."""
+    test = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "test_op")
+    named = [ast.unparse(node) for node in test.body]
+    first = next(at for at, text in enumerate(named) if text.startswith("P_SEQ ="))
+    last = next(at for at, text in enumerate(named) if text.startswith("ref_dlog_fgate"))
+    text = "\n".join(named[first : last + 1]).replace("'cuda'", "'cpu'").replace(".float()", ".double()")
+
+    def run(given: dict[str, torch.Tensor], **names: Any) -> dict[str, torch.Tensor]:
+        space = {"torch": torch, "causal": True, "dtype": torch.float64} | given | names
+        exec(text, space)
+        return {
+            "out": space["ref_out"],
+            "dq": space["ref_dq"],
+            "dk": space["ref_dk"],
+            "dv": space["ref_dv"],
+            "dlog_fgate": space["ref_dlog_fgate"],
+        }
+
+    return run
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a golden file comes from: these definitions of this file at this commit."""
@@ -190,6 +231,13 @@ SOURCES = {
         ("LongRoPEScaledRotaryEmbedding",),
         longrope,
     ),
+    "fox": Source(
+        "zhixuan-lin/forgetting-transformer",
+        "883f260c636e87971339749b0d8310004794a5cc",
+        "src/forgetting_transformer/ops/forgetting_attention.py",
+        ("test_op",),
+        fox,
+    ),
     "llama3": Source(
         "meta-llama/llama-models",
         "a9c89c471f793423afd4cc3ca8671d6e56fe64cb",
@@ -213,6 +261,8 @@ def load(source: Source, checkout: Path) -> dict[str, Any]:
     found = {node.name for node in body if isinstance(node, kinds)}
     if missing := set(source.definitions) - found:
         sys.exit(f"{source.repository}@{source.commit[:7]}:{source.file} does not define {sorted(missing)}.")
+    if source.run is fox:
+        return {"reference": _fox_reference(tree)}
     namespace: dict[str, Any] = {"torch": torch, "math": math, "np": np}
     exec(compile(ast.Module(body, []), source.file, "exec"), namespace)
     return namespace

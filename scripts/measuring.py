@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from ctxext.evaluation import provenance
 from ctxext.evaluation.checkpoint import DTYPES
 
-__all__ = ["DTYPES", "added_memory", "machine", "markdown_table", "peak_resident", "synchronize"]
+__all__ = ["DTYPES", "added_memory", "in_fresh_process", "machine", "markdown_table", "peak_resident", "synchronize"]
+
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 def synchronize(device: str) -> None:
     """Wait until the device has done what it was asked."""
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def in_fresh_process(measure: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
+    """Call a function in a process of its own: what others left in memory does not count there.
+
+    Raises:
+        BrokenProcessPool: if the system kills it, for its memory as a rule.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+        return fresh.submit(measure, *args, **kwargs).result()
 
 
 def added_memory(device: str, call: Callable[[], object]) -> float | None:

@@ -249,7 +249,7 @@ def table(title: str, found: Sequence[Found], trained: int, length: int) -> str:
                 inside,
                 f"{one.end.mean:+.4f} ± {one.end.standard_error:.4f}",
                 one.end.verdict,
-                "" if one.key_tokens is None else f"{one.key_tokens.mean:+.3f} ± {one.key_tokens.standard_error:.3f}",
+                "" if one.key_tokens is None else str(one.key_tokens),
                 share,
                 " ".join(map(str, one.keys)) if one.asked else "",
                 f"{1000 * one.seconds / length:.1f}",

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ctxext.attention import Layout, named, sdpa
 from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import EncodingSpec, Pairs
+from ctxext.spec import Carried, EncodingSpec, Pairs
 
-__all__ = ["LAYOUTS", "SCALE", "SPEC", "Definition", "check_score", "encoding_of", "pairs_of"]
+__all__ = ["LAYOUTS", "SCALE", "SPEC", "Definition", "carried_by", "check_score", "encoding_of", "pairs_of"]
 
 SPEC = EncodingSpec(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=2, trained_length=12)
 SCALE = 0.3
@@ -41,11 +41,21 @@ def encoding_of(method: EncodingMethod, spec: EncodingSpec = SPEC) -> Encoding:
     return encoding
 
 
-def pairs_of(q: Tensor, k: Tensor, layout: Layout) -> Pairs:
-    """As attention on a model makes them."""
-    return Pairs(
-        q, k, layout.query_positions, layout.key_positions, SCALE, lambda queries: layout.visible(queries=queries)
-    )
+def pairs_of(q: Tensor, k: Tensor, layout: Layout, carried: Tensor | None = None) -> Pairs:
+    """As attention on a model makes them; ``carried`` is what the encoding has for every key."""
+    real = None if layout.key_documents is None else layout.key_documents >= 0
+
+    def visible(queries: slice) -> Tensor:
+        return layout.visible(queries=queries)
+
+    travelled = None if carried is None else Carried(carried, layout.places(), real)
+    return Pairs(q, k, layout.query_positions, layout.key_positions, SCALE, visible, travelled)
+
+
+def carried_by(encoding: Encoding, batch: int, length: int, hidden: int) -> Tensor | None:
+    """What an encoding has for each token of a text whose states are random; None where it has nothing."""
+    weight = next(encoding.parameters(), None)
+    return None if weight is None else encoding.carried(torch.randn(batch, length, hidden, dtype=weight.dtype))
 
 
 def _case(layout: Layout) -> list[Tensor]:

@@ -58,8 +58,13 @@ class Architecture(ABC):
         """Why the extension that a model was loaded with cannot be taken off; None where ``revert`` does that."""
         return None
 
-    def replaces_weights(self, model: PreTrainedModel) -> bool:
-        """Whether an extension of ``model`` replaces weights, so that a checkpoint is more than another config."""
+    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
+        """Whether an extension of ``model`` replaces weights, so that a checkpoint is more than another config.
+
+        Args:
+            model: it is not touched.
+            saved: the extension, as a config holds it; None asks whether it is so with every one.
+        """
         return False
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:

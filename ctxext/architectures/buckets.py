@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -18,12 +19,15 @@ from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec, Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
+from ctxext.surgery.tables import put_weights, weight_of
 from ctxext.surgery.texts import text_of
 
 __all__ = ["Buckets"]
 
 FIELD = "relative_attention_max_distance"
 LENGTH = "n_positions"  # T5's config.json says it; no code reads it
+QUERIES = ("q", "query")  # what attention modules call the projection that makes queries
+ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEEN = 2**16  # distances that are looked at, beyond which a table of scores would only cost memory
 TOUCHES = 1e-5  # of a bucket: where a bucket begins, float32 may round to either side
 
@@ -70,7 +74,9 @@ class Buckets(Architecture):
         rebuild = _rebuilt(model, fields)
         _prove(Rebuild(model), spec, old)
         _prove(rebuild, spec, new)
+        sharper = _divided(model, method.temperature) if method.temperature != 1 else {}
         rebuild.apply(edits)
+        put_weights(model, sharper, edits)
         _follow(model, fields, edits)
         for path, module, _ in _tables(model):
             if (found := getattr(module, FIELD)) != new:
@@ -78,16 +84,35 @@ class Buckets(Architecture):
         return Extension(
             trained_length=trained_length,
             target_length=target,
-            stored_as=f"stock {FIELD} {old} -> {new}",
+            stored_as=f"stock {FIELD} {old} -> {new}" + (", and weights of self-attention" if sharper else ""),
             stock=True,
-            fingerprint=_fingerprint(spec, new),
-            notes=_notes(spec, new),
+            fingerprint=_fingerprint(spec, new, method.temperature),
+            notes=_notes(spec, new, method.temperature),
             original=original,
         )
 
     def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
+        if (reason := self.why_final(model)) is not None:
+            raise IncompatibleError(reason)
         Rebuild(model, original).apply(edits)
         _follow(model, original, edits)
+
+    def why_final(self, model: PreTrainedModel) -> str | None:
+        temperature = _temperature_in(getattr(model.config, "ctxext", None))
+        if temperature == 1:
+            return None
+        return (
+            f"Weights of its self-attention were divided by a temperature of {temperature:g} and rounded, so that what "
+            f"they were cannot be read back from them. Load the checkpoint from before that."
+        )
+
+    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
+        return _temperature_in(saved) != 1
+
+    def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
+        sharper = self.replaces_weights(model, getattr(model.config, "ctxext", None))
+        names = _weights_of_scores(model) if sharper else []
+        return {name: weight_of(model, name, f"{name} cannot be kept") for name in names}
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Embedding]]:
@@ -187,14 +212,95 @@ def _rows_looked_up(module: Any, table: nn.Embedding, length: int, seen: int) ->
     return found[0].flatten().double()
 
 
-def _fingerprint(spec: BucketSpec, max_distance: int) -> str:
-    return hashlib.sha256(f"{spec.buckets} buckets to {max_distance}".encode()).hexdigest()[:12]
+def _weights_of_scores(model: nn.Module) -> list[str]:
+    """The weights that attention scores grow with as a whole: of queries, and of buckets.
+
+    Only a stack's first layer may have a table, whose scores the other layers are handed; the attention of those stands
+    at the same place as that one, in other blocks. Attention to another text stands at another place.
+
+    Raises:
+        IncompatibleError: where an attention module has no queries of its own.
+    """
+    found = []
+    for owner, module, table in _tables(model):
+        found += [f"{owner}.{name}.weight" for name, child in module.named_children() if child is table]
+        for path, inside in model.named_modules():
+            if _place(path) != _place(owner):
+                continue
+            queries = [name for name, _ in inside.named_children() if name in QUERIES]
+            if len(queries) != 1:
+                raise IncompatibleError(
+                    f"{path} of this {type(model).__name__} has no projection of queries ({' or '.join(QUERIES)}), so "
+                    f"its scores cannot be divided. Leave temperature out."
+                )
+            projection = inside.get_submodule(queries[0])
+            found += [f"{path}.{queries[0]}.weight"]
+            found += [f"{path}.{queries[0]}.bias"] if getattr(projection, "bias", None) is not None else []
+    return list(dict.fromkeys(found))
 
 
-def _notes(spec: BucketSpec, max_distance: int) -> tuple[str, ...]:
+def _place(path: str) -> str:
+    """Where in its block a module stands."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=1)
+
+
+def _divided(model: PreTrainedModel, temperature: float) -> dict[str, Tensor]:
+    """The weights of scores as they are at a temperature, by name; computed in float64 and rounded once.
+
+    Raises:
+        IncompatibleError: where one is no plain weight, or something else depends on it, or it would be too large.
+    """
+    kind, names = model.config.model_type, _weights_of_scores(model)
+    held = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, Tensor] = {}
+    done = set()
+    for name in names:
+        refusal = f"{name} of this {kind} cannot be divided by a temperature"
+        weight = weight_of(model, name, refusal)
+        if weight.dtype not in ROUNDED:
+            raise IncompatibleError(
+                f"{refusal}: it is quantised ({weight.dtype}). Extend the checkpoint as it was before."
+            )
+        if others := [alias for alias, other in held.items() if other is weight and alias not in names]:
+            raise IncompatibleError(f"{refusal}: {others[0]} is the same weight. Leave temperature out.")
+        if id(weight) in done:  # one that layers share
+            continue
+        done.add(id(weight))
+        found[name] = _quotient(weight, temperature)
+        if not weight.is_meta and not bool(found[name].isfinite().all()):
+            raise IncompatibleError(f"{refusal} of {temperature:g}: it would be too large for {weight.dtype}.")
+    return found
+
+
+def _quotient(weight: Tensor, temperature: float) -> Tensor:
+    if weight.is_meta:
+        return torch.empty_like(weight)
+    exact = weight.detach().to("cpu", torch.float64) / temperature  # not every device knows float64
+    return exact.to(weight.dtype).to(weight.device)
+
+
+def _temperature_in(saved: dict[str, Any] | None) -> float:
+    """The temperature that the weights have in them after the extension that a config holds; 1 for no such one."""
+    return float((saved or {}).get("method", {}).get("temperature", 1.0))
+
+
+def _fingerprint(spec: BucketSpec, max_distance: int, temperature: float) -> str:
+    said = f"{spec.buckets} buckets to {max_distance}" + (f" at {temperature!r}" if temperature != 1 else "")
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+
+def _notes(spec: BucketSpec, max_distance: int, temperature: float) -> tuple[str, ...]:
     single = spec.buckets // 4
-    return (
-        f"Distances below {single} tokens in an encoder and {2 * single} in a decoder are read as before. Those from "
+    notes = (
+        f"Distances below {single} tokens in an encoder and {2 * single} in a decoder "
+        f"{'are read as before' if temperature == 1 else 'keep their buckets'}. Those from "
         f"there to {spec.max_distance} share buckets with farther ones now; those from {spec.max_distance} to "
         f"{max_distance} tokens, which were all alike, are told apart.",
+    )
+    if temperature == 1:
+        return notes
+    return (
+        *notes,
+        f"Scores of self-attention are divided by {temperature:g}, in texts of every length: compare before use, short "
+        f"texts included. The weights hold it, so once saved it cannot be taken off.",
     )

@@ -17,13 +17,13 @@ from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.lookups import table_of
 from ctxext.surgery.rope_types import GUARD
 from ctxext.surgery.sinusoids import Growing, Sinusoid, remaker_of, sinusoid_of
 from ctxext.surgery.tables import (
     PositionTable,
     prove,
     replace_tables,
-    table_of,
     twin_of,
     twins_of,
     values_of,
@@ -133,7 +133,7 @@ class Sinusoids(Architecture):
         table = max(self.tables(model), key=lambda one: _positions(model, one))
         return _formula(model, table).spec(_positions(model, table))
 
-    def replaces_weights(self, model: PreTrainedModel) -> bool:
+    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
         return any(_is_stored(model, name) for growth in twins_of(model).growths for name in growth.tables)
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:

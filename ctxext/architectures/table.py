@@ -94,7 +94,7 @@ class LearnedTable(Architecture):
     def why_final(self, model: PreTrainedModel) -> str | None:
         return _old_tables(model, self.tables(model))[1]
 
-    def replaces_weights(self, model: PreTrainedModel) -> bool:
+    def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
         return True
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:

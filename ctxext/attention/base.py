@@ -28,7 +28,7 @@ from ctxext.spec import PairScore
 
 __all__ = ["AttentionBackend", "Call", "Need", "ScoreForm", "expand_heads"]
 
-ScoreForm = Literal["none", "columns", "rows"]
+ScoreForm = Literal["none", "columns", "places", "rows"]
 
 # Queries whose weights the plain form of ``gradients`` writes out at a time.
 ROWS = 256
@@ -55,7 +55,7 @@ class Need:
         training: whether a gradient is needed.
         biased: whether slopes are given.
         score: in which form an encoding adds a score: ``"none"`` at all; ``"columns"``: a few more dimensions of q and
-            k; ``"rows"``: a number for every pair.
+            k; ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair.
         order: ``"consecutive"``: blocks of plain causal attention, positions stepping by one; ``"increasing"``: such
             blocks, other steps; ``"free"``: anything else; ``"external"``: an engine decides (``Layout.shard``).
         blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
@@ -84,6 +84,11 @@ class Need:
     compiling: bool = False
     lse: bool = False
     sees: Literal["past", "both"] = "past"
+
+    @property
+    def widened(self) -> bool:
+        """Whether a fused kernel is given a few more dimensions of q and k, as exact as it can be."""
+        return self.biased or self.score in ("columns", "places")
 
     @property
     def cached(self) -> bool:
@@ -186,6 +191,8 @@ def _form_of(score: PairScore | None, dtype: torch.dtype) -> ScoreForm:
     """In which form a score reaches the backend; columns are as exact as q, so 16 bits are too few for them."""
     if score is None:
         return "none"
+    if type(score).places is not PairScore.places:
+        return "places"
     is_wide = dtype in (torch.float32, torch.float64)
     return "columns" if is_wide and type(score).columns is not PairScore.columns else "rows"
 

@@ -43,7 +43,15 @@ from ctxext.attention.base import Call, expand_heads
 from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["COLUMNS", "HALF_RANGE", "alibi_columns", "layout_columns", "with_columns", "with_score_columns"]
+__all__ = [
+    "COLUMNS",
+    "HALF_RANGE",
+    "alibi_columns",
+    "layout_columns",
+    "with_columns",
+    "with_place_columns",
+    "with_score_columns",
+]
 
 COLUMNS = 8
 """Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""
@@ -83,7 +91,14 @@ def alibi_columns(
     if dtype not in SIGNIFICAND:
         raise InvalidParameterError(f"ALiBi columns need one of {', '.join(map(str, SIGNIFICAND))}, found {dtype}.")
     centred = positions - (origin if isinstance(origin, int) else origin[:, None])
-    rest = (slopes.double() / scale)[None, :, None] * centred.double()[:, None, :]
+    return _pieces(slopes.double()[None, :, None] * centred.double()[:, None, :], scale=scale, dtype=dtype, side=side)
+
+
+def _pieces(
+    places: Float[Tensor, "batch heads seq"], *, scale: float, dtype: torch.dtype, side: Literal["query", "key"]
+) -> Float[Tensor, "batch heads seq 8"]:
+    """The columns that add ``place of the key - place of the query`` to the score. Gradients reach the places."""
+    rest = places / scale
     shrink = HALF_RANGE if dtype == torch.float16 else 1.0
     rest = rest / shrink if side == "key" else -rest / shrink
     ones = torch.full_like(rest, shrink).to(dtype)
@@ -151,6 +166,28 @@ def with_score_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         torch.cat([query / call.scale, call.q], -1),
         torch.cat([key, expand_heads(call.k, heads)], -1),
         F.pad(expand_heads(call.v, heads), (0, query.shape[-1])),
+    )
+
+
+def with_place_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a call whose score is the difference of two places: columns as for slopes.
+
+    The error is that of ``alibi_columns`` with the distance of two places in the place of ``slope * distance``. Places
+    of both sides have gradients, although what all keys of a query have in common changes nothing: what a kernel rounds
+    in the gradient of a pair is on both sides, and cancels for whatever came before the two.
+    """
+    assert call.score is not None
+    dtype, heads = call.q.dtype, call.q.shape[1]
+    queries, keys = call.score.places()
+    middle = (keys.amax(-1, keepdim=True) + keys.amin(-1, keepdim=True)).detach() / 2
+    if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
+        _require_half(1, float((keys - middle).detach().abs().max()), call.scale)
+    query = _pieces(middle - queries, scale=call.scale, dtype=dtype, side="query")
+    key = _pieces(middle - keys, scale=call.scale, dtype=dtype, side="key")
+    return (
+        torch.cat([query, call.q], -1),
+        torch.cat([key, expand_heads(call.k, heads)], -1),
+        F.pad(expand_heads(call.v, heads), (0, COLUMNS)),
     )
 
 

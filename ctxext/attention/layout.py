@@ -305,6 +305,24 @@ class Layout:
         apart = self.query_positions[:, queries, None] - self.key_positions[:, None, :]
         return apart.abs() if self.sees == "both" else apart
 
+    def places(self) -> Int[Tensor, "batch query"]:
+        """Return which of the keys each query stands at: that of its document and position. What is no token: any."""
+        if self.whole:
+            slots = torch.arange(self.key_length - self.query_length, self.key_length, device=self.key_positions.device)
+            return slots.expand(self.batch, -1)
+
+        def build() -> Tensor:
+            reach = self.key_positions.amax() + 1
+            qd, kd = self.query_documents, self.key_documents
+            queries, keys = (
+                positions if documents is None else torch.where(documents < 0, -1, documents * reach + positions)
+                for positions, documents in ((self.query_positions, qd), (self.key_positions, kd))
+            )
+            ordered, order = keys.sort(1)
+            return order.gather(1, torch.searchsorted(ordered, queries).clamp(max=self.key_length - 1))
+
+        return self.memo("places", build)
+
     def visible(self, window: int | None = None, *, queries: slice = slice(None)) -> Bool[Tensor, "batch query key"]:
         """Return who sees whom, by the rule in the module's docstring. Quadratic memory: one byte per pair.
 

@@ -22,7 +22,7 @@ class Reference(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     summary: ClassVar[str] = "full float32 score matrix: slow, obvious, the oracle"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "rows")
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
 
     def why_not(self, need: Need) -> str | None:
         if need.order == "external":

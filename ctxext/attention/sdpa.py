@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ctxext.attention.base import AttentionBackend, Call, Need, ScoreForm, expand_heads
-from ctxext.attention.columns import with_columns, with_score_columns
+from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
 
 __all__ = ["Sdpa", "kernel_order"]
@@ -33,9 +33,7 @@ def kernel_order(need: Need) -> list[SDPBackend]:
     """
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     order = [SDPBackend.CUDNN_ATTENTION, *fused] if need.capability == (9, 0) else [*fused, SDPBackend.CUDNN_ATTENTION]
-    return (
-        order if (need.biased or need.score == "columns") and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
-    )
+    return order if need.widened and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Sdpa(AttentionBackend):
     """
 
     name: ClassVar[str] = "sdpa"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "rows")
+    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
     summary: ClassVar[str] = "torch's fused kernels; ALiBi as extra columns of q and k"
 
     block_overhead: int | None = None
@@ -64,8 +62,8 @@ class Sdpa(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.dropout and need.device == "cpu":
             return "its CPU kernel has no attention dropout. Set attention_dropout to 0, or take 'reference'."
-        if need.biased and need.device == "mps":
-            return "ALiBi columns are computed in float64, which MPS does not have."
+        if need.widened and need.device == "mps":
+            return "ALiBi columns and their like are computed in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
         if need.order == "external" and need.window is not None:
@@ -77,14 +75,21 @@ class Sdpa(AttentionBackend):
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
         kernel = _Kernel(call.need, call.scale, call.dropout)
         q, k, v, layout = call.q, call.k, call.v, call.layout
-        if call.need.score == "rows":
-            return _by_rows(kernel, call)
-        if call.score is None and q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]:
+        is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
+        if call.need.score == "rows" or (call.need.score == "places" and is_short):
+            return _by_rows(replace(kernel, need=replace(call.need, score="rows")), call)
+        if call.need.score == "places" and call.need.training and q.dtype in (torch.bfloat16, torch.float16):
+            # Gradients of places are summed over all later tokens: in 16 bits, those of columns are mostly rounding.
+            wide = {name: getattr(call, name).float() for name in ("q", "k", "v")}
+            return self.attend(replace(call, **wide, need=replace(call.need, dtype=torch.float32))).to(q.dtype)
+        if call.score is None and is_short:
             return _dense(kernel, call)
         if call.slopes is not None and layout.sees == "both":
             return _by_distance(kernel, call)
         if call.slopes is not None:
             q, k, v = with_columns(call)
+        elif call.need.score == "places":
+            q, k, v = with_place_columns(call)
         elif call.score is not None:
             q, k, v = with_score_columns(call)
         if call.window is None and layout.spans is not None and self._blocks_pay(layout):
@@ -188,7 +193,7 @@ class _Kernel:
     def _kernels(self) -> contextlib.AbstractContextManager[object]:
         if self.need.device == "cuda":
             return sdpa_kernel(kernel_order(self.need), set_priority=True)
-        if self.need.device == "cpu" and (self.need.biased or self.need.score == "columns"):
+        if self.need.device == "cpu" and self.need.widened:
             return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
         return contextlib.nullcontext()
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.adapters import is_adapter
+from ctxext.checkpoints.gguf_file import scaling_in_gguf
+from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
-from ctxext.checkpoints.source import checked_path, read_any_config
+from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import Method, TableMethod
 from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
-from ctxext.runtimes.llama_cpp import to_llama_cpp
+from ctxext.runtimes.llama_cpp import architecture_of, in_file, to_llama_cpp
 from ctxext.runtimes.vllm import to_vllm
 from ctxext.saved import (
     already_extended,
@@ -44,21 +49,27 @@ def export(
     *,
     to: str,
     method: str | Method | None = None,
+    gguf: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
     trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
     **arguments: Any,
 ) -> Export:
     """Say which flags make another runtime serve an extended checkpoint, and what it cannot express.
 
     Pick it before deploying: runtimes disagree on rope scaling, and none of them says so when it computes something
     else. ``exact`` is said only of what was seen to be right in the versions named here; about other runtimes (SGLang,
-    MLX, ...) nothing is known. No weights are loaded, nothing is written or started.
+    MLX, ...) nothing is known. No weights are loaded, nothing is started; only ``gguf`` lets a file be written.
 
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``save_pretrained``).
+            With ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
         to: "vllm" or "llama.cpp".
         method: for a checkpoint that is to be served extended while its files stay as they are; as for
             ``ctxext.patch``. None exports the extension that the checkpoint carries.
+        gguf: for llama.cpp: a GGUF file of this model, in any quantisation, and the path of a copy to write that holds
+            the extension. It says what no flag says, such as searched frequencies.
         trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
+        progress: called with (bytes copied, bytes to copy) while a copy is written.
         **arguments: with ``method``: ``factor``, ``target_length``, ``trained_length``, ``sliding_window`` and the
             method's own parameters, as for ``ctxext.patch``.
 
@@ -66,28 +77,73 @@ def export(
         UnknownNameError: for another target.
         IncompatibleError: the target cannot run this extension; the message names the reason.
         PatchStateError: the checkpoint is not extended and no method is given.
-        CheckpointError: there is no such checkpoint, or it is an adapter, or its config contradicts itself.
+        CheckpointError: there is no such checkpoint, or it is an adapter, or its config contradicts itself; or the GGUF
+            file is of another model, or its copy cannot be written.
+        InvalidParameterError: a GGUF file for another runtime.
 
     Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
         llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp).
     """
     _check_target(to)
+    if gguf is not None and to != "llama.cpp":
+        raise InvalidParameterError(f"gguf: a GGUF file is written for llama.cpp, and not for {to}. Leave it out.")
     if isinstance(checkpoint, nn.Module):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
-        return export_config(base_model(checkpoint).config, to=to, trust_remote_code=True)  # its code has run
-    place = checked_path(checkpoint, {})
+        config, served = base_model(checkpoint).config, None
+        trust_remote_code = True  # its code has run
+    else:
+        config, served = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
+    if gguf is None:
+        return export_config(config, to=to, served=served, trust_remote_code=trust_remote_code)
+    extended = _extension_of(config, served, trust_remote_code)
+    saved = saved_extension(config, f"this {config.model_type}")
+    plain = served or (config if saved is None else plain_config(config, saved))
+    made = in_file(extended)
+    source, out = map(Path, gguf)
+    write_into_gguf(extended, plain, source, out, architecture=architecture_of(extended), progress=progress)
+    return replace(made, file=str(out))
+
+
+def _read(
+    checkpoint: str | os.PathLike[str],
+    method: str | Method | None,
+    into_gguf: bool,
+    trust_remote_code: bool,
+    arguments: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The extended config, and the one in the files where that is another."""
+    place, inside = gguf_inside(checkpoint, {})
+    if inside:
+        _refuse_gguf(Path(checkpoint), extending=into_gguf and method is not None)
+    else:
+        checked_path(place, {})
     if is_adapter(place):
         raise CheckpointError(
             f"{place} is an adapter. Merge it into its base model first: "
             f"ctxext.load({place!r}).merge_and_unload().save_pretrained(NEW), then export NEW."
         )
-    config = read_any_config(place, trust_remote_code=trust_remote_code)
+    file = {name: value for name, value in inside.items() if name == "gguf_file"}
+    config = read_any_config(place, trust_remote_code=trust_remote_code, **file)
     model_class(config)  # it says so where transformers has none
     if method is None:
-        return export_config(config, to=to, trust_remote_code=trust_remote_code)
-    extended = extended_config(config, method, trust_remote_code=trust_remote_code, **arguments)
-    return export_config(extended, to=to, served=config)
+        return config, None
+    return extended_config(config, method, trust_remote_code=trust_remote_code, **arguments), config
+
+
+def _refuse_gguf(path: Path, *, extending: bool) -> None:
+    """Refuse a GGUF file in the place of a checkpoint, except one of plain positions that is to be extended."""
+    original = "Give the checkpoint that it was converted from"
+    if not extending:
+        raise CheckpointError(
+            f"{path} is a GGUF file. {original}; what is printed for llama.cpp then holds for the file. To write an "
+            f"extension into a copy of it, give a method and --gguf {path} OUT.gguf."
+        )
+    if scaling := scaling_in_gguf(path):
+        raise CheckpointError(
+            f"{path} scales its positions already ({', '.join(scaling)}), which transformers does not read. "
+            f"{original}, whose config says what they are."
+        )
 
 
 def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code: bool = False) -> Export:
@@ -99,10 +155,14 @@ def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code
     _check_target(to)
     if (longer := _longer_table(config, served, to)) is not None:
         return longer
+    return RUNTIMES[to](_extension_of(config, served, trust_remote_code))
+
+
+def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> ExtensionInConfig:
     extended = read_extended(config, served)
     if served is None:
         _require_consistent(config, trust_remote_code)
-    return RUNTIMES[to](extended)
+    return extended
 
 
 def _longer_table(config: Any, served: Any, to: str) -> Export | None:

@@ -171,16 +171,22 @@ def load(
     asked |= {"attention": attention, "scaling": scaling, "encoder": encoder, "decoder": decoder}
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
-    if replaces_weights(model):
-        return patch(_read_model(place, written, loading, auto_class), method, **asked, **own)
-    extended = patch(model, method, **asked, **own).config
-    return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
+    if not replaces_weights(model, saved):
+        extended = patch(model, method, **asked, **own).config
+        if not replaces_weights(model, extended.ctxext):
+            return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
+    return patch(_read_model(place, written, loading, auto_class), method, **asked, **own)
 
 
-def replaces_weights(model: PreTrainedModel) -> bool:
-    """Whether an extension of ``model`` replaces weights, so that those of a checkpoint do not fit its config."""
+def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bool:
+    """Whether weights that fit the config of ``model`` without an extension do not fit it with one.
+
+    Args:
+        model: it is not touched.
+        saved: the extension, as a config holds it; None asks whether it is so with every one.
+    """
     architecture = find_architecture(model)
-    return architecture is not None and architecture.replaces_weights(model)
+    return architecture is not None and architecture.replaces_weights(model, saved)
 
 
 def _buildable(extended: Any, config: Any) -> Any:

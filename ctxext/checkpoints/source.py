@@ -22,7 +22,7 @@ from transformers import (
 
 from ctxext.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config
-from ctxext.errors import CheckpointError, CtxextError, VerificationError, require_package
+from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.saved import checked_extension
 from ctxext.surgery.rope_types import GUARD
 
@@ -34,7 +34,6 @@ __all__ = [
     "read_any_config",
     "read_json",
     "refuse_source",
-    "scaling_in_gguf",
 ]
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
@@ -332,23 +331,3 @@ def _tensor_names(path: Path) -> set[str]:
             f"{path} is not a whole safetensors file: {error}. It may be an unfinished download or a Git LFS pointer "
             f"(git lfs pull)."
         ) from error
-
-
-SCALING_TENSORS = ("rope_freqs", "rope_factors")
-
-
-def scaling_in_gguf(path: Path) -> tuple[str, ...]:
-    """Name the metadata and tensors in a GGUF file that scale rope; transformers reads them for gpt-oss only.
-
-    Raises:
-        CheckpointError: if the file is not GGUF, or the package that reads it is missing.
-    """
-    require_package("gguf", "demo", f"Reading {path} needs", CheckpointError)
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, OSError) as error:  # a short file ends in an IndexError
-        raise CheckpointError(f"{path} cannot be read as GGUF: {error}") from error
-    found = [f"{key}={entry.contents()}" for key, entry in reader.fields.items() if ".rope.scaling." in key]
-    return (*found, *(tensor.name for tensor in reader.tensors if tensor.name.startswith(SCALING_TENSORS)))

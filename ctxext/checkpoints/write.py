@@ -20,7 +20,7 @@ from ctxext.checkpoints.limits import LENGTH_FIELDS, copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside
+from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside, refuse_existing
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
 from ctxext.saved import extended_texts, with_old_form
@@ -104,16 +104,16 @@ def patch_checkpoint(
     model = meta_model(config, trust_remote_code=trust_remote_code)
     _refuse_part(source, config, model)
     refuse_lacking(source, model, _lacking(contents, model))
-    is_rewritten = replaces_weights(model)
+    extended = patch(model, method, **arguments).config
+    description = describe_saved(extended.ctxext, extended.model_type)
+    is_rewritten = replaces_weights(model, extended.ctxext)
     if link and is_rewritten:
         raise InvalidParameterError(
-            f"link: this {config.model_type} is extended by a longer table of positions, which is one of its weights. "
-            f"They are written anew; leave link out."
+            f"link: the extension of this {config.model_type} changes some of its weights, so that they are written "
+            f"anew ({description.stored_as}). Leave link out."
         )
-    extended = patch(model, method, **arguments).config
     if chosen is not None:
         extended.ctxext = extended.ctxext | {"chosen": chosen}
-    description = describe_saved(extended.ctxext, extended.model_type)
     partial = hidden_beside(destination, f"{secrets.token_hex(4)}.partial")
     try:
         with ending_cleanly():
@@ -182,8 +182,7 @@ def _refuse_destination(source: Path, destination: Path) -> None:
             f"The name {destination.name[:40]}... has {len(os.fsencode(destination.name))} bytes, and file systems "
             f"allow {NAME_BYTES}. Give a shorter one."
         )
-    if os.path.lexists(destination):
-        raise CheckpointError(f"{destination} already exists and is never overwritten. Give a new name, or remove it.")
+    refuse_existing(destination)
     if not destination.parent.is_dir():
         raise CheckpointError(f"{destination} cannot be created: there is no directory {destination.parent}.")
     if source.resolve() in destination.resolve().parents:

@@ -1,7 +1,8 @@
-"""What a race tries: every formula, some ways to remap positions, and a grid over the four numbers of YaRN.
+"""What a race tries: every formula, some ways to remap positions, and two families of numbers.
 
-The grid is the heart of it. YaRN's published thresholds (1 and 32 turns), its factor and its temperature are one point
-among many, and models differ in which point suits them; whatever is found there is a stock ``yarn`` dictionary.
+A grid over the four numbers of YaRN is the heart of it. Its published thresholds (1 and 32 turns), its factor and its
+temperature are one point among many, and models differ in which point suits them; whatever is found there is a stock
+``yarn`` dictionary. The other family is NTK up to a critical dimension (LongRoPE2), which is a stock ``longrope`` one.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from ctxext.evaluation.readings import TIMES, Reading, label_for
 from ctxext.methods import METHODS, Method, RopeMethod
-from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.formulas import index_that_turns, plain_inv_freq
+from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 
-__all__ = ["Entrant", "candidates", "distinct", "entrant", "grid", "short_label"]
+__all__ = ["Entrant", "candidates", "critical", "distinct", "entrant", "grid", "short_label"]
 
 # How much further than asked a formula is also tried: some need it to hold to their target.
 FURTHER = 1.5
@@ -35,13 +37,16 @@ SLOW = (1.0, 0.5, 2.0)
 RATIOS = (32.0, 4.0, 1.001)
 STRETCHES = (1.0, 0.75, 1.5)
 TEMPERATURES = (1.0, 0.5, 0.0)
+# The critical dimension is looked for between the one that turned so often in training and the one that turned once.
+CRITICAL_TURNS, CRITICAL = 10.0, 4
 
 
-def candidates(factor: float) -> tuple[RopeMethod, ...]:
+def candidates(factor: float, rope: RopeSpec) -> tuple[RopeMethod, ...]:
     """All methods that a race tries; the first is YaRN as published, which the others are held against.
 
     Args:
         factor: target length over trained length, above 1.
+        rope: of the model.
     """
     formulas = [
         cls(factor=factor)
@@ -52,7 +57,7 @@ def candidates(factor: float) -> tuple[RopeMethod, ...]:
         replace(one, factor=factor * FURTHER) for one in formulas if not one.dynamic and not _is_remap(type(one))
     ]
     # Of two that are the same, the first stays: what is made for the target itself before what is made for more.
-    return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *grid(factor), *further]))
+    return tuple(dict.fromkeys([YaRN(factor=factor), *formulas, *grid(factor), *critical(factor, rope), *further]))
 
 
 def grid(factor: float) -> list[YaRN]:
@@ -77,6 +82,39 @@ def grid(factor: float) -> list[YaRN]:
     return found
 
 
+def critical(factor: float, rope: RopeSpec) -> list[LongRoPE]:
+    """NTK up to a critical dimension: divided by the factor from there on, by powers of it before, with two scales.
+
+    High dimensions have seen few turns, so that they are trained worse than one turn lets expect: the dimension from
+    which a frequency must be divided in full may lie below the one that turned once. Where, differs by model.
+
+    Args:
+        factor: target length over trained length, above 1.
+        rope: of the model.
+
+    Source: Shang et al., arXiv:2502.20082, section 3.2 and table 5 (NTK-rcd). Authors' code for the first point of
+        their search: J-shang/LongRoPE@61de922, evolution/algorithms/dim_mono.py.
+    """
+    if rope.rotary_dim <= 2:
+        return []
+    first, last = (math.ceil(index_that_turns(rope, turned)) for turned in (CRITICAL_TURNS, 1.0))
+    half = rope.rotary_dim // 2
+    first, last = (min(max(at, 1), half - 1) for at in (first, last))
+    places = {round(first + (last - first) * step / (CRITICAL - 1)) for step in range(CRITICAL)}
+    scales = [1.0]
+    if rope.trained_length > 1:  # and LongRoPE's own
+        scales.append(round(math.sqrt(1 + math.log(factor) / math.log(rope.trained_length)), 6))
+    found = []
+    for place, scale in itertools.product(sorted(places), scales):
+        divisors = _critical_divisors(factor, place, half)
+        found.append(LongRoPE(factor=factor, short_factor=divisors, long_factor=divisors, attention_factor=scale))
+    return found
+
+
+def _critical_divisors(factor: float, place: int, half: int) -> tuple[float, ...]:
+    return tuple(factor ** min(1.0, index / place) for index in range(half))
+
+
 def _is_remap(cls: type[Method]) -> bool:
     return issubclass(cls, RemapMethod)
 
@@ -88,6 +126,12 @@ def _needs_only_a_factor(cls: type[Method]) -> bool:
 
 def short_label(method: Method) -> str:
     """A candidate in few words: of the grid, the turns between which its ramp lies, its divisor and its scale."""
+    if isinstance(method, LongRoPE):
+        divisors = method.long_factor
+        place = next((at for at, divisor in enumerate(divisors) if at and divisor >= method.factor), 0)
+        if place and divisors == _critical_divisors(method.factor, place, len(divisors)):
+            scale = f"scale {method.attention_factor:.4g}"
+            return f"LongRoPE2 {TIMES}{method.factor:.4g} (critical dimension {place}, {scale})"
     if not isinstance(method, YaRN) or method == YaRN(factor=method.factor):
         return label_for(method)
     ratio = method.beta_fast / method.beta_slow

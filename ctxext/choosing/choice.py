@@ -9,14 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctxext.choosing.budget import SearchSizes
 from ctxext.choosing.candidates import short_label
 from ctxext.choosing.race import Course, Finish, Sizes
+from ctxext.choosing.search import SearchedStart
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.evaluation.truncation import best_window
 from ctxext.methods import METHODS, Method
 
-__all__ = ["Candidate", "Choice", "HeldOut", "RuntimeVerdict", "Spent", "judge_held_out"]
+__all__ = [
+    "Candidate",
+    "Choice",
+    "HeldOut",
+    "RuntimeVerdict",
+    "SearchResult",
+    "Spent",
+    "by_document",
+    "judge_held_out",
+]
 
 # The choice is held against two: the published YaRN and the runner-up.
 COMPARED = 2
@@ -68,6 +79,19 @@ def _mirrored(difference: PairedDifference) -> str:
     return "worse" if difference.mean > needed else "no difference"
 
 
+def by_document(texts: Sequence[Tensor], documents: Sequence[str]) -> list[Tensor]:
+    """Losses of texts, those of one document together.
+
+    Args:
+        texts: nats per token.
+        documents: which each text is of.
+    """
+    return [
+        torch.cat([text for text, own in zip(texts, documents, strict=True) if own == name])
+        for name in dict.fromkeys(documents)
+    ]
+
+
 def judge_held_out(
     losses: Mapping[str, Sequence[Tensor]],
     *,
@@ -95,10 +119,7 @@ def judge_held_out(
     """
 
     def together(texts: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            torch.cat([text for text, own in zip(texts, documents, strict=True) if own == name])
-            for name in dict.fromkeys(documents)
-        ]
+        return by_document(texts, documents)
 
     def beyond(name: str) -> list[Tensor]:
         return together([text[trained:] for text in losses[name]])
@@ -134,6 +155,7 @@ class Candidate:
         reading: its name, method and fingerprint.
         course: through the race.
         twins: names of others that read the target just as it does, and were not read themselves.
+        title: it in few words, where its method has none.
         stretch: what it divides the frequencies by that are new beyond the window; None where a short text says nothing
             about it.
     """
@@ -142,6 +164,7 @@ class Candidate:
     course: Course
     twins: tuple[str, ...] = ()
     stretch: float | None = None
+    title: str = ""
 
     @property
     def method(self) -> Method:
@@ -152,7 +175,39 @@ class Candidate:
     @property
     def label(self) -> str:
         """It in few words."""
-        return short_label(self.method)
+        return self.title or short_label(self.method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search of frequencies found, and whether it was taken.
+
+    Args:
+        starts: where it began and what came of each, the best first.
+        rival: name of the race's choice, which the best of them had to beat.
+        why_not: why the best of them was not taken; empty where it was.
+        gain: beyond the window, its loss minus the rival's, on texts that neither was chosen on.
+        damage: inside the window, its loss minus that of the published YaRN, on the same texts.
+        texts: names of those texts.
+        searched_on: names of the texts that it was searched on.
+        needles: whether hidden keys were a part of them.
+        sizes: how much was read.
+    """
+
+    starts: tuple[SearchedStart, ...]
+    rival: str
+    why_not: str
+    gain: PairedDifference
+    damage: PairedDifference
+    texts: tuple[str, ...]
+    searched_on: tuple[str, ...]
+    needles: bool
+    sizes: SearchSizes
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it became the choice."""
+        return not self.why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +260,7 @@ class Choice:
         texts: names of the texts that were chosen on.
         spent: what it cost.
         provenance: what it was measured on and with, as JSON values.
+        search: what a search of frequencies found; None where none was asked for.
     """
 
     candidates: tuple[Candidate, ...]
@@ -220,6 +276,7 @@ class Choice:
     texts: tuple[str, ...]
     spent: Spent
     provenance: Mapping[str, Any]
+    search: SearchResult | None = None
 
     def candidate(self, name: str) -> Candidate:
         """One of them by the name of its reading."""
@@ -259,6 +316,21 @@ class Choice:
             "held_out_texts": self.held_out.texts,
             "held_out_gain": None if gain is None or self.is_overruled else -gain.mean,
             "held_out_gain_se": None if gain is None or self.is_overruled else gain.standard_error,
+        } | ({} if self.search is None else {"search": self._search_record})
+
+    @property
+    def _search_record(self) -> dict[str, Any]:
+        found = self.search
+        assert found is not None
+        return {
+            "accepted": found.accepted,
+            "why_not": found.why_not,
+            "starts": [one.name for one in found.starts],
+            "steps": found.sizes.steps,
+            "texts_per_step": found.sizes.rows,
+            "keys_hidden": found.needles,
+            "gain": -found.gain.mean,
+            "gain_se": found.gain.standard_error,
         }
 
     @property

@@ -42,9 +42,12 @@ __all__ = [
     "chosen",
     "is_worse",
     "keys_lost",
+    "versus_usual",
 ]
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
+# Where a candidate comes in that no race was run with: found by a search from there on.
+SEARCH = "search"
 # How much of the chance of 5 percent each rung may spend. What is left, 0.025, is that of a verdict that calls the
 # choice better than another where it is not: half of the 5 percent, two-sided, that such a verdict has.
 LOOKS = {INSIDE: 0.005, WHOLE: 0.01, MORE: 0.01}
@@ -377,19 +380,34 @@ class Race:
             return
         own = self.read[name]
         usual = [theirs[: len(mine)] for mine, theirs in zip(own, self.read[self.usual], strict=False)]
-        inside = in_blocks([one[: self.trained] for one in own], [one[: self.trained] for one in usual])
-        mine, theirs = (torch.cat([one[self.trained :] for one in side]) for side in (own, usual))
-        running = (mine.double() - theirs.double()).cumsum(0)
-        step = math.ceil(self.length / PIECES)
-        places = [*range(step, len(running), step), len(running)]
-        trace = tuple((place, (running[place - 1] / place).item()) for place in places)
-        self._note(name, inside=inside, beyond=in_blocks([mine], [theirs]), trace=trace)
+        inside, beyond, trace = versus_usual(own, usual, self.trained, self.length)
+        self._note(name, inside=inside, beyond=beyond, trace=trace)
 
     def _note(self, name: str, **found: object) -> None:
         self.courses[name] = replace(self.courses[name], **found)  # type: ignore[arg-type]
 
     def _drop(self, name: str, why: str, by: str = "", worse_by: PairedDifference | None = None) -> None:
         self._note(name, dropped=why, by=by, worse_by=worse_by)
+
+
+def versus_usual(
+    own: Sequence[Tensor], usual: Sequence[Tensor], trained: int, length: int
+) -> tuple[PairedDifference, PairedDifference, tuple[tuple[int, float], ...]]:
+    """How a candidate stands beside the published YaRN: ``inside``, ``beyond`` and ``trace`` of its ``Course``.
+
+    Args:
+        own: losses of texts that the candidate has read, as far as it has.
+        usual: of the published YaRN on the same tokens.
+        trained: tokens of the window.
+        length: of a whole text.
+    """
+    inside = in_blocks([one[:trained] for one in own], [one[:trained] for one in usual])
+    mine, theirs = (torch.cat([one[trained:] for one in side]) for side in (own, usual))
+    running = (mine.double() - theirs.double()).cumsum(0)
+    step = math.ceil(length / PIECES)
+    places = [*range(step, len(running), step), len(running)]
+    trace = tuple((place, (running[place - 1] / place).item()) for place in places)
+    return inside, in_blocks([mine], [theirs]), trace
 
 
 def _pairs(of: int) -> int:

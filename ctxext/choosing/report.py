@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ctxext.choosing.choice import Candidate, Choice
-from ctxext.choosing.race import INSIDE
+from ctxext.choosing.race import INSIDE, MORE, SEARCH, WHOLE
 from ctxext.choosing.sentences import duration, sentences
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.report.style import (
@@ -71,6 +71,7 @@ def page(choice: Choice, figure: str | None = None) -> str:
         "Loss minus that of YaRN as published, in nats per token ± standard error, on what each has read. What was "
         "only left behind was not shown to be worse: the budget did not last for it.",
         _markdown(header, rows),
+        *_search_page(choice),
         "## Who can load it",
         "\n".join(["| runtime | computes the same | how, or why not |", "|---|---|---|", *runtimes]),
         "## What it was measured on",
@@ -83,7 +84,7 @@ def _table(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> tuple[li
     """Candidates, those that came furthest first."""
     header = ["", "inside the window", "beyond", "keys", "came to"]
     places = {name: place for place, name in enumerate(choice.finish.finalists)}
-    rungs = {"more": 0, "whole": 1, "inside": 2}
+    rungs = {SEARCH: 0, MORE: 0, WHOLE: 1, INSIDE: 2}
 
     def place(one: Candidate) -> tuple[int, int, bool, float]:
         course = one.course
@@ -100,10 +101,40 @@ def _table(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> tuple[li
     return header, rows
 
 
+def _search_page(choice: Choice) -> list[str]:
+    """What each start of a search came to."""
+    if choice.search is None:
+        return []
+    header = ["from", "first steps", "last steps", "beyond, texts chosen on", "divided by", "scale"]
+    rows = []
+    for one in choice.search.starts:
+        tenth = max(1, len(one.losses) // 10)
+        first, last = (sum(part) / tenth for part in (one.losses[:tenth], one.losses[-tenth:]))
+        divisors = " ".join(f"{divisor:.3g}" for divisor in one.method["long_factor"])
+        rows.append(
+            [
+                one.name,
+                f"{first:.4f}",
+                f"{last:.4f}",
+                f"{one.beyond:.4f}",
+                divisors,
+                f"{one.method['attention_factor']:.4g}",
+            ]
+        )
+    told = (
+        "Mean loss of the first and of the last tenth of the steps, each on the texts of its own, in nats per token; "
+        "then that of what was found, beyond the window, on whole texts that were chosen on; and what was found: what "
+        "each frequency is divided by, the fastest first."
+    )
+    return ["## The search", told, _markdown(header, rows)]
+
+
 def _short_fate(choice: Choice, one: Candidate) -> str:
     course = one.course
     if one.reading.name == choice.name or not course.dropped:
         return _fate(choice, one)
+    if course.rung == SEARCH:
+        return "not taken"
     if course.worse_by is None:
         return "left behind"
     return "stopped" if course.dropped.startswith("stopped") else "worse"
@@ -140,6 +171,7 @@ def _facts(choice: Choice) -> dict[str, str]:
         "Judged on": f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
         "Race": f"{len(choice.candidates)} candidates; {sizes.whole} of them and YaRN as published on {sizes.first} "
         f"whole texts; {sizes.finalists} on {sizes.texts}, with {sizes.keys} hidden keys",
+        **_search_facts(choice),
         "Seed": str(found["seed"]),
         "Spent": f"{spent.passes:.1f} passes, {duration(spent.seconds)}; budget {spent.budget or 'none'}",
         "dtype": found["dtype"],
@@ -148,6 +180,19 @@ def _facts(choice: Choice) -> dict[str, str]:
         "Not entered": "; ".join(f"{one.label}: {one.reason}" for one in choice.refusals) or "none",
         "Command": f"`{found['command']}`",
         "Date": found["date"],
+    }
+
+
+def _search_facts(choice: Choice) -> dict[str, str]:
+    found = choice.search
+    if found is None:
+        return {}
+    sizes, starts = found.sizes, len(found.starts)
+    told = f"{sizes.steps} steps from each of {starts} starts, {sizes.rows} of {len(found.searched_on)} texts each"
+    keys = "hidden keys in them" if found.needles else "no hidden keys (none asked for, or none read inside the window)"
+    return {
+        "Search": f"{told}, {keys}; on {few_of(found.searched_on)}",
+        "Search accepted on": few_of(found.texts),
     }
 
 

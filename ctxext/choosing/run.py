@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,31 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ctxext.architectures import architecture_of
 from ctxext.architectures.rope import Rope
 from ctxext.checkpoints.export import TARGETS, export_config
-from ctxext.choosing.budget import Budget, Costs, parse_budget, prefix_of, sizes_for
+from ctxext.choosing.accepting import accept
+from ctxext.choosing.budget import (
+    Budget,
+    Costs,
+    SearchSizes,
+    parse_budget,
+    prefix_of,
+    search_sizes_for,
+    sizes_for,
+)
 from ctxext.choosing.candidates import Entrant, candidates, distinct, entrant
-from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, Spent, judge_held_out
-from ctxext.choosing.race import PIECES, Course, Finish, Race, Sizes
-from ctxext.choosing.texts import SplitTexts, TextStretch, split_texts
+from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, SearchResult, Spent, judge_held_out
+from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
+from ctxext.choosing.losses import DEPTHS, MeasuredLosses, ModelInUse, RaceCell
+from ctxext.choosing.race import Course, Finish, Race, Sizes
+from ctxext.choosing.search import Search
+from ctxext.choosing.texts import SplitTexts, split_texts
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, prefix_label, read_documents, special_prefix, tokenise
-from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import Progress, turning_point
 from ctxext.evaluation.journal import Journal
-from ctxext.evaluation.loss import loss_by_position, loss_while
-from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
+from ctxext.evaluation.passkey import make_prompts
 from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal
-from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
-from ctxext.evaluation.truncation import UNPATCHED, tail_losses, tail_passes, window_name
+from ctxext.evaluation.readings import Reading, Readings, Refusal
+from ctxext.evaluation.survey import Survey
+from ctxext.methods import RopeMethod
 from ctxext.patching import patched_state
 from ctxext.saved import already_extended
-from ctxext.spec import RopeSpec
-from ctxext.surgery.rotary import find_sites
+from ctxext.surgery.rotary import RotarySite, find_sites
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.wrappers import base_model
 
@@ -44,69 +51,8 @@ __all__ = ["Contest", "choose", "corpus_from", "prepare"]
 
 # Who can load a candidate, and its stock dictionary.
 LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
-# Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
-DEPTHS = (0.0, 0.25, 0.5)
 # Positions beyond the window that a target must add, so that there is something to measure.
 LEAST_BEYOND = 16
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RaceCell(Job):
-    """One reading of one text, or of several short ones.
-
-    Args:
-        read: what is done with the reader's model.
-        heard: where the answer is put too, by the cell's key.
-    """
-
-    read: Callable[[nn.Module, Progress], Answer]
-    heard: dict[str, Answer]
-
-    def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """The losses of the text, or of the tokens of a key."""
-        answer = self.read(model, progress)
-        if answer.losses is not None:
-            check_finite(answer.losses, self.name)
-        self.heard[self.key] = answer
-        return answer
-
-
-@dataclass(eq=False)
-class ModelInUse:
-    """A model that stays as the last reader had it, since extending and proving it takes longer than a short text.
-
-    Args:
-        readings: of the model.
-    """
-
-    readings: Readings
-    current: Reading | None = field(init=False, default=None)
-    stack: contextlib.ExitStack = field(init=False, default_factory=contextlib.ExitStack)
-
-    def show(self, reading: Reading | None) -> None:
-        """Let the model read as one reading does; None gives it back as it was."""
-        if reading is not self.current:
-            self.current = None
-            self.stack.close()
-            if reading is not None:
-                self.stack.enter_context(self.readings.applied(reading))
-            self.current = reading
-
-
-@dataclass(frozen=True, eq=False)
-class StayingReader(Reader):
-    """A reader that does not leave when a cell is done, see ``ModelInUse``.
-
-    Args:
-        stage: where it stays.
-    """
-
-    stage: ModelInUse
-
-    def applied(self) -> contextlib.AbstractContextManager[None]:
-        """The model as this reader has it, inside a ``with`` and until another one comes."""
-        self.stage.show(self.reading)
-        return contextlib.nullcontext()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -120,13 +66,15 @@ class Contest:
         entered: readings of the candidates, the published YaRN first.
         twins: names of those that a reading stands for.
         refusals: methods that do not apply.
-        rope: of the model.
+        sites: frequencies of the model, not extended.
         length: the target, tokens.
         split: which stretches are chosen on and judged on.
         budget: what may be spent.
         seed: of texts and keys.
         keys: whether hidden keys are asked for.
         journal: where finished cells are kept.
+        plain: the model patched for the target with its frequencies as they were trained, where they are to be
+            searched; None where not.
     """
 
     checkpoint: Checkpoint
@@ -135,17 +83,17 @@ class Contest:
     entered: tuple[Reading, ...]
     twins: dict[str, list[str]]
     refusals: tuple[Refusal, ...]
-    rope: RopeSpec
+    sites: tuple[RotarySite, ...]
     length: int
     split: SplitTexts
     budget: Budget
     seed: int
     keys: bool
     journal: Journal
+    plain: Reading | None = None
     progress: Progress = field(default=lambda *_: None)
-    heard: dict[str, Answer] = field(init=False, default_factory=dict)
-    asked: dict[str, float] = field(init=False, default_factory=dict)
     loaded_by: dict[str, LoadedBy] = field(init=False, default_factory=dict)
+    found: Reading | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.budget.seconds is None:
@@ -177,7 +125,7 @@ class Contest:
     @cached_property
     def entrants(self) -> list[Entrant]:
         """The candidates as the race sees them."""
-        return [entrant(one.reading.name, one.method, self.rope, self.length) for one in self.candidates]
+        return [entrant(one.reading.name, one.method, self.sites[0].spec, self.length) for one in self.candidates]
 
     @cached_property
     def candidates(self) -> list[Candidate]:
@@ -187,15 +135,20 @@ class Contest:
             for one in self.entered
         ]
 
-    def sizes_of(self, allowed: float | None) -> Sizes:
-        """The race that so many passes last for."""
-        return sizes_for(
-            allowed,
-            self.costs,
-            choosing=len(self.split.choosing),
-            held_out=len(self.split.held_out),
-            keys=self.keys,
+    def sizes_of(self, allowed: float | None) -> tuple[Sizes, SearchSizes | None]:
+        """The race that so many passes last for, and the search after it where one is asked for."""
+        choosing, held_out = len(self.split.choosing), len(self.split.held_out)
+        if self.plain is None:
+            return sizes_for(allowed, self.costs, choosing=choosing, held_out=held_out, keys=self.keys), None
+        accepting = len(self.split.accepting)
+        return search_sizes_for(
+            allowed, self.costs, choosing=choosing, accepting=accepting, held_out=held_out, keys=self.keys
         )
+
+    def passes_of(self, allowed: float | None) -> float:
+        """What all of it takes at the most."""
+        race, search = self.sizes_of(allowed)
+        return self.costs.race(race) + (0.0 if search is None else self.costs.search(search, race))
 
     def begin(self) -> Survey[RaceCell]:
         """Claim the journal.
@@ -218,7 +171,15 @@ class Contest:
             ResultsError: the journal cannot be used.
             CtxextError: as the measurement does; everything finished is kept.
         """
-        losses = MeasuredLosses(contest=self, survey=self.begin())
+        losses = MeasuredLosses(
+            survey=self.begin(),
+            stage=self.stage,
+            entered=self.entered,
+            costs=self.costs,
+            split=self.split,
+            seed=self.seed,
+            progress=self.progress,
+        )
         try:
             return self._run(losses)
         finally:
@@ -226,7 +187,8 @@ class Contest:
 
     def _run(self, losses: MeasuredLosses) -> Choice:
         allowed = self.allowed(losses)
-        sizes = losses.sizes = self.sizes_of(allowed)
+        sizes, searching = self.sizes_of(allowed)
+        losses.sizes = sizes
         split = losses.split = self.split.first(sizes.texts, sizes.held_out)
         race = Race(
             entrants=self.entrants,
@@ -237,8 +199,11 @@ class Contest:
             runtimes=lambda name: sum(one.exact for one in self.runtimes(name)[0]),
         )
         finish = race.run()
+        found: SearchResult | None = None
+        if searching is not None:
+            found, finish = self._searched(losses, finish, searching, race.usual)
         held_out = judge_held_out(
-            {name: losses.held_out(name) for name in {finish.choice, finish.runner_up, race.usual} - {""}},
+            {name: losses.texts(name, split.held_out) for name in {finish.choice, finish.runner_up, race.usual} - {""}},
             choice=finish.choice,
             usual=race.usual,
             runner_up=finish.runner_up,
@@ -252,7 +217,7 @@ class Contest:
             same_documents=split.same_documents,
         )
         choice = Choice(
-            candidates=tuple(self._finished(one, finish) for one in self.candidates),
+            candidates=tuple(self._finished(one, finish) for one in self._tried),
             finish=finish,
             held_out=held_out,
             usual=race.usual,
@@ -265,12 +230,52 @@ class Contest:
             texts=tuple(stretch.text.name for stretch in split.choosing),
             spent=self.spent(allowed, losses),
             provenance=self.provenance(),
+            search=found,
         )
         runtimes, rope = self.runtimes(choice.name)
         return replace(choice, runtimes=runtimes, rope_parameters=rope)
 
+    def _searched(
+        self, losses: MeasuredLosses, finish: Finish, sizes: SearchSizes, usual: str
+    ) -> tuple[SearchResult, Finish]:
+        """What a search from the race's choice and from the trained frequencies finds, and whether it is taken."""
+        assert self.plain is not None
+        search = Search(
+            losses=losses,
+            sites=self.sites,
+            plain=self.plain,
+            texts=self.split.choosing,
+            sizes=sizes,
+            keys=self.keys,
+        )
+        starts = search.run(self._starts(finish, usual))
+        self.found = search.reading_of(starts[0])
+        kept_back = self.split.accepting[: sizes.accepting]
+        return accept(search, starts, finish, usual=usual, texts=kept_back, label=self._candidate(finish.choice).label)
+
+    def _starts(self, finish: Finish, usual: str) -> dict[str, Vector]:
+        """The trained frequencies, and the best of the race that is one set of frequencies."""
+        rope = self.sites[0].spec
+        plain = torch.zeros(rope.rotary_dim // 2 + 1, dtype=torch.float64)
+        for name in (*finish.finalists, usual):
+            one = self._candidate(name)
+            if isinstance(one.method, RopeMethod) and one.method.is_table:
+                return {"the trained frequencies": plain, one.label: vector_of(one.method, rope, self.length)}
+        raise AssertionError("the published YaRN is a set of frequencies")
+
+    @property
+    def _tried(self) -> list[Candidate]:
+        """The candidates of the race, and what a search found."""
+        if self.found is None:
+            return self.candidates
+        course = Course(name=self.found.name)
+        return [*self.candidates, Candidate(reading=self.found, course=course, title=self.found.label)]
+
+    def _candidate(self, name: str) -> Candidate:
+        return next(one for one in self._tried if one.reading.name == name)
+
     def _finished(self, one: Candidate, finish: Finish) -> Candidate:
-        found = next(other for other in self.entrants if other.name == one.reading.name)
+        found = entrant(one.reading.name, one.method, self.sites[0].spec, self.length)
         stretch = found.stretch if found.is_judged_inside else None
         return replace(one, course=finish.course(one.reading.name), stretch=stretch)
 
@@ -284,8 +289,8 @@ class Contest:
     def spent(self, allowed: float | None, losses: MeasuredLosses) -> Spent:
         """What was read, whether now or in an earlier run of the same race."""
         lines = self.journal.finished()
-        seconds = sum(lines[key]["seconds"] for key in self.asked)
-        return Spent(passes=sum(self.asked.values()), seconds=seconds, budget=self.budget.text, allowed=allowed)
+        seconds = sum(lines[key]["seconds"] for key in losses.asked)
+        return Spent(passes=sum(losses.asked.values()), seconds=seconds, budget=self.budget.text, allowed=allowed)
 
     def provenance(self) -> dict[str, Any]:
         """What it was measured on and with, as JSON values."""
@@ -301,9 +306,8 @@ class Contest:
         return self.loaded_by[name]
 
     def _runtimes(self, name: str) -> LoadedBy:
-        reading = next(one for one in self.entered if one.name == name)
         self.stage.show(None)
-        with self.readings.applied(reading):
+        with self.readings.applied(self._candidate(name).reading):
             config = base_model(self.readings.model).config
             stock = bool(config.ctxext["stock"])
             rope = dict(text_of(config).rope_parameters) if stock else None
@@ -312,215 +316,10 @@ class Contest:
             for target in TARGETS:
                 try:
                     made = export_config(config, to=target)
-                    found.append(RuntimeVerdict(name=target, exact=made.exact, says=" ".join(made.flags)))
+                    found.append(RuntimeVerdict(name=target, exact=made.exact, says=made.told))
                 except CtxextError as error:
                     found.append(RuntimeVerdict(name=target, exact=False, says=str(error)))
         return tuple(found), rope
-
-
-@dataclass(eq=False, kw_only=True)
-class MeasuredLosses:
-    """Losses that a model gives, each text as one cell that is measured once and kept.
-
-    Args:
-        contest: whose candidates they are of.
-        survey: that keeps them.
-        sizes: of the race, once the budget is known.
-        split: its texts, likewise.
-    """
-
-    contest: Contest
-    survey: Survey[RaceCell]
-    sizes: Sizes | None = None
-    split: SplitTexts | None = None
-
-    def __post_init__(self) -> None:
-        self.split = self.split or self.contest.split
-
-    @cached_property
-    def finished(self) -> dict[str, dict[str, Any]]:
-        """What an earlier run has finished."""
-        return self.contest.journal.finished()
-
-    @cached_property
-    def readings(self) -> dict[str, Reading]:
-        """The references and the candidates by name."""
-        return {one.name: one for one in (*self.contest.readings.find(())[0], *self.contest.entered)}
-
-    @cached_property
-    def prompts(self) -> tuple[PasskeyPrompt, ...]:
-        """The hidden keys."""
-        assert self.sizes is not None
-        depths = DEPTHS[: self.sizes.keys]
-        return make_prompts(self.contest.checkpoint.tokenizer, [self.contest.length], depths, seed=self.contest.seed)
-
-    @property
-    def plan(self) -> str:
-        """A hash of all that decides where a candidate is stopped."""
-        names = [one.name for one in self.contest.entered]
-        told = json.dumps([repr(self.sizes), names, [one.text.sha256 for one in self.choosing]])
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
-
-    @property
-    def choosing(self) -> tuple[TextStretch, ...]:
-        """The texts that are chosen on."""
-        assert self.split is not None
-        return self.split.choosing
-
-    # What a race asks for.
-
-    def inside(self, name: str) -> Tensor:
-        """The beginnings of the first texts."""
-        first = 1 if self.sizes is None else self.sizes.first
-        return torch.cat([self._inside(name, stretch) for stretch in self.choosing[:first]])
-
-    def whole(self, name: str, text: int, go_on: Callable[[Tensor], bool]) -> Tensor:
-        """A whole text, in pieces, for as long as the race wants more."""
-        length, stretch = self.contest.length, self.choosing[text]
-        piece = -(-length // PIECES)
-
-        def read(model: nn.Module) -> Tensor:
-            return loss_while(model, stretch.text.input_ids, piece=piece, go_on=go_on)
-
-        return self._losses(name, "whole", stretch, length, read, passes=PIECES, depends=[self.plan])
-
-    def keys(self, name: str) -> tuple[float, ...]:
-        """The loss of every hidden key."""
-        return tuple(self._key(name, prompt) for prompt in self.prompts)
-
-    # What the verdict asks for.
-
-    def held_out(self, name: str) -> list[Tensor]:
-        """Whole texts that the race never read; inside the window, what texts of that length get."""
-        assert self.split is not None
-        dynamic = self.readings[name].dynamic
-        found = []
-        for stretch in self.split.held_out:
-            losses = self._whole_at(name, stretch, self.contest.length)
-            if dynamic:
-                inside = self._whole_at(name, stretch, self.contest.trained)
-                losses = torch.cat([inside, losses[self.contest.trained :]])
-            found.append(losses)
-        return found
-
-    def plain(self, stretch: TextStretch) -> Tensor:
-        """The unextended model inside its window."""
-        return self._whole_at(UNPATCHED, stretch, self.contest.trained)
-
-    def truncated(self, window: int, stretch: TextStretch) -> Tensor:
-        """The end of a text when the model sees its last tokens only."""
-        start, prefix, length = self.contest.costs.end, stretch.text.prefix, self.contest.length
-        passes = tail_passes(window, start=start, positions=length, prefix=prefix)
-
-        def read(model: nn.Module) -> Tensor:
-            return tail_losses(model, stretch.text.input_ids, window=window, start=start, prefix=prefix)[0]
-
-        return self._losses(
-            window_name(window), "end", stretch, window, read, passes=passes, depends=[start], times=passes
-        )
-
-    def seconds_of_inside(self, name: str) -> float:
-        """How long a candidate took for the beginning of the first text."""
-        stretch = self.choosing[0]
-        self._inside(name, stretch)  # the first call of a model is slower than the others
-        cell = self._cell_of_inside(name, stretch)
-        found: float = self.contest.journal.finished()[cell.key]["seconds"]
-        return max(found, 1e-3)
-
-    # How cells are made and asked.
-
-    def _inside(self, name: str, stretch: TextStretch) -> Tensor:
-        return self._heard(self._cell_of_inside(name, stretch))
-
-    def _cell_of_inside(self, name: str, stretch: TextStretch) -> RaceCell:
-        length = prefix_of(self.contest.trained, self.contest.length)
-        ids = stretch.text.take(length + 1).input_ids
-        return self._cell(name, "inside", stretch, length, lambda model: loss_by_position(model, ids)[0])
-
-    def _whole_at(self, name: str, stretch: TextStretch, length: int) -> Tensor:
-        ids = stretch.text.take(length + 1).input_ids
-        return self._losses(name, "read", stretch, length, lambda model: loss_by_position(model, ids)[0])
-
-    def _losses(self, name: str, kind: str, stretch: TextStretch, length: int, read: Any, **given: Any) -> Tensor:
-        return self._heard(self._cell(name, kind, stretch, length, read, **given))
-
-    def _cell(
-        self,
-        name: str,
-        kind: str,
-        stretch: TextStretch,
-        length: int,
-        read: Callable[[nn.Module], Tensor],
-        *,
-        passes: int = 1,
-        times: int = 1,
-        depends: Sequence[Any] = (),
-    ) -> RaceCell:
-        """A cell that reads a text.
-
-        Args:
-            name: of the reading.
-            kind: of the cell.
-            stretch: the text.
-            length: tokens that the model may see.
-            read: gives the losses.
-            passes: calls of the model that the cost is spread over.
-            times: passes of that length.
-            depends: what the losses depend on beside that, as JSON values.
-        """
-        contest, reading = self.contest, self.readings[name]
-        cost = times * pass_cost(length, contest.costs.turning_point)
-        shown = f"{reading.label}, {stretch.text.name}, {length:,} tokens"
-
-        def ask(model: nn.Module, progress: Progress) -> Answer:
-            with ticking(model, shown, cost / passes, progress):
-                losses = read(model)
-            share = contest.costs.of(len(losses)) if kind == "whole" else times * contest.costs.of(length)
-            about = {"kind": kind, "length": length, "item": stretch.text.name, "passes": share}
-            return Answer(about, losses)
-
-        return RaceCell(
-            key=contest.readings.key(
-                [name, reading.method, reading.fingerprint], task=[kind, length, stretch.text.sha256, *depends]
-            ),
-            cost=cost,
-            reader=StayingReader(reading, contest.readings, (length,), contest.stage),
-            name=shown,
-            read=ask,
-            heard=contest.heard,
-        )
-
-    def _key(self, name: str, prompt: PasskeyPrompt) -> float:
-        contest, reading = self.contest, self.readings[name]
-        shown = f"{reading.label}, key, {prompt.name}"
-        cost = pass_cost(contest.length, contest.costs.turning_point)
-
-        def ask(model: nn.Module, progress: Progress) -> Answer:
-            trial = prompt.watched(model, None, shown, cost, progress)
-            about = {"kind": "key", "length": contest.length, "item": prompt.name, "passes": 1.0}
-            return Answer(about | {"correct": trial.correct, "loss": trial.loss})
-
-        key = contest.readings.key([name, reading.method, reading.fingerprint], task=["key", prompt.identity])
-        reader = StayingReader(reading, contest.readings, (contest.length,), contest.stage)
-        values = self._values(RaceCell(key=key, cost=cost, reader=reader, name=shown, read=ask, heard=contest.heard))
-        return float(values["loss"])
-
-    def _values(self, cell: RaceCell) -> dict[str, Any]:
-        """What a cell found, now or in an earlier run."""
-        if cell.key not in self.finished and cell.key not in self.contest.heard:
-            self.survey.measure([cell], progress=self.contest.progress)
-        elif cell.key not in self.contest.asked:
-            self.contest.progress(cell.name, cell.cost)
-        heard = self.contest.heard.get(cell.key)
-        found = self.finished[cell.key] if heard is None else heard.values
-        self.contest.asked[cell.key] = found["passes"]
-        return found
-
-    def _heard(self, cell: RaceCell) -> Tensor:
-        found, heard = self._values(cell), self.contest.heard.get(cell.key)
-        if heard is not None and heard.losses is not None:
-            return heard.losses
-        return self.contest.journal.losses(found)
 
 
 def prepare(
@@ -532,6 +331,7 @@ def prepare(
     seed: int = 0,
     keys: bool = True,
     stock: bool = False,
+    search: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: Path | None = None,
@@ -548,6 +348,7 @@ def prepare(
         seed: decides which texts are chosen on, and the hidden keys.
         keys: whether to ask for hidden keys.
         stock: enter only what stock transformers loads.
+        search: whether to search the frequencies themselves after the race.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
         folder: that keeps finished cells; None keeps them in memory.
@@ -576,16 +377,20 @@ def prepare(
             f"A target of {target_length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "
             f"Give a longer target (--target), at least {trained + LEAST_BEYOND:,}."
         )
-    split = split_texts(corpus.documents, tokens=target_length + 1, seed=seed)
+    if search:
+        require_searchable(checkpoint.model)
+    split = split_texts(corpus.documents, tokens=target_length + 1, seed=seed, search=search)
     if keys:
         make_prompts(checkpoint.tokenizer, [target_length], DEPTHS[:1], seed=seed)  # it says what is too short for one
-    rope = find_sites(base, trained, scaled=trained_length is not None)[0].spec
-    methods = [one for one in candidates(target_length / trained) if not stock or one.rope_parameters(rope) is not None]
+    sites = tuple(find_sites(base, trained, scaled=trained_length is not None))
+    rope, factor = sites[0].spec, target_length / trained
+    methods = [one for one in candidates(factor, rope) if not stock or one.rope_parameters(rope) is not None]
     found, refusals = readings.find(methods, progress=trying)
     entered, twins = distinct(one for one in found if not one.is_reference)
     if not entered or entered[0].method != methods[0].to_dict():
         reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
         raise IncompatibleError(f"Others are held against YaRN as published, which does not apply here. {reasons}")
+    plain = _plain_for(readings, rope.rotary_dim // 2, factor) if search else None
     journal = Journal(None) if folder is None else Journal(folder / "cells.jsonl", identity=folder / "choosing.json")
     return Contest(
         checkpoint=checkpoint,
@@ -594,15 +399,31 @@ def prepare(
         entered=tuple(entered),
         twins=twins,
         refusals=refusals,
-        rope=rope,
+        sites=sites,
         length=target_length,
         split=split,
         budget=spent,
         seed=seed,
         keys=keys,
         journal=journal,
+        plain=plain,
         progress=progress,
     )
+
+
+def _plain_for(readings: Readings, pairs: int, factor: float) -> Reading:
+    """The model ready for the target with its frequencies as they were trained, in the form of what a search finds.
+
+    Raises:
+        IncompatibleError: the model's config cannot hold a number for each frequency.
+    """
+    found, refused = readings.find([as_method(torch.zeros(pairs + 1, dtype=torch.float64), factor)])
+    if refused:
+        raise IncompatibleError(
+            f"What a search finds is a number for each frequency, which this model does not take. Choose without "
+            f"--search. {refused[0].reason}"
+        )
+    return found[-1]
 
 
 def choose(
@@ -615,6 +436,7 @@ def choose(
     seed: int = 0,
     keys: bool = True,
     stock: bool = False,
+    search: bool = False,
     trained_length: int | None = None,
     sliding_window: str | None = None,
     folder: str | Path | None = None,
@@ -638,6 +460,9 @@ def choose(
         seed: decides which texts are chosen on, and the hidden keys: the same seed makes the same choice.
         keys: whether to hide keys in a text and ask for them.
         stock: choose only among what stock transformers loads, and other runtimes therefore may.
+        search: after the race, search the frequencies themselves by gradients from its choice and from the trained
+            frequencies, on the frozen model; what is found is taken only if it is better on texts kept back for that.
+            It needs a third part of the texts and, without a budget, some ten times the passes.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
         sliding_window: see ``ctxext.patch``.
         folder: that keeps what is finished: the same call goes on where a killed one ended.
@@ -663,6 +488,7 @@ def choose(
         seed=seed,
         keys=keys,
         stock=stock,
+        search=search,
         trained_length=trained_length,
         sliding_window=sliding_window,
         folder=None if folder is None else Path(folder),

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ctxext.choosing.race import INSIDE, MORE, READ, WHOLE
+from ctxext.choosing.race import INSIDE, MORE, READ, SEARCH, WHOLE
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.statistics import PairedDifference
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["duration", "headline", "sentences", "who_loads"]
 
-RUNGS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts"}
+RUNGS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
 
 
 def headline(choice: Choice) -> str:
@@ -37,7 +37,8 @@ def headline(choice: Choice) -> str:
 
 def sentences(choice: Choice) -> list[str]:
     """Everything that has to be said, the headline first."""
-    said = [headline(choice), *_versus_runner_up(choice), _versus_truncation(choice), *_keys(choice)]
+    said = [headline(choice), *_search(choice), *_versus_runner_up(choice), _versus_truncation(choice)]
+    said += _keys(choice)
     said += [_damage(choice), _dropped(choice), _spent(choice), _form(choice), *_cautions(choice)]
     return said
 
@@ -69,6 +70,26 @@ def _versus_runner_up(choice: Choice) -> list[str]:
     told = {"better": "better, by", "worse": "worse, by"}.get(choice.held_out.verdict(gap), "not shown to differ:")
     size = _size(gap) if told.endswith("by") else _signed(gap)
     return [f"Against the runner-up, {choice.candidate(name).label}, it is {told} {size}."]
+
+
+def _search(choice: Choice) -> list[str]:
+    """What a search did, and whether it was taken."""
+    found = choice.search
+    if found is None:
+        return []
+    sizes, best, rival = found.sizes, found.starts[0], choice.candidate(found.rival).label
+    where = " and ".join(one.name for one in found.starts)
+    on = f"{sizes.rows} texts at a time" if sizes.rows > 1 else "one text at a time"
+    keys = ", keys hidden in them" if found.needles else ""
+    kept = f"{len(found.texts)} texts" if len(found.texts) > 1 else "a text"
+    did = f"A search of the frequencies took {sizes.steps} steps from each of {where}, {on}{keys}."
+    if found.accepted:
+        return [
+            f"{did} What it found from {best.name} was taken: on {kept} kept back for that it is better than {rival}, "
+            f"which won the race, by {_size(found.gain)}."
+        ]
+    best_of = f"The best, from {best.name}, was judged on {kept} kept back for that"
+    return [f"{did} Nothing of it was taken. {best_of}: {found.why_not}."]
 
 
 def _versus_truncation(choice: Choice) -> str:

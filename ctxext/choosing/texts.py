@@ -37,27 +37,49 @@ class SplitTexts:
         choosing: those that a race reads, in its order.
         held_out: those that its choice is judged on.
         same_documents: whether both are of the one document that there is.
+        accepting: of those to choose on, what is kept back for accepting what a search found on the others.
     """
 
     choosing: tuple[TextStretch, ...]
     held_out: tuple[TextStretch, ...]
     same_documents: bool
+    accepting: tuple[TextStretch, ...] = ()
 
     def first(self, choosing: int, held_out: int) -> SplitTexts:
         """The first so many of each."""
         return replace(self, choosing=self.choosing[:choosing], held_out=self.held_out[:held_out])
 
+    def keep_back(self) -> SplitTexts:
+        """The same, where a third of the documents to choose on, or of the stretches of the only one, is kept back.
 
-def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: int) -> SplitTexts:
+        Raises:
+            InvalidParameterError: there is a single stretch to choose on.
+        """
+        documents = list(dict.fromkeys(one.document for one in self.choosing))
+        if len(self.choosing) < 2:
+            raise InvalidParameterError(
+                "A search needs a third part of the texts: on one it searches, on another it must be better to be "
+                "accepted, and a third judges. Give more or longer texts, or choose without --search."
+            )
+        if len(documents) > 1:
+            kept = set(documents[-max(1, len(documents) // 3) :])
+            accepting = tuple(one for one in self.choosing if one.document in kept)
+        else:
+            accepting = self.choosing[-max(1, len(self.choosing) // 3) :]
+        return replace(self, choosing=tuple(one for one in self.choosing if one not in accepting), accepting=accepting)
+
+
+def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: int, search: bool = False) -> SplitTexts:
     """Cut documents into stretches and keep some documents for the verdict; of a single one, some of its stretches.
 
     Args:
         documents: whole.
         tokens: in a stretch, the prefix included.
         seed: decides which documents are for what.
+        search: keep a part of those to choose on back, see ``keep_back``.
 
     Raises:
-        InvalidParameterError: no document is long enough, or there is one stretch in all.
+        InvalidParameterError: no document is long enough, or there is one stretch in all; two for a search.
     """
     longest = max((one.tokens for one in documents), default=0)
     if longest < tokens:
@@ -78,14 +100,16 @@ def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: in
     if len(cut) == 1:
         (only,) = cut
         draw.shuffle(only)
-        count = _share(len(only))
-        return SplitTexts(tuple(only[:count]), tuple(only[count:]), same_documents=True)
-    count = _share(len(cut))
-    return SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=False)
+        count = _share(len(only), search)
+        found = SplitTexts(tuple(only[:count]), tuple(only[count:]), same_documents=True)
+    else:
+        count = _share(len(cut), search)
+        found = SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=False)
+    return found.keep_back() if search else found
 
 
-def _share(of: int) -> int:
-    return max(1, int(of * SHARE))
+def _share(of: int, search: bool) -> int:
+    return min(of - 1, max(2 if search else 1, int(of * SHARE)))
 
 
 def _names(documents: Sequence[TokenisedDocument]) -> list[str]:

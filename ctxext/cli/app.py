@@ -94,8 +94,8 @@ def inspect(
     [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B
     """
     from ctxext.adapters import is_adapter
+    from ctxext.checkpoints.gguf_file import scaling_in_gguf
     from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-    from ctxext.checkpoints.source import scaling_in_gguf
     from ctxext.cli import show
 
     place = Path(checkpoint)
@@ -186,9 +186,18 @@ def export(
         Option(
             "--method",
             "-m",
-            help="Serve a plain checkpoint extended by this method, its files as they are.",
+            help="Serve a plain checkpoint extended by this method, or by a choice.json, its files as they are.",
             show_default="the extension that it was saved with",
             autocompletion=method_names,
+        ),
+    ] = None,
+    gguf: Annotated[
+        tuple[Path, Path] | None,
+        Option(
+            "--gguf",
+            metavar="IN OUT",
+            help="For llama.cpp: a GGUF file of this model, and a copy of it to write that holds the extension.",
+            show_default="none",
         ),
     ] = None,
     extension: ExtensionOptions,
@@ -196,6 +205,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Print the flags that make another runtime serve an extended checkpoint, and what it cannot express.
+
+    With --gguf, llama.cpp serves what flags cannot say: any frequencies that do not change with the text.
 
     [bold]Example[/]: ctxext export Llama-3-8B-32k --to vllm
     """
@@ -206,12 +217,8 @@ def export(
     if method is None and any(value is not None for value in given.values()):
         flags = [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]
         raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
-    if Path(checkpoint).suffix == ".gguf":
-        raise CheckpointError(
-            f"{checkpoint} is a GGUF file. Give the checkpoint that it was converted from; what is printed for "
-            f"llama.cpp then holds for the file."
-        )
-    made = make(checkpoint, to=to, method=method, trust_remote_code=trust, **given)
+    with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
+        made = make(checkpoint, to=to, method=method, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
     _print_json(made) if as_json else show.show_export(made, checkpoint, Console(highlight=False))
 
 

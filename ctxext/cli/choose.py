@@ -24,6 +24,7 @@ from ctxext.cli.options import (
     option,
 )
 from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.files import refuse_existing
 from ctxext.progress import DelayedBar, StageBar
 
 if TYPE_CHECKING:
@@ -85,6 +86,14 @@ def choose(
     stock: Annotated[
         bool, Option("--stock", help="Choose only among what stock transformers loads, and other runtimes may.")
     ] = False,
+    search: Annotated[
+        bool,
+        Option(
+            "--search",
+            help="After the race, search the frequencies themselves by gradients; taken only if better on texts kept "
+            "back for that. Ten times the passes, where no budget says less.",
+        ),
+    ] = False,
     trained_length: Trained = None,
     sliding_window: SlidingWindow = None,
     seed: Seed = 0,
@@ -115,6 +124,7 @@ def choose(
             seed=seed,
             keys=passkey,
             stock=stock,
+            search=search,
             trained_length=trained_length,
             sliding_window=sliding_window,
             folder=results.folder,
@@ -146,8 +156,7 @@ def _refuse_save(save: Path | None, checkpoint: str | None) -> None:
             f"--save copies a checkpoint directory, and {checkpoint or 'the default checkpoint'} is none. Leave it "
             f"out; the choice (-o choice.json) names the method for ctxext patch."
         )
-    if os.path.lexists(save):
-        raise CheckpointError(f"{save} already exists and is never overwritten. Give a new name, or remove it.")
+    refuse_existing(save)
 
 
 def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:
@@ -155,14 +164,15 @@ def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:
     from ctxext.evaluation.labels import tokens_label
 
     split = contest.split
+    kept_back = f"{len(split.accepting)} to accept what is searched on, " if split.accepting else ""
     console.print(
         f"[bold]{contest.checkpoint.name}[/], trained to {tokens_label(contest.trained)} tokens, in "
         f"{contest.checkpoint.dtype_note}: {len(contest.entered)} candidates for {tokens_label(contest.length)} "
-        f"tokens; {len(split.choosing)} stretches of text to choose on, {len(split.held_out)} to judge on, as far as "
-        f"needed."
+        f"tokens; {len(split.choosing)} stretches of text to choose on, {kept_back}{len(split.held_out)} to judge on, "
+        f"as far as needed."
     )
-    sizes = contest.sizes_of(None if contest.budget.seconds else contest.budget.passes)
-    total = contest.costs.race(sizes) * pass_cost(contest.length, contest.costs.turning_point)
+    passes = contest.passes_of(None if contest.budget.seconds else contest.budget.passes)
+    total = passes * pass_cost(contest.length, contest.costs.turning_point)
     try:
         with StageBar(Console(stderr=True, quiet=console.quiet), total) as bar:
             contest.progress = bar

@@ -128,7 +128,7 @@ def show_written(written: Written) -> None:
     if written.cloned:
         weights.append(f"{written.cloned} cloned (they take no space until they are written)")
     if written.rewritten:
-        weights.append("written anew (the longer table of positions is one of them)")
+        weights.append("written anew (the extension changes some of them)")
     if written.copied:
         weights.append(f"{written.copied} copied")
     lines = [f"Wrote {written.directory}", str(written.description), f"weight files: {', '.join(weights)}"]
@@ -194,8 +194,11 @@ def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) ->
 
 def show_export(export: Export, checkpoint: str, console: Console) -> None:
     """Print the whole command that serves the checkpoint, ready to paste, then what to know about it."""
-    starts = {"vllm": ("vllm", "serve", checkpoint), "llama.cpp": ("llama-server", "-m", "MODEL.gguf")}
+    file = export.file or ("OUT.gguf" if export.in_file else "MODEL.gguf")
+    starts = {"vllm": ("vllm", "serve", checkpoint), "llama.cpp": ("llama-server", "-m", file)}
     console.print(Text(shlex.join((*starts[export.target], *export.flags))), soft_wrap=True)
+    if export.file is not None:
+        console.print(Text(f"  wrote {export.file}"), soft_wrap=True)
     same = "[green]the same positions as in transformers[/]"
     console.print(f"  {same if export.exact else '[yellow]not the same positions, or not proven[/]'}")
     for note in export.notes:

@@ -31,7 +31,7 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod, method_in
+from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod, is_choice, method_in
 from ctxext.methods.base import parameter_of
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
@@ -326,7 +326,7 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
         raise InvalidParameterError("Give at least one factor (target length over trained length).")
     found: list[Method] = []
     for item in wanted or _default_names(model):
-        if isinstance(item, Method) or item.endswith(".json"):
+        if isinstance(item, Method) or is_choice(item):
             found.append(item if isinstance(item, Method) else method_in(item))
             continue
         name, parameters = name_and_parameters(item)

@@ -101,7 +101,8 @@ class PairedDifference:
         return "" if self.over == "documents" else " on this text" if texts == 1 else " on these texts"
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.standard_error:.3f}"
+        mean = f"{self.mean:+.3f}"
+        return f"{mean[1:] if float(mean) == 0 else mean} ± {self.standard_error:.3f}"
 
 
 def difference_columns(name: str, difference: PairedDifference | None) -> dict[str, float | None]:

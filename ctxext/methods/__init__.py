@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.methods.base import BiasMethod, BucketMethod, Method, RopeMethod, TableMethod
@@ -20,8 +20,18 @@ from ctxext.version import __version__
 METHODS: dict[str, type[Method]] = discover(sys.modules[__name__], Method)
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 
-__all__ = ["METHODS", "BiasMethod", "BucketMethod", "EncodingMethod", "Method", "RopeMethod", "TableMethod"]
-__all__ += ["method_in", "saved_class"]
+__all__ = [
+    "METHODS",
+    "BiasMethod",
+    "BucketMethod",
+    "EncodingMethod",
+    "Method",
+    "RopeMethod",
+    "TableMethod",
+    "is_choice",
+    "method_in",
+    "saved_class",
+]
 __all__ += sorted(_CLASSES)
 
 
@@ -38,6 +48,11 @@ def saved_class(name: str) -> type[Method]:
         f"own, import it and register it first: ctxext.methods.METHODS[{name!r}] = YourClass. Otherwise it belongs to "
         f"another version of ctxext. Install the one that the checkpoint's config names under ctxext.versions."
     )
+
+
+def is_choice(method: object) -> TypeGuard[str]:
+    """Whether what stands for a method is a file of ``ctxext choose`` (``choice.json``), which ``method_in`` reads."""
+    return isinstance(method, str) and method.endswith(".json")
 
 
 def method_in(path: str | Path) -> Method:

@@ -198,7 +198,19 @@ class BiasMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketMethod(Method):
-    """A method for models that learned one score per bucket of distances, small buckets near and large ones far: T5."""
+    """A method for models that learned one score per bucket of distances, small buckets near and large ones far: T5.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+        temperature: what attention scores, those of the buckets in them, are divided by. Above 0, at most 1.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_valid = is_number(self.temperature) and 0 < self.temperature <= 1
+        require(is_valid, "temperature", self.temperature, "a number above 0, at most 1")
 
     @abstractmethod
     def max_distance(self, spec: BucketSpec) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.methods.base import require
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["CoPE"]
@@ -38,7 +38,7 @@ class CoPE(EncodingMethod):
     summary: ClassVar[str] = "positions count the tokens that a query's gate opens for"
     source: ClassVar[str] = "arXiv:2405.18719"
     shared: ClassVar[bool] = False
-    form: ClassVar[Literal["added", "columns", "rows"]] = "rows"
+    form: ClassVar[EncodingForm] = "rows"
 
     places: int = 64
 

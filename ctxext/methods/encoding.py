@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ctxext.methods.base import Method
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
-__all__ = ["ByDistance", "Encoding", "EncodingMethod"]
+__all__ = ["ByDistance", "Encoding", "EncodingForm", "EncodingMethod"]
+
+EncodingForm = Literal["added", "columns", "places", "rows"]
 
 
 class Encoding(nn.Module):
@@ -23,7 +25,18 @@ class Encoding(nn.Module):
     is added to the score of every query and key. What it computes depends on positions, and on the queries and keys of
     the call where it needs them; so a cache of keys stays right. Its weights are parameters of its own, no layers:
     adapters that look for layers leave them alone.
+
+    It may also have numbers of its own for each token, computed from what its layer is given, which are kept with the
+    token's key for all queries to come.
     """
+
+    def carried(self, states: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch heads seq numbers"] | None:
+        """Numbers of each token, from the states that its layer is given; None where there are none.
+
+        ``heads`` are those of queries or of keys. Where they have a wider dtype than keys, a cache keeps more of their
+        digits than of a key's, at three times the memory: float32 beside keys in 16 bits.
+        """
+        return None
 
     def added(self, positions: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"] | None:
         """What is added to the states of tokens at these positions; None where it adds nothing."""
@@ -40,19 +53,21 @@ class EncodingMethod(Method):
 
     Class attributes of a method:
         shared: whether one module serves all layers; else each layer has its own, trained for itself.
+        carries: whether its module has numbers of each token, which are kept with the keys (``Encoding.carried``).
         form: what its module does: ``"added"`` to states, or the form in which it gives a ``PairScore`` to attention.
     """
 
     needs_training: ClassVar[bool] = True
     shared: ClassVar[bool] = True
-    form: ClassVar[Literal["added", "columns", "rows"]]
+    carries: ClassVar[bool] = False
+    form: ClassVar[EncodingForm]
 
     @property
     def is_table(self) -> bool:
         return False
 
     @property
-    def score_form(self) -> Literal["none", "columns", "rows"]:
+    def score_form(self) -> Literal["none", "columns", "places", "rows"]:
         """The form of what attention is asked to add."""
         return "none" if self.form == "added" else self.form
 

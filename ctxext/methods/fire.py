@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.methods.base import require
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["FIRE"]
@@ -41,7 +41,7 @@ class FIRE(EncodingMethod):
     summary: ClassVar[str] = "a learned function of distance relative to the query's position"
     source: ClassVar[str] = "arXiv:2310.04418"
     shared: ClassVar[bool] = False
-    form: ClassVar[Literal["added", "columns", "rows"]] = "rows"
+    form: ClassVar[EncodingForm] = "rows"
 
     width: int = 32
     threshold: int = 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingMethod
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["KERPLE"]
@@ -37,7 +37,7 @@ class KERPLE(EncodingMethod):
     name: ClassVar[str] = "kerple"
     summary: ClassVar[str] = "score minus a learned multiple of the logarithm of distance"
     source: ClassVar[str] = "arXiv:2205.09921"
-    form: ClassVar[Literal["added", "columns", "rows"]] = "rows"
+    form: ClassVar[EncodingForm] = "rows"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Logarithms(spec.num_heads)

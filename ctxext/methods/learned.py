@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec
 
 __all__ = ["Learned"]
@@ -35,7 +35,7 @@ class Learned(EncodingMethod):
     name: ClassVar[str] = "learned"
     summary: ClassVar[str] = "one learned vector per position, added to the embeddings"
     source: ClassVar[str] = "arXiv:1705.03122"
-    form: ClassVar[Literal["added", "columns", "rows"]] = "added"
+    form: ClassVar[EncodingForm] = "added"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _PositionVectors(self.target_length(spec.trained_length), spec)

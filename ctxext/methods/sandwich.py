@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.methods.base import require
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["Sandwich"]
@@ -39,7 +39,7 @@ class Sandwich(EncodingMethod):
     name: ClassVar[str] = "sandwich"
     summary: ClassVar[str] = "score plus the product of two positions' sinusoids"
     source: ClassVar[str] = "arXiv:2212.10356"
-    form: ClassVar[Literal["added", "columns", "rows"]] = "columns"
+    form: ClassVar[EncodingForm] = "columns"
 
     dimensions: int = 128
 

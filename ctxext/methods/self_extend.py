@@ -11,6 +11,10 @@ from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
 
 __all__ = ["SelfExtend"]
 
+# The share of the trained window that is used where nothing else is said. A model hardly knows the positions behind it:
+# in training they were the rarest.
+REACH = 7 / 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelfExtend(RemapMethod):
@@ -26,10 +30,10 @@ class SelfExtend(RemapMethod):
         window: distances below it are kept. Tokens, or below 1 a share of the trained length. A wide one serves the
             prediction of ordinary text.
         group: tokens that share a position, at least 1; None for the smallest that stays within ``reach``.
-        reach: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or
-            below 1 a share of the trained length. The last positions of the trained window are the least trained: a
-            smaller reach, which takes a larger group, serves finding single things far back. With ``group`` left out
-            only.
+        reach: the largest relative position that is used, at most trained_length - 1. Tokens, or below 1 a share of
+            the trained length; None for seven eighths of it, or ``window`` where that is more. The last positions of
+            the trained window are the least trained, and things are not found there: a smaller reach takes a larger
+            group. With ``group`` left out only.
         thinning: by how much the tokens of a far group count for less than near ones, since so many of them stand where
             the model has seen one each: a token counts for group^-thinning. From 0 (each for one, as the authors have
             it) to 1 (a whole group for one). More of it serves the prediction of ordinary text, the more the longer a
@@ -69,7 +73,8 @@ class SelfExtend(RemapMethod):
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - 1
         window = tokens_of("window", self.window, rope, most=most)
-        reach = most if self.reach is None else tokens_of("reach", self.reach, rope, most=most)
+        usual = most if self.group else max(window, int(REACH * rope.trained_length))
+        reach = usual if self.reach is None else tokens_of("reach", self.reach, rope, most=most)
         require(reach >= window, "reach", self.reach, f"at least window={window}: near tokens keep their positions")
         group = self.group or smallest_group(length, window, reach)
         remedy = f"Take group={smallest_group(length, window, most) or 'a larger one and a smaller window'}."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.methods.base import require
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["Shaw"]
@@ -39,7 +39,7 @@ class Shaw(EncodingMethod):
     summary: ClassVar[str] = "queries times a learned vector per distance"
     source: ClassVar[str] = "arXiv:1803.02155"
     shared: ClassVar[bool] = False
-    form: ClassVar[Literal["added", "columns", "rows"]] = "rows"
+    form: ClassVar[EncodingForm] = "rows"
 
     clip: int = 16
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.methods.base import is_number, require
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec
 
 __all__ = ["Sinusoidal"]
@@ -40,7 +40,7 @@ class Sinusoidal(EncodingMethod):
     name: ClassVar[str] = "sinusoidal"
     summary: ClassVar[str] = "sines and cosines of the position, added to the embeddings"
     source: ClassVar[str] = "arXiv:1706.03762"
-    form: ClassVar[Literal["added", "columns", "rows"]] = "added"
+    form: ClassVar[EncodingForm] = "added"
 
     base: float = 10000.0
     amplitude: float | None = None

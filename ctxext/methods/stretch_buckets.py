@@ -21,15 +21,20 @@ class StretchBuckets(BucketMethod):
     coarser, which costs something without training. It is no interpolation, which would divide near distances as well,
     and it changes no base or frequency, so it has a name of its own; of the rotary methods NTK comes nearest.
 
-    There is no temperature beside it. Sharper attention for longer texts (Chi et al., arXiv:2311.00684) multiplies the
-    scores with their bias in them, for which a T5's config has no field and stock code no place.
+    A softmax over more keys is flatter. Against that, ``temperature`` sharpens the self-attention whose buckets are
+    stretched, without training (Chi et al.). The authors choose the one at which attention on the longer texts is as
+    sharp as it was at the trained length, by the mean of its largest probability or by its entropy. It sharpens short
+    texts too, which are then not read as before: leave it at 1, unless longer texts that you have measured gain by it.
 
     Args:
         factor: target_length / trained_length, and the new ``relative_attention_max_distance`` over the old one, which
             is rounded to whole tokens. Dimensionless, at least 1.
+        temperature: what the scores, with the buckets' in them, are divided by. Above 0, at most 1, at which they stay
+            as they are. 0.5, 0.25 ... are exact; others round each weight that they change once.
 
     Source: Raffel et al., arXiv:1910.10683, section 2.1, for the buckets; nothing is published about stretching them.
-        Authors' code of the buckets: tensorflow/mesh@0cb87fe, mesh_tensorflow/transformer/transformer_layers.py.
+        Authors' code of the buckets: tensorflow/mesh@0cb87fe, mesh_tensorflow/transformer/transformer_layers.py. The
+        temperature: Chi, Fan and Rudnicky, arXiv:2311.00684.
     """
 
     name: ClassVar[str] = "stretch_buckets"

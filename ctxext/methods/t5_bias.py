@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.methods.base import require
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingMethod
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["T5Bias"]
@@ -41,7 +41,7 @@ class T5Bias(EncodingMethod):
     name: ClassVar[str] = "t5_bias"
     summary: ClassVar[str] = "a learned score per bucket of distances, as T5 has"
     source: ClassVar[str] = "arXiv:1910.10683"
-    form: ClassVar[Literal["added", "columns", "rows"]] = "rows"
+    form: ClassVar[EncodingForm] = "rows"
 
     buckets: int = 32
     max_distance: int = 128

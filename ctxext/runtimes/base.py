@@ -30,12 +30,22 @@ class Export:
         notes: sentences that the person who deploys must know.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
             length; where it is not, a note says why.
+        in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
+        file: the file that was written, with the extension in it; None where none was asked for.
     """
 
     target: str
     flags: tuple[str, ...]
     notes: tuple[str, ...] = ()
     exact: bool = True
+    in_file: bool = False
+    file: str | None = None
+
+    @property
+    def told(self) -> str:
+        """The flags in one line, and which file they are for where it is not any file of the model."""
+        flags = " ".join(self.flags)
+        return f"{flags} (with a GGUF file that ctxext export --gguf writes)" if self.in_file else flags
 
 
 @dataclass(frozen=True, kw_only=True)

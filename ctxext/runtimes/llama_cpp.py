@@ -5,12 +5,18 @@ a real llama.cpp was from the patched model, per rope type; ``scripts/llama_cpp_
 whole scaling every time, because converters leave out what they do not know and llama.cpp never reads some keys that
 they do write (``yarn_beta_fast``, ``yarn_beta_slow``); flags replace what a GGUF holds, so that repeating it is safe.
 
-Source: llama.cpp as vendored by llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp:160-214,
-    src/llama-model.cpp:1406-1432 and :2329-2350).
+What no flag says can stand in the file: some architectures load a tensor of divisors, one for each frequency, and that
+expresses any frequencies. Beside it ``rope.scaling.type`` is "none", so that nothing else divides;
+``rope.scaling.attn_factor`` multiplies cos and sin. Other architectures refuse to load a file with one tensor too many.
+
+Source: llama.cpp 0c1e57098 as vendored by llama_cpp_python 0.3.36 (conversion/, common/arg.cpp,
+    src/llama-context.cpp:114-214, src/llama-model.cpp:1406-1432 and :2329-2350; for the tensor src/models/llama.cpp:66
+    and its like, get_rope_factors in src/llama-model.cpp:2337, ggml_rope_cache_init in ggml/src/ggml-cpu/ops.cpp:6204).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -18,20 +24,108 @@ from typing import Any
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, ExtensionInConfig, read_table
 
-__all__ = ["TABLE", "attention_factor", "flags_of", "to_llama_cpp", "verdict"]
+__all__ = [
+    "DIVISORS",
+    "TABLE",
+    "architecture_of",
+    "attention_factor",
+    "flags_of",
+    "in_file",
+    "is_scaling",
+    "keys_of",
+    "to_llama_cpp",
+    "verdict",
+]
 
 TABLE = Path(__file__).with_name("llama_cpp.json")
 CLOSE = 1e-3  # of what the extension changes: rounding in float32 reaches a twentieth of this
+# The tensor of divisors, half as many as dimensions rotate, in float32.
+DIVISORS = "rope_freqs.weight"
 
 
 def to_llama_cpp(extended: ExtensionInConfig) -> Export:
     """Flags for ``llama-server`` and ``llama-cli``, with a GGUF converted by ``convert_hf_to_gguf.py``.
+
+    Where flags do not say it all, and a copy of the GGUF file does, the flags are for such a copy.
 
     Raises:
         IncompatibleError: if llama.cpp would run the model without the extension, or with another one.
     """
     _refuse(extended)
     line = _line(extended)
+    seen = [verdict(line, _form(extended), from_original=original)[0] for original in (False, True)]
+    ways = [] if seen == [False, False] else [_by_flags(extended, line)]
+    ways += [_to_copy(extended)] if _why_no_divisors(extended) is None else []
+    if not ways:
+        raise _other_positions(extended)
+    return next((way for way in ways if way.exact), ways[0])
+
+
+def _to_copy(extended: ExtensionInConfig) -> Export:
+    made = in_file(extended)
+    return dataclasses.replace(made, notes=(_COPY, *made.notes))
+
+
+def in_file(extended: ExtensionInConfig) -> Export:
+    """Flags for a GGUF file that holds the extension in a tensor of divisors; see ``keys_of``.
+
+    Raises:
+        IncompatibleError: if llama.cpp does not load such a tensor for this model, or was not seen to.
+    """
+    _refuse(extended)
+    if (why := _why_no_divisors(extended)) is not None:
+        raise IncompatibleError(
+            f"A GGUF file of this {extended.text.model_type} cannot hold the extension: {why}. Leave --gguf out to see "
+            f"what flags say."
+        )
+    notes, exact = _differences(extended)
+    if extended.length_note:
+        notes.append(extended.length_note)
+    if abs(extended.scale - 1) > 1e-6:
+        notes.append(
+            "Leave llama-server's --context-shift off: it would multiply the keys that it moves by the attention "
+            "factor once more (read in its src/llama-kv-cache.cpp, not run)."
+        )
+    flags = ("-c", str(extended.target_length))
+    return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact, in_file=True)
+
+
+def _why_no_divisors(extended: ExtensionInConfig) -> str | None:
+    """What speaks against a tensor of divisors in the GGUF file of a model type; None where it was seen to be right.
+
+    One tensor expresses all frequencies, so that one proof for a model type is one for every method.
+    """
+    if extended.layer_type is not None:
+        return f"one {DIVISORS} serves all layers, and only some are extended"
+    found = _line(extended).get("written", {})
+    error = found.get("error", "this model type was not tried")
+    if isinstance(error, float) and error <= CLOSE * found["matters"]:
+        return None
+    said = error if isinstance(error, str) else f"{error:g} nats from the patched model"
+    return f"{_version()} was not seen to load {DIVISORS} for this model type ({said})"
+
+
+def architecture_of(extended: ExtensionInConfig) -> str:
+    """llama.cpp's name for the model, which stands before the keys of its GGUF file."""
+    return str(_line(extended)["architecture"])
+
+
+def keys_of(extended: ExtensionInConfig, architecture: str) -> dict[str, str | int | float]:
+    """What a GGUF file says beside the tensor of divisors."""
+    return {
+        f"{architecture}.context_length": extended.target_length,
+        f"{architecture}.rope.scaling.type": "none",
+        f"{architecture}.rope.scaling.attn_factor": float(extended.scale),
+    }
+
+
+def is_scaling(key: str) -> bool:
+    """Whether a key of a GGUF file scales positions, and must not do so beside a tensor of divisors."""
+    # ``finetuned`` is kept: of some architectures it says whether they rotate at all.
+    return key.partition(".")[2].startswith(("rope.scaling.", "rope.scale_linear")) and not key.endswith(".finetuned")
+
+
+def _by_flags(extended: ExtensionInConfig, line: dict[str, Any]) -> Export:
     proven, why = verdict(line, _form(extended), from_original=bool(extended.unsaid))
     notes, exact = _losses(extended)
     if not proven:
@@ -59,6 +153,10 @@ _UNCONVERTED = (
 _CONVERT_FIRST = (
     "No flag expresses these frequencies on a GGUF of the original checkpoint. Write the extended checkpoint (ctxext "
     "patch) and convert that one; the flags are for that GGUF."
+)
+_COPY = (
+    "Flags do not say all of it. Give the same command --gguf IN.gguf OUT.gguf: it writes a copy of the model's GGUF "
+    "file with the extension in it, and these flags are for that copy."
 )
 # Read in its tools/completion/completion.cpp at 0af8217; not run.
 _OWN = {
@@ -160,13 +258,14 @@ def _refuse(extended: ExtensionInConfig) -> None:
             f"llama.cpp cannot run this {extended.config.model_type}: the converter of {_version()} has no class for "
             f"it. Serve it with vLLM or transformers."
         )
-    seen = [verdict(line, _form(extended), from_original=original)[0] for original in (False, True)]
-    if seen == [False, False]:
-        at = line["converter"]
-        raise IncompatibleError(
-            f"llama.cpp would run this {model_type} with other positions: its converter ({at}) loses rope_type "
-            f"{kind!r}, and no flag brings it back. {_OTHERWISE}"
-        )
+
+
+def _other_positions(extended: ExtensionInConfig) -> IncompatibleError:
+    at = _line(extended)["converter"]
+    return IncompatibleError(
+        f"llama.cpp would run this {extended.text.model_type} with other positions: its converter ({at}) loses "
+        f"rope_type {extended.rope_type!r}, and no flag brings it back. {_OTHERWISE}"
+    )
 
 
 def flags_of(extended: ExtensionInConfig) -> tuple[str, ...]:
@@ -204,8 +303,8 @@ def _overrides(extended: ExtensionInConfig, line: dict[str, Any]) -> str:
 
 def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
     """What llama.cpp computes otherwise, and whether that leaves it exact."""
-    rope, kind, losses = extended.rope, extended.rope_type, []
-    exact = True
+    rope, kind = extended.rope, extended.rope_type
+    losses, exact = _differences(extended)
     if kind == "yarn":
         if rope.get("truncate") is False:
             losses.append(
@@ -227,10 +326,18 @@ def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
         if abs(extended.scale - baked) > 1e-6:
             losses.append(f"The converter bakes the attention factor {baked:.6g}, not {extended.scale:.6g}.")
             exact = False
-        if rope["short_factor"] != rope["long_factor"]:
-            losses.append(
-                f"llama.cpp chooses between short_factor and long_factor once, by -c: above {extended.trained_length} "
-                f"every text gets long_factor, short ones included."
-            )
-            exact = False
     return losses, exact
+
+
+def _differences(extended: ExtensionInConfig) -> tuple[list[str], bool]:
+    """What llama.cpp computes otherwise whatever it is told, and whether that leaves it exact."""
+    rope, found = extended.rope, []
+    if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
+        found.append(
+            f"llama.cpp chooses between short_factor and long_factor once, by -c (above {extended.trained_length} "
+            f"long_factor), and a copy that --gguf writes holds long_factor alone: short texts get it too."
+        )
+    window = getattr(extended.text, "sliding_window", None)
+    if window and window < extended.target_length and _line(extended).get("architecture") == "llama":
+        found.append(f"llama.cpp has no sliding window for this architecture: it attends beyond the {window} tokens.")
+    return found, not found

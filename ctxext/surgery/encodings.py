@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from ctxext.attention import Call
+from ctxext.attention import Call, Layout
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.spec import EncodingSpec, Pairs
+from ctxext.spec import Carried, EncodingSpec, Pairs
 from ctxext.surgery.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.override import ForwardOverride
@@ -25,6 +26,7 @@ from ctxext.surgery.probe import FAILURES, forward_without_data
 from ctxext.surgery.rebuild import Rebuild, rotaries, without_weights
 from ctxext.surgery.rotary import RotaryPlace
 from ctxext.surgery.texts import text_of
+from ctxext.surgery.travelling import Travelling
 
 __all__ = [
     "ENCODING",
@@ -66,10 +68,57 @@ class EncodingAttend:
         def visible(queries: slice) -> Tensor:
             return layout.visible(window, queries=queries)
 
-        pairs = Pairs(q, k, layout.query_positions[rows], layout.key_positions[rows], scale, visible)
+        pairs = Pairs(
+            q,
+            k,
+            layout.query_positions[rows],
+            layout.key_positions[rows],
+            scale,
+            visible,
+            None if mask.travels is None else _carried(mask.travels, k, layout, rows),
+        )
         score = getattr(self.owner, ENCODING).score(pairs)
         call = Call.of(q, k, v, layout, score=score, scale=scale, window=window, dropout=dropout)
         return self.backends.for_(call.need).run(call)
+
+
+def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> Carried:
+    """What travelled with the keys of a call.
+
+    Raises:
+        IncompatibleError: if the keys are not those that it travelled with.
+    """
+    numbers = travels.numbers
+    if numbers.shape[2] != keys.shape[2]:
+        raise IncompatibleError(
+            f"A layer attends to {keys.shape[2]} keys, of which {numbers.shape[2]} are its own: it takes those of "
+            f"another layer or cache, and what this encoding has for each token did not travel with them."
+        )
+    real = None if layout.key_documents is None else layout.key_documents[rows] >= 0
+    return Carried(numbers, layout.places()[rows], real)
+
+
+@dataclass
+class CarryingForward(ForwardOverride):
+    """Stands in for the ``forward`` of an attention layer whose encoding has numbers of each token.
+
+    They go with the mask to the attention function, and with the keys through a cache, if there is one.
+
+    Args:
+        owner: the module that the encoding is attached to.
+    """
+
+    owner: nn.Module | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        given = dict(self.given(args, kwargs))
+        name = "attention_mask" if given.get("ctxext_layout") is None else "ctxext_layout"
+        travels = Travelling(getattr(self.owner, ENCODING).carried(given["hidden_states"]))
+        given[name] = layout_of(given.get(name)).carrying(travels)
+        for cache in [key for key, value in given.items() if isinstance(value, Cache)]:
+            given[cache] = travels.through(given[cache])
+        return self.run(**given)
 
 
 @dataclass
@@ -139,6 +188,10 @@ def install_encoding(
     if not method.shared:
         for layer in layers:
             edits.set(layer, "_ctxext_attend", EncodingAttend(layer, backends))
+    if method.carries:
+        for layer in layers:
+            owner = decoder if method.shared else layer
+            edits.set(layer, "forward", CarryingForward(layer, layer.__dict__.get("forward"), owner))
     if method.form == "added":
         first = _block_of(decoder, layers[0])
         edits.set(first, "forward", AddedForward(first, first.__dict__.get("forward"), decoder))

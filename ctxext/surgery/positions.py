@@ -25,6 +25,7 @@ from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.bounded import BoundedLayer, bounded_layer_of
 from ctxext.surgery.override import ForwardOverride
+from ctxext.surgery.travelling import Travelling
 
 __all__ = [
     "ATTENTION",
@@ -50,14 +51,22 @@ class LayoutMask:
         length: the sequence's global length in tokens, where a caller that holds only a shard of it said so.
         window: tokens that the mask in whose place this is would have let a query see; None for all.
         crosses: whether the keys are an encoder's, of another text than the queries.
+        travels: what an encoding has for each token of this layer.
     """
 
     ndim = 2
 
     def __init__(
-        self, layout: Layout, length: int | None = None, window: int | None = None, *, crosses: bool = False
+        self,
+        layout: Layout,
+        length: int | None = None,
+        window: int | None = None,
+        *,
+        crosses: bool = False,
+        travels: Travelling | None = None,
     ) -> None:
         self.layout, self.length, self.window, self.crosses = layout, length, window, crosses
+        self.travels = travels
 
     def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
         """Models and device hooks move masks like tensors; a dtype means nothing here."""
@@ -65,7 +74,11 @@ class LayoutMask:
         if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
             return self
         layout = self.layout.memo(("to", str(target)), lambda: self.layout.to(torch.device(target)))
-        return LayoutMask(layout, self.length, self.window, crosses=self.crosses)
+        return LayoutMask(layout, self.length, self.window, crosses=self.crosses, travels=self.travels)
+
+    def carrying(self, travels: Travelling) -> LayoutMask:
+        """The same for one layer, with what an encoding has for each of its tokens."""
+        return LayoutMask(self.layout, self.length, self.window, crosses=self.crosses, travels=travels)
 
 
 def layout_of(attention_mask: Any) -> LayoutMask:

@@ -8,10 +8,8 @@ assumed.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -29,8 +26,8 @@ from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.base import Rows
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.lookups import TOKENS, lookups, table_of
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
-from ctxext.surgery.probe import FAILURES, WIDTHS, readers_of, reads_an_encoder
 from ctxext.surgery.rebuild import reread, restoring
 from ctxext.surgery.rope_types import without_guard
 from ctxext.surgery.texts import field_of
@@ -46,7 +43,6 @@ __all__ = [
     "prove",
     "put_weights",
     "replace_tables",
-    "table_of",
     "twin_of",
     "twins_of",
     "unmixed",
@@ -58,11 +54,9 @@ __all__ = [
 FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_length|max_source|max_target|max_text")
 NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")
 STEP = 8  # by how much twins differ
-TOKENS = 6  # that a twin reads to show its first row
 LONGEST = 2**14  # tokens that a twin reads: its masks have the square of it
 SINUSOIDAL = 1e-3  # spread along the diagonals of a Gram matrix: at most 3e-6 of sinusoids, at least 0.028 of others
 FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")  # what puts values into weights
-BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
 
 
 @dataclass(frozen=True)
@@ -314,20 +308,18 @@ def _grown(
     return grown, tuple(name for name in changed if name not in grown)
 
 
-def table_of(model: nn.Module, name: str) -> Tensor:
-    """The weight or buffer of this name."""
-    path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), leaf)
-    return found
-
-
 def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of all weights by their names; one that has several names has one here."""
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
-def weight_of(model: PreTrainedModel, name: str) -> nn.Parameter:
+def weight_of(model: PreTrainedModel, name: str, refusal: str = "") -> nn.Parameter:
     """The weight of this name, as transformers makes it.
+
+    Args:
+        model: it is not touched.
+        name: of the weight.
+        refusal: what cannot be done with it where it is another; left out, a table of positions made longer.
 
     Raises:
         IncompatibleError: where something else stands in its place.
@@ -335,17 +327,17 @@ def weight_of(model: PreTrainedModel, name: str) -> nn.Parameter:
     path, _, leaf = name.rpartition(".")
     modules = dict(model.named_modules())
     weight = modules[path]._parameters.get(leaf) if path in modules else None
-    refusal = f"The table of positions {name} of this {model.config.model_type} cannot be made longer"
+    refusal = refusal or f"The table of positions {name} of this {model.config.model_type} cannot be made longer"
     if weight is None:
         raise IncompatibleError(
             f"{refusal}: {type(modules[path]).__name__ if path in modules else 'nothing'} stands in its place. Extend "
-            f"the model before an adapter, or anything else, is put around its embeddings."
+            f"the model before an adapter, or anything else, is put around it."
         )
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         kind = f"{type(weight).__name__} of {weight.dtype}"
         raise IncompatibleError(
             f"{refusal}: it is quantised or sharded ({kind}). Extend the checkpoint as it was before, and quantise the "
-            f"result; or leave its embeddings out of the quantisation."
+            f"result; or leave this weight out of the quantisation."
         )
     if is_zero3(model):
         raise IncompatibleError(f"{refusal}: DeepSpeed ZeRO-3 has shared it out. Extend the model before that.")
@@ -403,108 +395,6 @@ def unread(twin: PreTrainedModel, table: PositionTable) -> str | None:
     if found == list(range(table.first, table.first + length)):
         return None
     return f"a text of {length:,} tokens does not read the rows of {table.name} to the last one"
-
-
-class _Enough(Exception):
-    """Ends a forward pass of which the rest does not matter."""
-
-
-class _Lookups(TorchFunctionMode):
-    """Notes which rows of a weight are asked for, and computes with zeros in the place of weights without memory."""
-
-    def __init__(self, table: Tensor, only_first: bool) -> None:
-        super().__init__()
-        self.table, self.only_first = table, only_first
-        self.asked: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding and _argument(args, kwargs, 1, "weight") is self.table:
-            self._note(_argument(args, kwargs, 0, "input"))
-        elif func is Tensor.__getitem__ and args[0] is self.table:
-            rows = args[1][0] if isinstance(args[1], tuple) else args[1]
-            self._note(rows if isinstance(rows, Tensor) else torch.arange(len(self.table))[rows])
-        elif func is Tensor.index_select and args[0] is self.table:
-            self._note(_argument(args, kwargs, 2, "index"))
-        if str(kwargs.get("device")) == "meta":  # made where the weights are, but read for its values
-            kwargs = {**kwargs, "device": "cpu"}
-        if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
-            return func(*args, **kwargs)
-        return _mapped(func(*_mapped(args, _on_meta), **_mapped(kwargs, _on_meta)), _zeros)
-
-    def _note(self, rows: Any) -> None:
-        self.asked.append(torch.as_tensor(rows).detach().clone())
-        if self.only_first:
-            raise _Enough
-
-
-def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(part, change) for part in value)
-    if isinstance(value, dict):
-        return {key: _mapped(part, change) for key, part in value.items()}
-    return value
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
-
-
-def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bool = False) -> list[Tensor]:
-    """The rows of a weight that a text asks for, one tensor for each time.
-
-    Args:
-        twin: a model from ``twin_of``.
-        name: of the weight, or of the buffer.
-        text: tokens.
-        only_first: whether to stop at the first time.
-    """
-    owner = twin.get_submodule(name.rpartition(".")[0])
-    readers = [one for one in readers_of(twin, name) if one is not owner]
-    reads_two = [BOTH_SIDES in inspect.signature(one.forward).parameters for one in readers]
-    tokens = torch.tensor([text])
-    # A whole model first: it may tell its parts which positions. One that reads two texts only where no part of it
-    # reads alone: a decoder may need what the encoder makes.
-    for two, reader in sorted(zip(reversed(reads_two), reversed(readers), strict=True), key=lambda pair: pair[0]):
-        both = {"input_ids": tokens[:, -1:].expand(1, TOKENS), BOTH_SIDES: tokens}
-        for texts in [both] if two else ({"input_ids": tokens} | more for more in _heard(reader)):
-            watch = _Lookups(table_of(twin, name), only_first)
-            behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
-            with behind, torch.inference_mode(False), torch.no_grad(), watch:
-                reader(**texts)
-            if watch.asked:
-                return watch.asked
-    return []
-
-
-def _heard(reader: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Nothing; and for a decoder that looks at what its encoder says before all else, that, as wide as it may be."""
-    yield {}
-    if reads_an_encoder(reader):
-        config: Any = reader.config
-        parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-        widths = [width for part in parts for name in WIDTHS if (width := getattr(part, name, None))]
-        yield from ({"encoder_hidden_states": torch.zeros(1, 1, width)} for width in dict.fromkeys(widths))
 
 
 def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:

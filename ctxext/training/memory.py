@@ -24,7 +24,7 @@ from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import chunk_loss
 
-__all__ = ["MOST_KEPT", "Memory", "peak_memory", "return_freed_memory"]
+__all__ = ["MOST_KEPT", "Memory", "peak_memory", "recompute_layers", "return_freed_memory"]
 
 ATTENTION_KERNELS = frozenset(
     {
@@ -182,6 +182,41 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
             for mlp in mlps:
                 edits.set(mlp, "forward", TiledForward(mlp, vars(mlp).get("forward"), tile=tile))
     return edits
+
+
+@dataclass
+class RecomputedForward(ForwardOverride):
+    """Stands in for a layer's ``forward``: keeps its input alone, and computes it again in the backward pass.
+
+    What transformers has for that takes a model in training mode, whose dropout is noise, and it is a setting of the
+    model that belongs to whoever trains it.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's result."""
+        if not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        return checkpoint(self.run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def recompute_layers(base: PreTrainedModel, edits: Edits) -> None:
+    """Let a model in evaluation mode keep no more of each layer than its input for a backward pass.
+
+    Args:
+        base: a transformers model; it stays in evaluation mode.
+        edits: that undoes it.
+
+    Raises:
+        IncompatibleError: its layers cannot be told apart from the rest.
+    """
+    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise IncompatibleError(
+            f"{type(base).__name__} has no layers that transformers computes again in a backward pass: one over a long "
+            f"text would keep everything that all layers compute."
+        )
+    for layer in layers:
+        edits.set(layer, "forward", RecomputedForward(layer, vars(layer).get("forward")))
 
 
 def return_freed_memory(*, above: int = 2**20) -> bool:

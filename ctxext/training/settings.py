@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.methods import method_in
+from ctxext.methods import is_choice, method_in
 
 __all__ = [
     "Data",
@@ -75,7 +75,7 @@ class ExtensionSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _chosen(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not str(given.get("method", "")).endswith(".json"):
+        if not isinstance(given, dict) or not is_choice(given.get("method")):
             return given
         own = [key for key in ("factor", "target_length", "parameters") if given.get(key)]
         if own:

@@ -211,14 +211,15 @@ def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[
     """The model as it is, or what is wrong with it already, or the error of one that does not read tokens alone."""
     long, short = text_of_length(3 * TRAINED_LENGTH), text_of_length(3 * TRAINED_LENGTH)
     trained, architecture = TRAINED_LENGTH, find_architecture(model)
-    if architecture is None or architecture.replaces_weights(model) or not _reads(model, short):
+    logits = _read(model, short)
+    if architecture is None or architecture.replaces_weights(model) or logits is None:
         said = ctxext.describe(model).trained_length
         trained = said if said and said > 0 else TRAINED_LENGTH  # XLNet's config says -1
         short, long = text_of_length(trained), text_of_length(int(FACTOR * trained))
-    try:
-        logits = logits_of(model, short)
-    except FAILURES as error:
-        return error
+        try:
+            logits = logits_of(model, short)
+        except FAILURES as error:
+            return error
     if problem := _layers_problem(model, short):
         return [Finding("none", "wrong", problem)]
     for name, inputs in (("short", short), ("long", long)):
@@ -227,10 +228,7 @@ def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[
         if architecture is None:  # there is nothing to patch, and nothing to compare afterwards
             return RuntimeError(problem)
         return [Finding("none", "wrong", f"unpatched: {problem}")]
-    try:
-        read = logits if long.shape == short.shape else logits_of(model, long)
-    except FAILURES:
-        read = None
+    read = logits if long.shape == short.shape else _read(model, long)
     rounding = 0.0
     if isinstance(architecture, AlibiArchitecture):
         read, rounding = None, OTHER_KERNEL  # its own ALiBi is what it read before, computed otherwise
@@ -238,13 +236,12 @@ def _case_of(model: PreTrainedModel, stock: Stock, folder: Path) -> Case | list[
     return Case(model, before, long, trained, read, sees_ahead(model, short), stock, folder, rounding)
 
 
-def _reads(model: PreTrainedModel, inputs: Tensor) -> bool:
-    """Whether it reads a text at all; beyond its trained length some fail (fixed sinusoids in CTRL, slopes in MPT)."""
+def _read(model: PreTrainedModel, inputs: Tensor) -> Tensor | None:
+    """The logits of a text; beyond its trained length some fail (fixed sinusoids in CTRL, slopes in MPT)."""
     try:
-        logits_of(model, inputs)
+        return logits_of(model, inputs)
     except FAILURES:
-        return False
-    return True
+        return None
 
 
 def _example(method_class: type[Method], spec: RopeSpec, is_bounded: bool) -> Method:

@@ -258,7 +258,7 @@ def test_a_checkpoint_on_the_disk_is_written_anew(tmp_path: Path) -> None:
     model = gpt2()
     model.save_pretrained(tmp_path / "plain", max_shard_size="20KB")
     assert (tmp_path / "plain/model.safetensors.index.json").is_file()
-    with pytest.raises(InvalidParameterError, match="link: this gpt2 is extended by a longer table"):
+    with pytest.raises(InvalidParameterError, match=r"link: .* gpt2 changes some of its weights.*a longer table"):
         patch_checkpoint(tmp_path / "plain", tmp_path / "long", "pi", factor=2, link=True)
     written = patch_checkpoint(tmp_path / "plain", tmp_path / "long", "pi", factor=2)
     assert (written.rewritten, written.copied, written.linked) == (True, 0, 0)

@@ -178,22 +178,31 @@ def test_vllm_computes_what_the_method_says(llama: Path, method: Method, on_disk
 
 @pytest.mark.parametrize("method", VARIANTS, ids=label)
 def test_llama_cpp_computes_what_the_method_says(llama: Path, method: Method) -> None:
-    """From a GGUF of the extended checkpoint, and from one of the original with the flags; both or a refusal."""
+    """From a GGUF of the extended checkpoint, and from one of the original with the flags; both or a refusal.
+
+    What flags do not say is for a copy of the file; what is in that, test_into_gguf.py tests.
+    """
     plain = LlamaConfig.from_pretrained(llama)
     extended = extended_config(plain, method)
     kind = extended.rope_parameters["rope_type"]
-    if method.dynamic or kind == "longrope" or kind.startswith("ctxext"):
+    if kind == "dynamic" or kind.startswith("ctxext"):
         with pytest.raises(IncompatibleError, match=r"llama\.cpp"):
             export_config(extended, to="llama.cpp")
         return
     after, before = (export_config(extended, to="llama.cpp", served=served) for served in (None, plain))
     assert pairs(after)["-c"] == pairs(before)["-c"] == str(TARGET)
-    assert f"llama.context_length=int:{TARGET}" in pairs(before)["--override-kv"]
+    by_copy = ["--gguf IN.gguf OUT.gguf" in made.notes[0] for made in (after, before)]
+    one_set = kind != "longrope" or extended.rope_parameters["short_factor"] == extended.rope_parameters["long_factor"]
     if kind == "llama3":  # baked into a tensor by the converter, which no flag replaces
-        assert after.exact
-        assert not before.exact
-        assert "ctxext patch" in before.notes[0]
+        assert (after.exact, before.exact) == (True, True)
+        assert by_copy == [False, True]
         return
+    if kind == "longrope" or extended.rope_parameters.get("truncate") is False:  # its converter loses them
+        assert (after.exact, before.exact) == (one_set, one_set)
+        assert by_copy == [True, True]
+        return
+    assert by_copy == [False, False]
+    assert f"llama.context_length=int:{TARGET}" in pairs(before)["--override-kv"]
     gguf, original, silent = converted(extended.to_dict()), converted(plain.to_dict()), {"context_length": TARGET}
     assert after.exact == before.exact
     for made, file in ((after, gguf), (before, original), (before, gguf), (after, silent)):
@@ -467,12 +476,13 @@ def test_vllm_without_a_class_of_its_own_is_not_called_exact() -> None:
     assert any("no class of its own for diffllama" in note for note in made.notes)
 
 
-def test_lifted_window_reaches_vllm_and_needs_conversion_for_llama_cpp(checkpoints: dict[str, Path]) -> None:
+def test_lifted_window_reaches_vllm_and_needs_a_copy_for_llama_cpp(checkpoints: dict[str, Path]) -> None:
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4.0, "sliding_window": "lift"}
     overrides = json.loads(pairs(export(checkpoints["mistral"], to="vllm", **arguments))["--hf-overrides"])
     assert overrides["sliding_window"] is None
-    notes = export(checkpoints["mistral"], to="llama.cpp", **arguments).notes
-    assert any("sliding window" in note for note in notes)
+    made = export(checkpoints["mistral"], to="llama.cpp", **arguments)
+    assert made.exact, "the llama architecture there has no windows"
+    assert "--gguf IN.gguf OUT.gguf" in made.notes[0]
 
 
 @pytest.mark.parametrize(

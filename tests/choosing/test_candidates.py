@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from ctxext.architectures.rope import fingerprint
-from ctxext.choosing.candidates import candidates, distinct, entrant, grid, short_label
+from ctxext.choosing.candidates import candidates, critical, distinct, entrant, grid, short_label
 from ctxext.evaluation.readings import TIMES, Reading, name_for
 from ctxext.methods import METHODS, NTK, PI, Method, RopeMethod, SelfExtend, YaRN
 from ctxext.methods.remap import RemapMethod
@@ -24,15 +25,15 @@ def reading(method: Method) -> Reading:
 
 
 def test_every_formula_and_the_grid_are_entered_the_published_yarn_first() -> None:
-    found = candidates(2.0)
+    found = candidates(2.0, ROPE)
     assert found[0] == YaRN(factor=2)
     assert len(set(found)) == len(found)
     plain = {name for name, cls in METHODS.items() if issubclass(cls, RopeMethod) and not issubclass(cls, RemapMethod)}
     entered = {one.name for one in found}
-    assert plain - entered == {"longrope", "table", "nope"}, "what needs numbers of its own, or training"
+    assert plain - entered == {"table", "nope"}, "what needs numbers of its own, or training"
     assert {"self_extend", "rerope", "dual_chunk"} == {one.name for one in found if isinstance(one, RemapMethod)}
     assert {PI(factor=2), PI(factor=3), NTK(factor=3)} <= set(found)
-    assert set(grid(2.0)) <= set(found)
+    assert set(grid(2.0)) | set(critical(2.0, ROPE)) <= set(found)
 
 
 @pytest.mark.parametrize(("factor", "points"), [(2.0, 81), (4.0, 81), (1.2, 54)])
@@ -46,6 +47,27 @@ def test_the_grid_is_stock_and_divides_by_one_or_more(factor: float, points: int
         assert one.target_length(8192) == int(8192 * factor)
         assert one.attention_scale >= 1
     assert min(one.stretch for one in found) >= 1
+
+
+def test_the_critical_dimension_lies_where_training_saw_ten_turns_to_one() -> None:
+    """LongRoPE2: the factor in full from there on, and before it a base that meets the factor there."""
+    found = critical(2.0, ROPE)
+    turned = [8192 * 1e5 ** (-2 * index / 64) / (2 * math.pi) for index in range(32)]
+    ten, one = (next(index for index, turns in enumerate(turned) if turns <= most) for most in (10, 1))
+    places = sorted({one.long_factor.index(2.0) for one in found})
+    assert (places[0], places[-1]) == (ten, one)
+    assert len(places) == 4
+    scales = sorted({one.attention_factor for one in found if one.attention_factor is not None})
+    assert scales == pytest.approx([1.0, math.sqrt(1 + math.log(2) / math.log(8192))], abs=1e-6)
+    for one in found:
+        place = one.long_factor.index(2.0)
+        assert one.short_factor == one.long_factor
+        base = 1e5 * 2 ** (64 / (2 * place))  # divides the frequency there by 2
+        kept = one.frequencies(ROPE, 16384).inv_freq[:place]
+        assert kept.tolist() == pytest.approx([base ** (-2 * index / 64) for index in range(place)])
+        assert set(one.long_factor[place:]) == {2.0}
+        assert one.rope_parameters(ROPE)["rope_type"] == "longrope"
+    assert critical(2.0, RopeSpec(rotary_dim=2, base=1e4, trained_length=64)) == []
 
 
 def test_what_rounding_makes_the_same_is_entered_once() -> None:
@@ -91,6 +113,7 @@ def test_where_every_frequency_turned_in_training_the_slowest_stands_for_what_is
 
 
 def test_labels_tell_candidates_apart() -> None:
-    labels = [short_label(one) for one in candidates(2.0)]
+    labels = [short_label(one) for one in candidates(2.0, ROPE)]
     assert len(set(labels)) == len(labels)
     assert f"YaRN {TIMES}2 (step at 1, by 1.5, scale 1.02)" in labels
+    assert any(one.startswith(f"LongRoPE2 {TIMES}2 (critical dimension ") for one in labels)

@@ -11,13 +11,14 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.choosing import budget, run
+from ctxext.choosing import budget, losses, run
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.texts import split_texts
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.methods import PI, SelfExtend, YaRN
+from tests._choices import told
 from tests._models import byte_model, tiny
 from tests._programs import command
 
@@ -32,7 +33,7 @@ TEXTS = [
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four candidates: a race among a hundred on more text is the same, and longer."""
-    monkeypatch.setattr(run, "candidates", lambda factor: tuple(FEW))
+    monkeypatch.setattr(run, "candidates", lambda *_: tuple(FEW))
     monkeypatch.setattr(budget, "ENOUGH", 1)  # and a single text for each look
 
 
@@ -44,14 +45,6 @@ def model() -> LlamaForCausalLM:
 def chosen(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Choice:
     asked: dict[str, Any] = {"texts": TEXTS, "target_length": TARGET} | given
     return ctxext.choose(model, tokenizer, **asked)
-
-
-def told(choice: Choice) -> dict[str, Any]:
-    """Everything but what a clock says."""
-    found = choice.to_dict()
-    del found["provenance"]["date"], found["spent"]["seconds"]
-    found["sentences"] = [one for one in found["sentences"] if "of computing" not in one]
-    return found
 
 
 def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -66,13 +59,12 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
     assert not {name.partition(",")[0] for name in choice.texts} & set(held.names)
     # The verdict by hand, on the texts that the seed keeps for it.
     split = split_texts(run.corpus_from(TEXTS, bos_tokenizer).documents, tokens=TARGET + 1, seed=0)
-    losses: dict[str, list[torch.Tensor]] = {}
+    read: dict[str, list[torch.Tensor]] = {}
     for name in (choice.finish.choice, choice.finish.runner_up):
         ctxext.patch(model, choice.candidate(name).method)
-        read = [loss_by_position(model, one.text.input_ids)[0, 512:].double() for one in split.held_out[:5]]
-        losses[name] = read
+        read[name] = [loss_by_position(model, one.text.input_ids)[0, 512:].double() for one in split.held_out[:5]]
         ctxext.unpatch(model)
-    gap = torch.cat(losses[choice.finish.choice]) - torch.cat(losses[choice.finish.runner_up])
+    gap = torch.cat(read[choice.finish.choice]) - torch.cat(read[choice.finish.runner_up])
     assert held.versus_runner_up is not None
     assert held.versus_runner_up.mean == pytest.approx(gap.mean().item(), rel=1e-9)
     finalist = choice.finish.course(choice.finish.choice)
@@ -93,7 +85,7 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda factor: (FEW[0], FEW[3]))
+    monkeypatch.setattr(run, "candidates", lambda *_: (FEW[0], FEW[3]))
     given: dict[str, Any] = {"keys": False, "budget": "40 passes"}
     whole = chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given)
     cells = (tmp_path / "whole" / "cells.jsonl").read_text().splitlines()
@@ -124,7 +116,7 @@ def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
 def test_a_budget_in_time_is_turned_into_passes(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda factor: (FEW[0], FEW[3]))
+    monkeypatch.setattr(run, "candidates", lambda *_: (FEW[0], FEW[3]))
     found = chosen(model, bos_tokenizer, keys=False, budget="2h")
     assert found.spent.allowed is not None
     assert found.spent.allowed > 100
@@ -164,8 +156,8 @@ def test_what_cannot_be_right_is_said_before_the_first_pass(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("a text was read")
 
-    monkeypatch.setattr(run, "loss_by_position", read)
-    monkeypatch.setattr(run, "loss_while", read)
+    monkeypatch.setattr(losses, "loss_by_position", read)
+    monkeypatch.setattr(losses, "loss_while", read)
     with pytest.raises(error, match=says):
         chosen(model, bos_tokenizer, **given)
 
@@ -184,7 +176,7 @@ def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCaus
 def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "candidates", lambda factor: (YaRN(factor=2), FEW[3]))
+    monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), FEW[3]))
     source = tmp_path / "checkpoint"
     model.save_pretrained(source)
     bos_tokenizer.save_pretrained(source)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, PretrainedConfig
 from typer.testing import Result
 
 import ctxext
@@ -18,6 +18,7 @@ from ctxext.cli.show import LLAMA
 from ctxext.cli.spectrum import bands, shown_by_default, speed
 from ctxext.methods import METHODS
 from tests._checkpoints import SHAPE, TRAINED
+from tests._gguf import write_gguf
 
 Cli = Callable[..., Result]
 
@@ -119,29 +120,9 @@ def test_inspect_adapter(cli: Cli, llama: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_gguf_says_what_transformers_does_not_read(cli: Cli, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(TRAINED)
-    writer.add_embedding_length(64)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(16)
-    writer.add_vocab_size(4)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b", "c", "d"])
-    writer.add_token_merges(["a b"])
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(4.0)
-    writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    path = write_gguf(model, tmp_path / "tiny.gguf", rope_freqs=np.ones(8, dtype=np.float32), **scaling)
     result = cli("inspect", path)
     assert "transformers does not read" in result.stdout
     found = json.loads(cli("inspect", path, "--json").stdout)
@@ -296,6 +277,28 @@ def test_export_prints_a_command_to_paste(cli: Cli, llama: Path, tmp_path: Path)
     assert found["exact"]
     assert found["flags"][:4] == ["--rope-scaling", "yarn", "--rope-scale", "4"], "converters leave it out"
     assert found["flags"][-2:] == ["-c", str(4 * TRAINED)]
+
+
+def test_export_writes_a_gguf_file(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    """For a checkpoint, and for a GGUF file alone; what it prints serves the file."""
+    source, out, other = (tmp_path / name for name in ("in.gguf", "out 1.gguf", "other.gguf"))
+    write_gguf(LlamaForCausalLM.from_pretrained(llama), source)
+    method = ("-m", "llama3", "-f", 4)
+    lines = cli("export", llama, "--to", "llama.cpp", *method).stdout.splitlines()
+    assert shlex.split(lines[0]) == ["llama-server", "-m", "OUT.gguf", "-c", str(4 * TRAINED)]
+    assert "--gguf IN.gguf OUT.gguf" in lines[2]
+    lines = cli("export", llama, "--to", "llama.cpp", *method, "--gguf", source, out).stdout.splitlines()
+    assert shlex.split(lines[0]) == ["llama-server", "-m", str(out), "-c", str(4 * TRAINED)]
+    assert lines[1] == f"  wrote {out}"
+    assert "the same positions as in transformers" in lines[2]
+    done = cli("export", source, "--to", "llama.cpp", *method, "--gguf", source, other, "--json")
+    assert json.loads(done.stdout)["file"] == str(other)
+    assert other.read_bytes() == out.read_bytes()
+    again = cli("export", llama, "--to", "llama.cpp", *method, "--gguf", source, out)
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "already exists and is never overwritten" in again.stderr
+    assert cli("export", llama, "--to", "llama.cpp", *method, "--gguf", source).exit_code == 2
+    assert "not for vllm" in cli("export", llama, "--to", "vllm", *method, "--gguf", source, tmp_path / "x").stderr
 
 
 @pytest.mark.parametrize(

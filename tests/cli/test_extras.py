@@ -102,6 +102,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "inspect gguf": ["inspect", str(place / "model.gguf")],
         "patch": ["patch", tiny, str(place / "long"), "--method", "yarn", "--factor", "4"],
         "export": ["export", str(place / "long"), "--to", "vllm"],
+        "export gguf": ["export", str(place / "long"), "--to", "llama.cpp", "--gguf", str(place / "model.gguf"), "x"],
         "methods": ["methods"],
         "plan": ["plan", tiny, "--memory", "1GiB"],
         "plot frequencies": ["plot", "frequencies", tiny, "-o", str(place / "plot.png")],
@@ -147,6 +148,7 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
     ("verb", "extra"),
     [
         ("inspect gguf", "demo"),
+        ("export gguf", "demo"),
         ("plan", "train"),
         ("plot frequencies", "eval"),
         ("eval perplexity figure", "eval"),

@@ -25,7 +25,7 @@ from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import EncodingSpec
 from ctxext.surgery.encodings import ENCODING
 from ctxext.training.lora import attach_lora, encodings
-from tests._encodings import pairs_of
+from tests._encodings import carried_by, pairs_of
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 ENCODINGS = {name: cls for name, cls in METHODS.items() if issubclass(cls, EncodingMethod)}
@@ -53,8 +53,9 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_there_are_encodings_of_every_form() -> None:
-    assert {cls.form for cls in ENCODINGS.values()} == {"added", "columns", "rows"}
+    assert {cls.form for cls in ENCODINGS.values()} == {"added", "columns", "places", "rows"}
     assert {cls.shared for cls in ENCODINGS.values()} == {True, False}
+    assert {cls.carries for cls in ENCODINGS.values()} == {True, False}
 
 
 @every_encoding
@@ -65,13 +66,16 @@ def test_is_as_it_says(name: str) -> None:
     assert len(modules_of(model)) == (1 if cls.shared else model.config.num_hidden_layers)
     encoding = modules_of(model)[0]
     q = torch.randn(1, 4, 5, 6)
-    score = encoding.score(pairs_of(q, q[:, :2], Layout.causal(1, 5)))
+    carried = carried_by(encoding, 1, 5, model.config.hidden_size)
+    assert (carried is not None) == cls.carries
+    score = encoding.score(pairs_of(q, q[:, :2], Layout.causal(1, 5), carried))
     added = encoding.added(torch.arange(5)[None])
     assert (score is None) == (cls.form == "added")
     assert (added is None) == (cls.form != "added")
     if score is not None:
         assert Call.of(q, q, q, scale=1.0, score=score).need.score == cls.form
-        assert {id(weight) for weight in score.weights} == {id(weight) for weight in encoding.parameters()}
+        ours = [carried] if cls.carries else encoding.parameters()
+        assert {id(weight) for weight in score.weights} == {id(weight) for weight in ours}
     said = str(ctxext.describe(model))
     assert "Train before use" in said
     assert "sdpa" in said
@@ -289,7 +293,8 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
         q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
         layout = Layout.causal(1, length)
         encoding.added(layout.query_positions)
-        call = Call.of(q, k, v, layout, scale=0.25, score=encoding.score(pairs_of(q, k, layout)))
+        pairs = pairs_of(q, k, layout, carried_by(encoding, 1, length, 16))
+        call = Call.of(q, k, v, layout, scale=0.25, score=encoding.score(pairs))
         named("sdpa").attend(call).sum().backward()
     assert 0 < seen.found < length * length / 4
 
@@ -299,7 +304,7 @@ def test_backends_serve_it_or_say_why_not(name: str) -> None:
     encoding, layout = modules_of(extended(name))[0], Layout.causal(1, 30)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 30, 32) for heads in (4, 2, 2))
-    score = encoding.score(pairs_of(q, k, layout))
+    score = encoding.score(pairs_of(q, k, layout, carried_by(encoding, 1, 30, tiny().config.hidden_size)))
     call = Call.of(q, k, v, layout, scale=0.3, score=score)
     expected = named("reference").run(call)
     served = set()

@@ -1,0 +1,204 @@
+"""A GGUF file: what it says about a model, and a copy of it that says something else and is otherwise the same.
+
+The ``gguf`` package reads the file, as a memory map. The copy is not built anew from what was read: the bytes of every
+other key and tensor are taken over as they lie in the file, so that no type, order or rounding can get lost.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from jaxtyping import Float
+
+from ctxext.errors import CheckpointError, require_package
+from ctxext.files import refuse_existing, whole_file
+
+__all__ = ["GGUFFile", "scaling_in_gguf"]
+
+SCALING_TENSORS = ("rope_freqs", "rope_factors")
+CHUNK = 16 * 2**20
+# Magic and version, which the copy shares; then the numbers of tensors and keys.
+SAME_HEAD = 8
+
+Progress = Callable[[int, int], None]
+Value = str | int | float
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFFile:
+    """A GGUF file that was opened for reading. Its weights are looked at only when they are copied.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CheckpointError: there is no such file, it is not GGUF or cut short, or the package that reads it is missing.
+    """
+
+    path: Path
+    _reader: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_package("gguf", "demo", f"Reading {self.path} needs", CheckpointError)
+        from gguf import GGUFReader
+
+        if not self.path.is_file():
+            raise CheckpointError(f"There is no file {self.path}.")
+        try:
+            reader = GGUFReader(self.path)
+        except (ValueError, IndexError, KeyError, OSError) as error:  # a short file ends in an IndexError
+            raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}") from error
+        object.__setattr__(self, "_reader", reader)
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of what it says."""
+        return [name for name in self._reader.fields if not name.startswith("GGUF.")]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What it says under a key."""
+        found = self._reader.fields.get(key)
+        return default if found is None else found.contents()
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of its tensors."""
+        return [tensor.name for tensor in self._reader.tensors]
+
+    def tensor(self, name: str) -> Float[np.ndarray, " n"] | None:
+        """A tensor of one dimension in float32; None where it has none of this name.
+
+        Raises:
+            CheckpointError: it is one of another kind.
+        """
+        found = self._tensor(name)
+        if found is None:
+            return None
+        if found.data.dtype != np.float32 or found.data.ndim != 1:
+            raise CheckpointError(
+                f"{name} in {self.path} should be a list of float32 numbers; found {found.tensor_type.name} of shape "
+                f"{found.shape.tolist()}. Convert the checkpoint anew."
+            )
+        return np.array(found.data)
+
+    def _tensor(self, name: str) -> Any:
+        return next((tensor for tensor in self._reader.tensors if tensor.name == name), None)
+
+    def copy(
+        self,
+        out: Path,
+        *,
+        keys: Mapping[str, Value],
+        drop: Callable[[str], bool],
+        tensor: tuple[str, Float[np.ndarray, " n"]],
+        progress: Progress | None = None,
+    ) -> None:
+        """Write a copy with other keys and one other tensor; it appears at the end, whole, or not at all.
+
+        Args:
+            out: a path where nothing exists yet.
+            keys: what the copy says; these take the place of what stood there, or are added.
+            drop: of the other keys, which to leave out.
+            tensor: a name and float32 numbers, which take the place of as many, or are added.
+            progress: called with (bytes copied, bytes to copy).
+
+        Raises:
+            CheckpointError: ``out`` is in the way or cannot be written; nothing is left behind.
+        """
+        refuse_existing(out)
+        name, numbers = tensor
+        data = numbers.astype("<f4").tobytes()
+        place = self._tensor(name)
+        if place is not None and place.n_bytes != len(data):
+            raise CheckpointError(
+                f"{name} in {self.path} has {place.n_bytes} bytes, where {len(data)} are to be: it is of another model."
+            )
+        if self._reader.byte_order != "I":
+            raise CheckpointError(f"{self.path} is for machines of the other byte order. Copy it on one of those.")
+        start, size = int(self._reader.data_offset), self.path.stat().st_size
+        offset = self._padded(size - start) if place is None else int(place.data_offset) - start
+        info = b"" if place is not None else _tensor_info(name, len(numbers), offset)
+        head = self._head(keys, drop, info)
+        try:
+            with whole_file(out) as half, self.path.open("rb") as reading, half.open("wb") as writing:
+                writing.write(head.ljust(self._padded(len(head)), b"\0"))
+                begin = writing.tell()
+                reading.seek(start)
+                _copy(reading, writing, size - start, progress)
+                writing.seek(begin + offset)
+                writing.write(data)
+                writing.truncate(begin + self._padded(max(size - start, offset + len(data))))
+                writing.flush()
+                os.fsync(writing.fileno())
+                refuse_existing(out)  # made meanwhile, and a rename would replace it
+        except OSError as error:
+            raise CheckpointError(
+                f"Could not write {out}: {error.strerror or error}. Nothing was left behind; {self.path} is unchanged."
+            ) from error
+
+    def _head(self, keys: Mapping[str, Value], drop: Callable[[str], bool], info: bytes) -> bytes:
+        """All that lies before the data: counts, keys, and what is said about the tensors."""
+        kept = {
+            one.name: _packed(one.name, keys[one.name]) if one.name in keys else _bytes_of(one)
+            for one in (self._reader.fields[name] for name in self.keys)
+            if one.name in keys or not drop(one.name)
+        }
+        said = kept | {name: _packed(name, value) for name, value in keys.items() if name not in kept}
+        infos = [_bytes_of(one.field) for one in self._reader.tensors] + ([info] if info else [])
+        counts = struct.pack("<QQ", len(infos), len(said))
+        return b"".join((self._reader.data[:SAME_HEAD].tobytes(), counts, *said.values(), *infos))
+
+    def _padded(self, size: int) -> int:
+        alignment = int(self._reader.alignment)
+        return -(-size // alignment) * alignment
+
+
+def _bytes_of(found: Any) -> bytes:
+    """A key, or what is said about a tensor, as it lies in the file."""
+    return b"".join(part.tobytes() for part in found.parts)
+
+
+def _packed(name: str, value: Value) -> bytes:
+    """A key as the format has it: its name, its type, its value."""
+    from gguf import GGUFValueType
+
+    if isinstance(value, str):
+        return _text(name) + struct.pack("<I", GGUFValueType.STRING) + _text(value)
+    kind, form = (GGUFValueType.UINT32, "I") if isinstance(value, int) else (GGUFValueType.FLOAT32, "f")
+    return _text(name) + struct.pack(f"<I{form}", kind, value)
+
+
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def _tensor_info(name: str, count: int, offset: int) -> bytes:
+    from gguf import GGMLQuantizationType
+
+    return _text(name) + struct.pack("<IQIQ", 1, count, GGMLQuantizationType.F32, offset)
+
+
+def _copy(reading: BinaryIO, writing: BinaryIO, total: int, progress: Progress | None) -> None:
+    done = 0
+    while chunk := reading.read(CHUNK):
+        writing.write(chunk)
+        done += len(chunk)
+        if progress is not None:
+            progress(done, total)
+
+
+def scaling_in_gguf(path: Path) -> tuple[str, ...]:
+    """Name the metadata and tensors in a GGUF file that scale rope; transformers reads them for gpt-oss only.
+
+    Raises:
+        CheckpointError: if the file is not GGUF, or the package that reads it is missing.
+    """
+    file = GGUFFile(path)
+    found = [f"{key}={file.get(key)}" for key in file.keys if ".rope.scaling." in key]
+    return (*found, *(name for name in file.tensors if name.startswith(SCALING_TENSORS)))

@@ -1,0 +1,136 @@
+"""Write an extension into a copy of a GGUF file, for llama.cpp: any frequencies that do not change with the text."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ctxext.checkpoints.gguf_file import GGUFFile
+from ctxext.errors import CheckpointError
+from ctxext.methods.formulas import NEVER
+from ctxext.runtimes.base import ExtensionInConfig
+from ctxext.runtimes.llama_cpp import DIVISORS, is_scaling, keys_of
+from ctxext.surgery.texts import text_of
+
+__all__ = ["write_into_gguf"]
+
+# What llama.cpp takes where a file does not say it.
+USUAL_BASE = 10000.0
+# Of the base, written in float32; and of divisors that two programs computed, in float32 at the worst.
+SAME_BASE, SAME_DIVISORS = 1e-6, 1e-4
+
+
+def write_into_gguf(
+    extended: ExtensionInConfig,
+    plain: Any,
+    source: Path,
+    out: Path,
+    *,
+    architecture: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a copy of a GGUF file that holds an extension.
+
+    The file may have been converted from the original checkpoint or from the extended one; whatever scaling it holds
+    is replaced. Weights, tokenizer and all else are copied as they are.
+
+    Args:
+        extended: the extension, as a config says it.
+        plain: the config before it, or the same one where nothing says what was before.
+        source: the GGUF file of this model, in any quantisation.
+        out: a path where nothing exists yet.
+        architecture: llama.cpp's name for the model.
+        progress: called with (bytes copied, bytes to copy).
+
+    Raises:
+        CheckpointError: the file is not GGUF, or of another model, or ``out`` is in the way or cannot be written.
+    """
+    file = GGUFFile(source)
+    before = text_of(plain)
+    base = float(file.get(f"{architecture}.rope.freq_base", USUAL_BASE))
+    divisors = _divisors(extended.text, base, extended.target_length)
+    _refuse_other_model(file, architecture, extended, before, rotary_dim=2 * len(divisors))
+    _refuse_other_scaling(file, [divisors, _divisors(before, base, extended.trained_length)])
+    keys = keys_of(extended, architecture)
+    file.copy(out, keys=keys, drop=is_scaling, tensor=(DIVISORS, divisors), progress=progress)
+
+
+def _divisors(text: Any, base: float, length: int) -> Float[np.ndarray, " half"]:
+    """What divides each power of ``base`` to give the frequencies that stock transformers computes for a config.
+
+    Both sides are rounded as transformers rounds, so that what an extension leaves alone is divided by 1 exactly.
+    """
+    rope = dict(text.rope_parameters)
+    unscaled = {"rope_type": "linear", "factor": 1.0}
+    plain = _stock(text, rope | unscaled | {"rope_theta": base}, length)
+    own = _stock(text, rope | unscaled if rope["rope_type"] == "default" else rope, length)
+    with np.errstate(divide="ignore"):  # what does not turn may have become 0
+        found: np.ndarray = np.minimum(plain / own, NEVER).astype(np.float32)
+    return found
+
+
+def _stock(text: Any, rope: dict[str, Any], length: int) -> Float[np.ndarray, " half"]:
+    """Frequencies that stock transformers computes for a text of a length, in float64."""
+    told = copy.deepcopy(text)
+    told.rope_parameters = rope
+    inv_freq: np.ndarray = ROPE_INIT_FUNCTIONS[rope["rope_type"]](told, None, seq_len=length)[0].double().numpy()
+    return inv_freq
+
+
+def _refuse_other_model(
+    file: GGUFFile, architecture: str, extended: ExtensionInConfig, before: Any, rotary_dim: int
+) -> None:
+    """Refuse a file that is not a whole model, or whose numbers are not those of the checkpoint."""
+    if (parts := file.get("split.count", 1)) > 1:
+        raise CheckpointError(
+            f"{file.path} is one of {parts} files of a model. Put them together first: llama-gguf-split --merge."
+        )
+    text = extended.text
+    own = {
+        "block_count": [text.num_hidden_layers],
+        "embedding_length": [text.hidden_size],
+        "attention.head_count": [text.num_attention_heads],
+        "rope.dimension_count": [rotary_dim],
+        "rope.freq_base": [float(one.rope_parameters["rope_theta"]) for one in (before, text)],
+        "context_length": [one.max_position_embeddings for one in (before, text)]
+        + [extended.trained_length, extended.target_length],
+    }
+    told = {"general.architecture": [architecture]} | {f"{architecture}.{name}": one for name, one in own.items()}
+    for key, options in told.items():
+        value = file.get(key)
+        if value is None and key.endswith((".rope.dimension_count", ".rope.freq_base")):  # which may be left out
+            continue
+        if not any(value == one or _is_close(value, one) for one in options):
+            right = " or ".join(dict.fromkeys(f"{one:g}" if isinstance(one, float) else str(one) for one in options))
+            raise CheckpointError(
+                f"{file.path} is of another model than this {text.model_type}: it says {key}={value}, and by the "
+                f"checkpoint's config it is {right}. Give the GGUF file that was converted from this checkpoint."
+            )
+
+
+def _is_close(value: Any, wanted: Any) -> bool:
+    return isinstance(wanted, float) and isinstance(value, float) and math.isclose(value, wanted, rel_tol=SAME_BASE)
+
+
+def _refuse_other_scaling(file: GGUFFile, known: list[Float[np.ndarray, " half"]]) -> None:
+    """Refuse a file with divisors of its own that are neither the checkpoint's before the extension nor after it."""
+    found = file.tensor(DIVISORS)
+    if found is None:
+        return
+    if not any(len(found) == len(one) and np.allclose(found, one, rtol=SAME_DIVISORS) for one in known):
+        raise CheckpointError(
+            f"{file.path} holds {DIVISORS} with {len(found)} divisors, {_few(found)}, and by the checkpoint's config "
+            f"they are {_few(known[-1])}: its weights were trained with other positions. Give the checkpoint that the "
+            f"file was converted from."
+        )
+
+
+def _few(numbers: Float[np.ndarray, " n"]) -> str:
+    return f"from {numbers[0]:.6g} to {numbers[-1]:.6g}"

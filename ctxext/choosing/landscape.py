@@ -1,0 +1,184 @@
+"""The loss of a frozen model as a function of its rotation, and its gradient: what a search of frequencies walks on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ctxext.errors import IncompatibleError
+from ctxext.evaluation.forward import head_chunk
+from ctxext.evaluation.survey import check_finite
+from ctxext.methods import RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.longrope import LongRoPE
+from ctxext.spec import RopeSpec
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.learned import LearnedRotation, learn_rotation, turns
+from ctxext.surgery.rotary import RotarySite
+from ctxext.surgery.texts import text_of
+from ctxext.surgery.wrappers import base_model
+from ctxext.training.loss import Pieces
+from ctxext.training.memory import recompute_layers
+
+__all__ = ["Example", "Landscape", "Vector", "as_method", "learns_scale", "require_searchable", "vector_of"]
+
+# Nats that it costs, in the mean over the frequencies that did not turn once in training, to divide them by something
+# else than the factor, per squared logarithm: a factor of two is 0.005. The loss alone would let them drift to where no
+# text of this length shows what they do, and a longer one would.
+PENALTY = 0.01
+# Decimals of a divisor that are kept: more than float32 tells apart.
+DECIMALS = 8
+
+# Logarithms of what each frequency is divided by, and last that of what cos and sin are multiplied by; float64.
+Vector = Float[Tensor, " unknowns"]
+
+
+def vector_of(method: RopeMethod, rope: RopeSpec, length: int) -> Vector:
+    """The vector of a method that is one set of frequencies, none of them 0."""
+    found = method.frequencies(rope, length)
+    divisors = plain_inv_freq(rope) / found.inv_freq
+    return torch.cat([divisors, torch.tensor([found.attention_scale], dtype=torch.float64)]).log()
+
+
+def as_method(vector: Vector, factor: float) -> LongRoPE:
+    """A vector in the form that stock transformers and others load: one set of factors, for short texts and long ones.
+
+    Args:
+        vector: what was found.
+        factor: target length over trained length.
+    """
+    *divisors, scale = (round(value, DECIMALS) for value in vector.exp().tolist())
+    return LongRoPE(factor=factor, short_factor=tuple(divisors), long_factor=tuple(divisors), attention_factor=scale)
+
+
+def learns_scale(model: nn.Module) -> bool:
+    """Whether cos and sin have a scale to search: latent attention multiplies whole scores instead, by a constant."""
+    return not hasattr(text_of(base_model(model).config), "qk_rope_head_dim")
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """Texts of one length and how much the loss of each of their tokens counts.
+
+    Args:
+        input_ids: whole texts.
+        weights: of the loss of every token but the first.
+    """
+
+    input_ids: Int[Tensor, "batch tokens"]
+    weights: Float[Tensor, "batch positions"]
+
+    @classmethod
+    def mean(cls, input_ids: Tensor) -> Example:
+        """All tokens alike."""
+        counted = input_ids[:, 1:].shape
+        return cls(input_ids, torch.full(counted, 1 / counted.numel()))
+
+
+@dataclass(eq=False)
+class Landscape:
+    """A model whose rotation is a vector, inside a ``with``; weights and all else are afterwards what they were.
+
+    The model stays in evaluation mode and its weights are frozen, so that a gradient is of the vector alone. Each layer
+    is computed again in the backward pass, and the logits exist for a chunk of the text at a time.
+
+    Args:
+        model: patched by ``as_method`` of a vector of zeros: as before, but ready for the target.
+        sites: its frequencies, as they were before it was patched.
+        stretch: target length over trained length.
+    """
+
+    model: nn.Module
+    sites: Sequence[RotarySite]
+    stretch: float
+    rotation: LearnedRotation = field(init=False)
+    edits: Edits = field(init=False, default_factory=Edits)
+
+    def __enter__(self) -> Landscape:
+        base = base_model(self.model)
+        zeros = torch.zeros(self.sites[0].spec.rotary_dim // 2 + 1, dtype=torch.float64)
+        self.rotation = LearnedRotation(zeros[:-1], zeros[-1])
+        with self.edits:
+            learn_rotation(base, self.sites, self.rotation, self.edits)
+            recompute_layers(base, self.edits)
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    self.edits.set(parameter, "requires_grad", False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.edits.undo()
+
+    @torch.no_grad()
+    def loss(self, vector: Vector, examples: Sequence[Example]) -> float:
+        """The mean loss of examples, in nats."""
+        return sum(self._loss(vector, example).item() for example in examples) / len(examples)
+
+    def gradient(self, vector: Vector, examples: Sequence[Example]) -> tuple[float, Vector]:
+        """The mean loss of examples and the penalty, in nats, and the gradient of both; one example at a time.
+
+        Raises:
+            IncompatibleError: no gradient comes through the model, or no finite one.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            unknowns = vector.detach().clone().requires_grad_()
+            total = self._penalty(unknowns)
+            (gradient,) = torch.autograd.grad(total, unknowns)
+            value = total.item()
+            for example in examples:
+                loss = self._loss(unknowns, example) / len(examples)
+                found = torch.autograd.grad(loss, unknowns, allow_unused=True)[0] if loss.requires_grad else None
+                if found is None:
+                    raise IncompatibleError(
+                        f"No gradient comes through {type(base_model(self.model)).__name__} to its frequencies. "
+                        f"Choose without --search."
+                    )
+                value, gradient = value + loss.item(), gradient + found
+        check_finite(torch.tensor([value, *gradient.tolist()]), "a step of the search")
+        return value, gradient
+
+    def _loss(self, vector: Vector, example: Example) -> Tensor:
+        base = base_model(self.model)
+        self.rotation.log_divisors, self.rotation.log_scale = vector[:-1], vector[-1]
+        ids = example.input_ids.to(base.device)
+        given = {"input_ids": ids[:, :-1], "use_cache": False}
+        pieces = Pieces(base, given, ids[:, 1:], example.weights)
+        loss: Tensor = pieces.at_once(max(1, head_chunk(base) // len(ids)))
+        return loss
+
+    def _penalty(self, vector: Vector) -> Tensor:
+        site = self.sites[0]
+        slow = turns(site, site.spec.trained_length) < 1
+        if not slow.any():
+            return (vector * 0).sum()
+        return PENALTY * (vector[:-1][slow] - math.log(self.stretch)).square().mean()
+
+
+def require_searchable(model: nn.Module) -> None:
+    """See, before anything is read, that gradients of a long text can be computed on a model.
+
+    Raises:
+        IncompatibleError: it has quantised weights, or such that no gradient may pass, or no layers that can be
+            computed again.
+    """
+    base = base_model(model)
+    name = type(base).__name__
+    quantised = getattr(base.config, "quantization_config", None) is not None
+    if quantised or not all(parameter.is_floating_point() for parameter in base.parameters()):
+        raise IncompatibleError(
+            f"The weights of this {name} are quantised, and gradients do not pass all of their kernels. Choose without "
+            f"--search, or search on the checkpoint that it was made of: frequencies are the same for both."
+        )
+    if any(parameter.is_inference() for parameter in base.parameters()):
+        raise IncompatibleError(
+            f"This {name} was loaded inside torch.inference_mode(), which forbids gradients for good. Load it outside, "
+            f"or choose without --search."
+        )
+    with Edits() as edits:
+        recompute_layers(base, edits)
+    edits.undo()

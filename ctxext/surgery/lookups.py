@@ -1,0 +1,130 @@
+"""Which rows of a table a text asks for, watched while a model without data reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ctxext.surgery.probe import FAILURES, WIDTHS, readers_of, reads_an_encoder
+
+__all__ = ["TOKENS", "lookups", "table_of"]
+
+TOKENS = 6  # that a twin reads to show its first row
+BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
+
+
+def table_of(model: nn.Module, name: str) -> Tensor:
+    """The weight or buffer of this name."""
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(path), leaf)
+    return found
+
+
+class _Enough(Exception):
+    """Ends a forward pass of which the rest does not matter."""
+
+
+class _Lookups(TorchFunctionMode):
+    """Notes which rows of a weight are asked for, and computes with zeros in the place of weights without memory."""
+
+    def __init__(self, table: Tensor, only_first: bool) -> None:
+        super().__init__()
+        self.table, self.only_first = table, only_first
+        self.asked: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding and _argument(args, kwargs, 1, "weight") is self.table:
+            self._note(_argument(args, kwargs, 0, "input"))
+        elif func is Tensor.__getitem__ and args[0] is self.table:
+            rows = args[1][0] if isinstance(args[1], tuple) else args[1]
+            self._note(rows if isinstance(rows, Tensor) else torch.arange(len(self.table))[rows])
+        elif func is Tensor.index_select and args[0] is self.table:
+            self._note(_argument(args, kwargs, 2, "index"))
+        if str(kwargs.get("device")) == "meta":  # made where the weights are, but read for its values
+            kwargs = {**kwargs, "device": "cpu"}
+        if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        return _mapped(func(*_mapped(args, _on_meta), **_mapped(kwargs, _on_meta)), _zeros)
+
+    def _note(self, rows: Any) -> None:
+        self.asked.append(torch.as_tensor(rows).detach().clone())
+        if self.only_first:
+            raise _Enough
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(part, change) for part in value)
+    if isinstance(value, dict):
+        return {key: _mapped(part, change) for key, part in value.items()}
+    return value
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
+
+
+def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bool = False) -> list[Tensor]:
+    """The rows of a weight that a text asks for, one tensor for each time.
+
+    Args:
+        twin: a model from ``twin_of``.
+        name: of the weight, or of the buffer.
+        text: tokens.
+        only_first: whether to stop at the first time.
+    """
+    owner = twin.get_submodule(name.rpartition(".")[0])
+    readers = [one for one in readers_of(twin, name) if one is not owner]
+    reads_two = [BOTH_SIDES in inspect.signature(one.forward).parameters for one in readers]
+    tokens = torch.tensor([text])
+    # A whole model first: it may tell its parts which positions. One that reads two texts only where no part of it
+    # reads alone: a decoder may need what the encoder makes.
+    for two, reader in sorted(zip(reversed(reads_two), reversed(readers), strict=True), key=lambda pair: pair[0]):
+        both = {"input_ids": tokens[:, -1:].expand(1, TOKENS), BOTH_SIDES: tokens}
+        for texts in [both] if two else ({"input_ids": tokens} | more for more in _heard(reader)):
+            watch = _Lookups(table_of(twin, name), only_first)
+            behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
+            with behind, torch.inference_mode(False), torch.no_grad(), watch:
+                reader(**texts)
+            if watch.asked:
+                return watch.asked
+    return []
+
+
+def _heard(reader: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Nothing; and for a decoder that looks at what its encoder says before all else, that, as wide as it may be."""
+    yield {}
+    if reads_an_encoder(reader):
+        config: Any = reader.config
+        parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+        widths = [width for part in parts for name in WIDTHS if (width := getattr(part, name, None))]
+        yield from ({"encoder_hidden_states": torch.zeros(1, 1, width)} for width in dict.fromkeys(widths))

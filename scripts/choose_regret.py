@@ -1,0 +1,204 @@
+"""How far the choice of a race is from the best of its own candidates, on other texts, and at what part of their cost.
+
+    python scripts/choose_regret.py CHECKPOINT -t choosing.parquet --judge other.parquet --target 512 -o regret
+
+A race (`ctxext choose`) drops most candidates after a look. Here all of them read the texts of --judge as well, whole:
+what the race never read. The regret is the loss of its choice beyond the window minus that of the best candidate, and
+of the best one that damages the window no more than YaRN as published does, which a choice may not either. The best of
+many is lucky on the texts that it is the best on, so the regret is a little smaller than it looks.
+
+Everything finished is kept in the output folder: run the same command again after an interruption.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from measuring import machine, markdown_table
+from torch import Tensor, nn
+from typer import Option
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ctxext.choosing.choice import Choice
+from ctxext.choosing.run import Contest, prepare
+from ctxext.cli.eval.common import Session, cost_of, told_on_interrupt
+from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
+from ctxext.evaluation.corpus import Corpus, TokenisedDocument, corpus_of, read_documents
+from ctxext.evaluation.forward import Progress, pass_cost, ticking
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.readings import Reader, Reading
+from ctxext.evaluation.statistics import PairedDifference, grouped_difference
+from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.progress import StageBar
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reads(Job):
+    """One candidate and one document, in stretches of the target length.
+
+    Args:
+        document: whole.
+        length: tokens of a stretch.
+    """
+
+    document: TokenisedDocument
+    length: int
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """Nats per token, stretch after stretch."""
+        rows = stretches(self.document, self.length)
+        losses = []
+        for row in rows:
+            with ticking(model, self.name, self.cost / len(rows), progress):
+                losses.append(loss_by_position(model, row)[0])
+        check_finite(found := torch.cat(losses), self.name)
+        return Answer({"item": self.document.name}, found)
+
+
+def stretches(document: TokenisedDocument, length: int) -> list[Tensor]:
+    """All parts of a document that have the length, and a token more to be predicted."""
+    step = length + 1 - document.prefix
+    return [
+        document.take(length + 1, skip=start).input_ids
+        for start in range(0, document.tokens - document.prefix - step + 1, step)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A race and what all its candidates lose on the texts of the judge.
+
+    Args:
+        contest: the race.
+        choice: what came of it.
+        losses: of each candidate, by its name: a tensor [stretches, positions] for every document.
+    """
+
+    contest: Contest
+    choice: Choice
+    losses: dict[str, list[Tensor]]
+
+    def beyond(self, name: str) -> float:
+        """Mean loss beyond the window."""
+        return torch.cat([one[:, self.contest.trained :].flatten() for one in self.losses[name]]).mean().item()
+
+    def inside(self, name: str) -> float:
+        """Mean loss inside the window."""
+        return torch.cat([one[:, : self.contest.trained].flatten() for one in self.losses[name]]).mean().item()
+
+    def best(self, *, harmless: bool) -> str:
+        """The candidate with the lowest loss beyond the window."""
+        usual = self.inside(self.choice.usual)
+        names = [name for name in self.losses if not harmless or self.inside(name) <= usual]
+        return min(names, key=self.beyond)
+
+    def regret(self, name: str) -> PairedDifference:
+        """The loss of the choice beyond the window minus that of another."""
+        beyond = [
+            [one[:, self.contest.trained :].flatten() for one in self.losses[it]] for it in (self.choice.name, name)
+        ]
+        return grouped_difference(*beyond, over="documents")
+
+    def row(self) -> list[str]:
+        """What a reader wants to know."""
+        full = len(self.losses) * len(self.choice.texts)
+        cells = [tokens_label(self.contest.length), self.choice.candidate(self.choice.name).label]
+        for harmless in (False, True):
+            best = self.best(harmless=harmless)
+            gap = self.regret(best)
+            said = "the choice" if best == self.choice.name else self.choice.candidate(best).label
+            cells += [said, f"{gap.mean + 0.0:.4f} ± {gap.standard_error:.4f}"]
+        usual = self.regret(self.choice.usual)
+        cells.append(f"{usual.mean + 0.0:+.4f} ± {usual.standard_error:.4f}")
+        passes = self.choice.spent.passes
+        return [*cells, f"{passes:.0f}", f"{full}", f"{passes / full:.2f}"]
+
+
+HEADER = (
+    "target",
+    "chosen",
+    "best of all",
+    "regret",
+    "best that damages the window no more than YaRN",
+    "regret",
+    "choice minus YaRN as published",
+    "passes of the race",
+    "of all candidates on its texts",
+    "share",
+)
+
+
+@grouped
+def main(
+    *,
+    texts: TextOptions,
+    judge: Annotated[list[str], Option(help="Texts that all candidates read: a file or folder. Repeatable.")],
+    target: Annotated[list[int], Option(help="Tokens to extend to. Repeatable.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for what is finished and the table.")],
+    judged_tokens: Annotated[int, Option(help="Tokens that are read of each text of the judge.")] = 8192,
+    seed: Seed = 0,
+    source: SourceOptions,
+) -> None:
+    """Run a race for every target, let all its candidates read other texts, and print the regret."""
+    session = Session(source)
+    checkpoint = session.checkpoint
+    corpus = texts.read(checkpoint, tokens=2, whole=True)
+    others = corpus_of(read_documents(judge), checkpoint.tokenizer, tokens=max(*target, judged_tokens) + 1)
+    found = []
+    for length in sorted(target):
+        contest = prepare(checkpoint, corpus, target_length=length, seed=seed, folder=output / f"race-{length}")
+        choice = contest.run()
+        session.console.print(f"{tokens_label(length)}: {choice.sentence}", markup=False)
+        found.append(judged(session, contest, choice, others, output / f"judged-{length}"))
+    where = next(checkpoint.model.parameters()).device.type
+    title = f"{checkpoint.name}, {len(others.documents)} texts of the judge; {machine(where)}"
+    text = markdown_table(title, HEADER, [one.row() for one in found])
+    (output / "table.md").write_text(text + "\n", encoding="utf-8")
+    session.console.print(text, markup=False, soft_wrap=True)
+
+
+def judged(session: Session, contest: Contest, choice: Choice, others: Corpus, folder: Path) -> Judged:
+    """Let every candidate read the texts of the judge."""
+    jobs = {one.reading.name: jobs_of(contest, one.reading, others) for one in choice.candidates}
+    all_jobs = [job for some in jobs.values() for job in some]
+    journal = Journal(folder / "cells.jsonl", identity=folder / "study.json")
+    survey = Survey("choose_regret.py", session.checkpoint, all_jobs, corpus=others, journal=journal)
+    mine = survey.begin()
+    bar = StageBar(session.console, cost_of(mine), report=not session.console.is_terminal)
+    with told_on_interrupt(session.console, survey), bar:
+        survey.measure(mine, progress=bar)
+    lines = journal.finished()
+    losses = {
+        name: [journal.losses(lines[job.key]).view(-1, contest.length) for job in some] for name, some in jobs.items()
+    }
+    return Judged(contest, choice, losses)
+
+
+def jobs_of(contest: Contest, reading: Reading, others: Corpus) -> list[Reads]:
+    """A candidate that reads all documents."""
+    readings, length = contest.readings, contest.length
+    reader = Reader(reading, readings, (length,))
+    return [
+        Reads(
+            key=readings.key(
+                [reading.name, reading.method, reading.fingerprint], task=["judge", length, document.sha256]
+            ),
+            cost=len(stretches(document, length)) * pass_cost(length, contest.costs.turning_point),
+            reader=reader,
+            name=f"{reading.label}, {document.name}",
+            document=document,
+            length=length,
+        )
+        for document in others.documents
+    ]
+
+
+if __name__ == "__main__":
+    run_script(main)

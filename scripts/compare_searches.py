@@ -1,0 +1,451 @@
+"""Searches of rotary frequencies at equal passes: LongRoPE's genetic one, a blind grid, gradients, and ctxext's own.
+
+    python scripts/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 -o searches
+    python scripts/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 \
+        --search longrope-ga --search choose --seed 0 --passes 224 -o searches
+
+Each search may read as much as ``--passes`` batches of texts of the target length. A step of gradients counts what it
+costs here, measured once against a pass in turns. What is found is judged on texts of other files, paired by token, the
+spread over documents. Everything finished is kept in the output folder: run the same command again after an
+interruption, or with more searches or seeds.
+
+``longrope-ga`` is the search of LongRoPE (Ding et al., arXiv:2402.13753, section 3 and table 4), with the numbers of
+its code, microsoft/LongRoPE@c9e56aa, evolution/: one divisor per pair of dimensions, never less than that of the pair
+before it; a population of 64, of which the best 32 are parents; in each round 16 mutations (each divisor with
+probability 0.3 drawn anew between its neighbours, in steps of 0.01) and 16 crossovers; fitness is the loss on the same
+few texts for all; the best of all wins. Paper and code differ, and here the paper is followed, to the search's
+advantage: PI, NTK *and* YaRN begin it (the code: YaRN alone), and divisors go to 1.25 times the factor (the code: the
+factor plus 1). As in both, the scale of cos and sin is sqrt(1 + ln(factor) / ln(trained length)) and is not searched.
+YaRN's seed blends divisors, as the code does, and not frequencies. Left out are the unrotated start tokens of the
+paper, which its code does not search and no checkpoint has; ``--auto-rescale-init-factors`` and ``dim_piece_mono``,
+which do not work in the code; and that the code chooses and reports on the same texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from measuring import machine, markdown_table
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ctxext.choosing.candidates import grid
+from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
+from ctxext.choosing.search import Descent, State
+from ctxext.evaluation.checkpoint import weights_digest
+from ctxext.evaluation.corpus import TokenisedDocument, corpus_of, read_documents
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.readings import TIMES, patched
+from ctxext.evaluation.statistics import PairedDifference, document_difference
+from ctxext.methods import NTK, PI, YaRN
+from ctxext.spec import RopeSpec
+from ctxext.surgery.rotary import find_sites
+
+# Of the genetic search: individuals, parents, new ones of each kind in a round, chance that a divisor changes, the step
+# between two divisors, how often a crossover is tried, and by how much the longest divisor may exceed the factor.
+POPULATION, PARENTS, NEW, CHANCE, STEP, TRIES, MOST = 64, 32, 16, 0.3, 0.01, 20, 1.25
+# Passes and steps that are timed in turns, to learn what a step costs.
+TIMED = 7
+USUAL = "yarn, as published"
+
+
+@dataclass(eq=False, kw_only=True)
+class Problem:
+    """What every search is given: a model, batches of texts and how many of them it may read.
+
+    Args:
+        landscape: of the model.
+        rope: of the model.
+        target: tokens.
+        batch: a new batch of texts, by its number; the same for all searches with one seed.
+        passes: batches that may be read.
+        step_cost: of a step, in passes.
+        seed: of all that is drawn.
+        scale: whether the scale can be searched.
+    """
+
+    landscape: Landscape
+    rope: RopeSpec
+    target: int
+    batch: Callable[[int], Example]
+    passes: float
+    step_cost: float
+    seed: int
+    scale: bool
+    spent: float = field(init=False, default=0.0)
+
+    @property
+    def factor(self) -> float:
+        """Target length over trained length."""
+        return self.target / self.rope.trained_length
+
+    def loss(self, vector: Vector, batch: int = 0) -> float:
+        """A pass over a batch."""
+        self.spent += 1
+        return self.landscape.loss(vector, [self.batch(batch)])
+
+    def descend(self, start: Vector, steps: int) -> Vector:
+        """Steps downhill, a new batch for each."""
+        site = self.landscape.sites[0]
+        descent = Descent.of(start, site, length=self.target, steps=steps, scale=self.scale)
+        states = [State.begin(len(start))]
+        for step in range(steps):
+            self.spent += self.step_cost
+            at = descent.vector(states[-1].at)
+            states.append(descent.after(states[-1], step, *self.landscape.gradient(at, [self.batch(step)])))
+        return descent.found(states[1:])
+
+
+def choose(problem: Problem) -> Vector:
+    """What `ctxext choose --search` does: a grid, then gradients from its best and from plain, the better one taken.
+
+    A third of the passes goes to the grid. Which is better is seen on a batch that neither has read.
+    """
+    best = best_of_grid(problem, problem.passes / 3)
+    steps = int((problem.passes - problem.spent - 2) / (2 * problem.step_cost))
+    starts = [problem.descend(start, steps) for start in (best, torch.zeros_like(best))]
+    return min(starts, key=lambda vector: problem.loss(vector, steps))
+
+
+def blind_grid(problem: Problem) -> Vector:
+    """YaRN's four numbers on a grid, without any feedback: all passes go to it."""
+    return best_of_grid(problem, problem.passes)
+
+
+def best_of_grid(problem: Problem, passes: float) -> Vector:
+    """The best point, each read on as many batches as the passes last for."""
+    vectors = {tuple(vector_of(one, problem.rope, problem.target).tolist()): one for one in grid(problem.factor)}
+    points = [torch.tensor(one, dtype=torch.float64) for one in vectors]
+    points = points[: max(1, int(passes))]
+    each = max(1, int(passes / len(points)))
+    return min(points, key=lambda point: sum(problem.loss(point, batch) for batch in range(each)))
+
+
+def gradient(problem: Problem) -> Vector:
+    """Gradients alone, from the frequencies as they were trained."""
+    plain = torch.zeros(problem.rope.rotary_dim // 2 + 1, dtype=torch.float64)
+    return problem.descend(plain, int(problem.passes / problem.step_cost))
+
+
+Divisors = tuple[float, ...]
+
+
+class Genetic:
+    """LongRoPE's search; see the top of this file."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.draw = random.Random(f"genetic {problem.seed}")
+        self.scale = math.sqrt(1 + math.log(problem.factor) / math.log(problem.rope.trained_length))
+        self.fitness: dict[Divisors, float] = {}
+
+    def run(self) -> Vector:
+        """The best of all that the passes last for."""
+        population = self._begin()
+        while self._may_go_on():
+            parents = sorted(population, key=self.fitness.__getitem__)[:PARENTS]
+            mutants = [self._mutated(self.draw.choice(parents)) for _ in range(NEW)]
+            children = [self._child(*sorted(self.draw.sample(range(len(parents)), 2)), parents) for _ in range(NEW)]
+            population = parents + [one for one in (*mutants, *children) if one in self.fitness]
+        return self._vector(min(self.fitness, key=self.fitness.__getitem__))
+
+    def _begin(self) -> list[Divisors]:
+        factor, rope, target = self.problem.factor, self.problem.rope, self.problem.target
+        methods = (PI(factor=factor), NTK(factor=factor), YaRN(factor=factor, blend="wavelength"))
+        seeds = [tuple(vector_of(one, rope, target)[:-1].exp().tolist()) for one in methods]
+        for seed in seeds:
+            self._measure(seed)
+        mutants = [self._mutated(seeds[number % len(seeds)]) for number in range(POPULATION - len(seeds))]
+        return [one for one in dict.fromkeys([*seeds, *mutants]) if one in self.fitness]
+
+    def _may_go_on(self) -> bool:
+        return self.problem.spent + 1 <= self.problem.passes
+
+    def _vector(self, divisors: Divisors) -> Vector:
+        return torch.tensor([*divisors, self.scale], dtype=torch.float64).log()
+
+    def _measure(self, divisors: Divisors) -> Divisors:
+        if self._may_go_on():
+            self.fitness[divisors] = self.problem.loss(self._vector(divisors))
+        return divisors
+
+    def _is_new(self, divisors: Divisors) -> bool:
+        return divisors not in self.fitness and all(a <= b for a, b in itertools.pairwise(divisors))
+
+    def _mutated(self, parent: Divisors) -> Divisors:
+        found = list(parent)
+        while not self._is_new(tuple(found)):
+            for place in range(len(found)):
+                if self.draw.random() < CHANCE:
+                    least = found[place - 1] if place else 1.0
+                    most = found[place + 1] if place + 1 < len(found) else MOST * self.problem.factor
+                    found[place] = least + STEP * self.draw.randint(0, max(0, int((most - least) / STEP)))
+        return self._measure(tuple(found))
+
+    def _child(self, one: int, other: int, parents: Sequence[Divisors]) -> Divisors:
+        """The first parent with some divisors of the second; a mutation of the first where that is no new one."""
+        found = list(parents[one])
+        for _ in range(TRIES):
+            for place in range(len(found)):
+                if self.draw.random() < CHANCE / 2:
+                    found[place] = parents[other][place]
+                    if self._is_new(tuple(found)):
+                        return self._measure(tuple(found))
+        return self._mutated(parents[one])
+
+
+def genetic(problem: Problem) -> Vector:
+    """LongRoPE's own search."""
+    return Genetic(problem).run()
+
+
+SEARCHES: dict[str, Callable[[Problem], Vector]] = {
+    "longrope-ga": genetic,
+    "choose": choose,
+    "grid": blind_grid,
+    "gradient": gradient,
+}
+LABELS = {
+    "longrope-ga": "LongRoPE's genetic search",
+    "choose": "as `ctxext choose --search`: a grid, then gradients from its best and from plain",
+    "grid": "the grid alone, on more texts",
+    "gradient": "gradients alone, from plain",
+    USUAL: "no search: YaRN as published",
+}
+
+
+def windows(documents: Sequence[TokenisedDocument], tokens: int, count: int, draw: random.Random) -> Tensor:
+    """Stretches of random documents from random places."""
+    rows = []
+    for _ in range(count):
+        one = draw.choice(documents)
+        rows.append(one.take(tokens, skip=draw.randrange(one.tokens - tokens + 1)).input_ids)
+    return torch.cat(rows)
+
+
+def judged(model: Any, vector: Vector, factor: float, texts: dict[str, Tensor]) -> Tensor:
+    """Losses of held-out texts when the vector is the method of the model: [documents x windows x positions]."""
+    with patched(model, as_method(vector, factor)):
+        return torch.cat([loss_by_position(model, ids).flatten() for ids in texts.values()])
+
+
+def measured_cost(landscape: Landscape, example: Example) -> float:
+    """What a step costs in passes: medians of both, timed in turns."""
+    vector = torch.zeros(landscape.sites[0].spec.rotary_dim // 2 + 1, dtype=torch.float64)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(TIMED):
+        for call, spent in zip((landscape.loss, landscape.gradient), times, strict=True):
+            began = time.process_time()
+            call(vector, [example])
+            spent.append(time.process_time() - began)
+    passes, steps = map(statistics.median, times)
+    return round(steps / passes, 2)
+
+
+@dataclass(eq=False, kw_only=True)
+class Study:
+    """All searches of one checkpoint and target, and what is kept of them."""
+
+    model: Any
+    rope: RopeSpec
+    sites: tuple[Any, ...]
+    target: int
+    documents: Sequence[TokenisedDocument]
+    held_out: dict[str, Tensor]
+    passes: float
+    rows: int
+    journal: Journal
+    console: Console
+
+    @property
+    def factor(self) -> float:
+        """Target length over trained length."""
+        return self.target / self.rope.trained_length
+
+    def key(self, *parts: object) -> str:
+        """Of everything that what is found depends on."""
+        texts = [one.sha256 for one in self.documents], [int(ids.sum()) for ids in self.held_out.values()]
+        told = [*map(str, parts), self.target, self.rows, self.rope.trained_length, *map(str, texts)]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+    def landscape(self) -> Landscape:
+        """Of the model, which has to be patched plainly inside the ``with``."""
+        return Landscape(self.model, self.sites, self.factor)
+
+    def batch(self, seed: int) -> Callable[[int], Example]:
+        """Batches by number."""
+
+        def of(number: int) -> Example:
+            draw = random.Random(f"batch {seed} {number}")
+            return Example.mean(windows(self.documents, self.target + 1, self.rows, draw))
+
+        return of
+
+    def step_cost(self) -> float:
+        """Measured once for a checkpoint, target and batch."""
+        key = self.key("cost")
+        if key not in self.journal.finished():
+            with self.plain(), self.landscape() as landscape:
+                cost = measured_cost(landscape, self.batch(-1)(0))
+            self.journal.keep({"key": key, "reading": "cost", "item": "step", "cost": cost})
+        return float(self.journal.finished()[key]["cost"])
+
+    def plain(self) -> Any:
+        """The model ready for the target, with its frequencies as they were trained."""
+        zeros = torch.zeros(self.rope.rotary_dim // 2 + 1, dtype=torch.float64)
+        return patched(self.model, as_method(zeros, self.factor))
+
+    def run(self, search: str, seed: int) -> dict[str, Any]:
+        """One search, or what an earlier run has found."""
+        key = self.key(search, seed, self.passes)
+        finished = self.journal.finished()
+        if key not in finished:
+            vector, about = self.searched(search, seed)
+            losses = judged(self.model, vector, self.factor, self.held_out)
+            line = {"key": key, "reading": search, "item": f"seed {seed}", "vector": vector.tolist()} | about
+            self.journal.keep(line, losses)
+            self.console.print(f"{search}, seed {seed}: {losses.mean():.4f}  {about}", highlight=False)
+            finished = self.journal.finished()
+        return finished[key]
+
+    def searched(self, search: str, seed: int) -> tuple[Vector, dict[str, Any]]:
+        """What a search finds, and what it spent."""
+        if search == USUAL:
+            return vector_of(YaRN(factor=self.factor), self.rope, self.target), {"spent": 0.0, "seconds": 0.0}
+        cost, began = self.step_cost(), time.process_time()
+        with self.plain(), self.landscape() as landscape:
+            problem = Problem(
+                landscape=landscape,
+                rope=self.rope,
+                target=self.target,
+                batch=self.batch(seed),
+                passes=self.passes,
+                step_cost=cost,
+                seed=seed,
+                scale=learns_scale(self.model),
+            )
+            vector = SEARCHES[search](problem)
+        return vector, {"spent": round(problem.spent, 1), "seconds": round(time.process_time() - began, 1)}
+
+    def by_document(self, losses: Tensor, part: slice) -> list[Tensor]:
+        """Of held-out texts, the positions of a part of each window, one tensor per document."""
+        sizes = [len(ids) for ids in self.held_out.values()]
+        whole = losses.view(-1, self.target)[:, part]
+        return [rows.flatten() for rows in torch.split(whole, sizes)]
+
+    def difference(self, own: Tensor, other: Tensor, part: slice) -> PairedDifference:
+        """Of two searches, over documents."""
+        return document_difference(self.by_document(own, part), self.by_document(other, part))
+
+
+def table(study: Study, searches: Sequence[str], seeds: Sequence[int], place: str) -> str:
+    """What all searches found, against the genetic one; over seeds, losses are averaged token by token."""
+    found: dict[str, Tensor] = {}
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for name in (USUAL, *searches):
+        lines[name] = [study.run(name, seed) for seed in (seeds[:1] if name == USUAL else seeds)]
+        found[name] = torch.stack([study.journal.losses(line) for line in lines[name]]).double().mean(0)
+    trained = study.rope.trained_length
+    against = "longrope-ga" if "longrope-ga" in searches else USUAL
+    each = ("each seed",) if len(seeds) > 1 else ()
+    columns = ("search", "passes", "CPU seconds", "loss beyond", *each, "beyond", "inside", "all")
+    rows = []
+    for name in sorted(found, key=lambda one: found[one].mean().item()):
+        own, beyond = found[name], slice(trained, None)
+        parts = [study.journal.losses(line).view(-1, study.target)[:, beyond].mean().item() for line in lines[name]]
+        gaps = [
+            "" if name == against else str(study.difference(own, found[against], part))
+            for part in (beyond, slice(0, trained), slice(None))
+        ]
+        spent, seconds = (statistics.mean(line[key] for line in lines[name]) for key in ("spent", "seconds"))
+        mean = own.view(-1, study.target)[:, beyond].mean().item()
+        shown = [", ".join(f"{part:.4f}" for part in parts)] if each else []
+        rows.append([LABELS[name], f"{spent:.0f}", f"{seconds:.0f}", f"{mean:.4f}", *shown, *gaps])
+    documents, stretches = len(study.held_out), sum(map(len, study.held_out.values()))
+    notes = [
+        f"`beyond`, `inside` the trained window of {trained:,} tokens and `all`: loss minus that of "
+        f"{LABELS[against]}, nats per token ± standard error over {documents} held-out documents ({stretches} "
+        f"stretches of {study.target:,} tokens), paired by token, seeds averaged.",
+        f"A pass reads {study.rows} stretches of {study.target:,} tokens; a step of gradients counts "
+        f"{study.step_cost():.2f} of them, measured. Seeds: {', '.join(map(str, seeds))}.",
+        place,
+    ]
+    title = f"## {trained:,} to {study.target:,} tokens ({TIMES}{study.factor:g})"
+    return markdown_table(title, columns, rows, notes)
+
+
+def main(
+    checkpoint: Annotated[Path, typer.Argument(help="A directory.")],
+    text: Annotated[list[Path], typer.Option("--text", "-t", help="To search on. Repeatable.")],
+    held_out: Annotated[list[Path], typer.Option("--held-out", help="To judge on. Repeatable.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="A folder, where finished searches are kept.")],
+    target: Annotated[int, typer.Option(help="Tokens to extend to.")],
+    passes: Annotated[float, typer.Option(help="That each search may take.")] = 224.0,
+    rows: Annotated[int, typer.Option(help="Stretches of text in a pass.")] = 8,
+    stretches: Annotated[int, typer.Option(help="Held-out stretches of each document.")] = 12,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeatable.", show_default="0")] = None,
+    search: Annotated[list[str] | None, typer.Option(help="Repeatable.", show_default="all")] = None,
+    skip: Annotated[int, typer.Option(help="Tokens left out at the beginning of each text.")] = 2000,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json, where the checkpoint has none.")] = None,
+    trained_length: Annotated[int | None, typer.Option(help="Where the config does not say it.")] = None,
+) -> None:
+    """Run the searches that are missing, and print and write the table."""
+    console = Console(highlight=False, soft_wrap=True)
+    unknown = [name for name in search or () if name not in SEARCHES]
+    if unknown:
+        raise typer.BadParameter(f"Unknown search {unknown[0]!r}; there are {', '.join(SEARCHES)}.")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    known = trained_length or model.config.max_position_embeddings
+    reads: Any = (
+        AutoTokenizer.from_pretrained(checkpoint)
+        if tokenizer is None
+        else PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    )
+    draw = random.Random("held out")
+    documents, others = (
+        corpus_of(read_documents(paths), reads, tokens=target + 1, whole=True, skip=skip).documents
+        for paths in (text, held_out)
+    )
+    sites = tuple(find_sites(model, known))
+    journal = Journal(output / "cells.jsonl", identity=output / "searches.json", work="searches")
+    digest = weights_digest(model)
+    journal.claim({"made_by": "compare_searches", "checkpoint": {"name": checkpoint.name, "sha256": digest}})
+    study = Study(
+        model=model,
+        rope=sites[0].spec,
+        sites=sites,
+        target=target,
+        documents=documents,
+        held_out={
+            f"{number} {one.name}": windows([one], target + 1, stretches, draw) for number, one in enumerate(others)
+        },
+        passes=passes,
+        rows=rows,
+        journal=journal,
+        console=console,
+    )
+    place = f"{checkpoint.name} (sha256 {digest}); {machine('cpu')}; {torch.get_num_threads()} threads."
+    made = table(study, search or list(SEARCHES), seed or [0], place)
+    console.print(made, markup=False)
+    (output / f"table-{target}.md").write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,457 @@
+"""An extension in a copy of a GGUF file: the divisors, all else byte for byte, refusals, and a real llama.cpp."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+
+import ctxext
+from ctxext.checkpoints import gguf_file
+from ctxext.checkpoints.export import export
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
+from ctxext.methods import METHODS, Method
+from tests._checkpoints import SHAPE, TRAINED
+from tests._gguf import write_gguf
+from tests._models import tiny
+
+TARGET = 4 * TRAINED
+HALF = 8
+DIVISORS = "rope_freqs.weight"
+PLAIN = 10000.0 ** (-np.arange(HALF) / HALF)
+FACTORS = [1.0, 1.03, 1.1, 1.7, 2.0, 3.1, 4.4, 5.0]
+# What the extension writes, and takes away.
+OWN = ("llama.context_length", "llama.rope.scaling.")
+
+
+def ramp(low: float, high: float, turns: np.ndarray) -> np.ndarray:
+    """Llama 3.1's: 1 where a frequency is kept, 0 where it is divided in full."""
+    return np.clip((turns - low) / (high - low), 0, 1)
+
+
+def yarn(factor: float) -> np.ndarray:
+    fast, slow = (HALF * math.log(TRAINED / (2 * math.pi * n)) / math.log(10000.0) for n in (32, 1))
+    divided = np.clip((np.arange(HALF) - max(math.floor(fast), 0)) / (math.ceil(slow) - max(math.floor(fast), 0)), 0, 1)
+    return PLAIN / factor * divided + PLAIN * (1 - divided)
+
+
+def llama3(factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:
+    keep = ramp(low, high, TRAINED * PLAIN / (2 * math.pi))
+    return PLAIN * keep + PLAIN / factor * (1 - keep)
+
+
+# Method, its parameters, and the frequencies and scale that it stands for, in float64.
+EXTENSIONS: dict[str, tuple[dict[str, Any], np.ndarray, float]] = {
+    "pi": ({"factor": 4.0}, PLAIN / 4, 1.0),
+    "ntk": ({"factor": 4.0}, (10000.0 * 4 ** (16 / 14)) ** (-np.arange(HALF) / HALF), 1.0),
+    "abf": ({"factor": 4.0, "base": 5e5}, 5e5 ** (-np.arange(HALF) / HALF), 1.0),
+    "yarn": ({"factor": 4.0}, yarn(4.0), 0.1 * math.log(4) + 1),
+    "llama3": ({"factor": 4.0}, llama3(4.0), 1.0),
+    "ntk_by_parts": ({"factor": 4.0}, llama3(4.0, 1.0, 32.0), 1.0),
+    "longrope": (
+        {"factor": 4.0, "short_factor": FACTORS, "long_factor": FACTORS, "attention_factor": 1.07},
+        PLAIN / np.array(FACTORS),
+        1.07,
+    ),
+    "table": (
+        {"factor": 4.0, "inv_freq": (PLAIN / np.array(FACTORS)).tolist(), "attention_scale": 0.9},
+        PLAIN / np.array(FACTORS),
+        0.9,
+    ),
+    "nope": ({"factor": 4.0}, np.zeros(HALF), 1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def model(llama: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(llama)
+
+
+@pytest.fixture(scope="module")
+def plain_gguf(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of the unextended checkpoint, two of its tensors quantised; read it only."""
+    quantised = ("token_embd.weight", "blk.1.attn_output.weight")
+    return write_gguf(model, tmp_path_factory.mktemp("gguf") / "in.gguf", quantised=quantised)
+
+
+def raw_keys(path: Path) -> dict[str, bytes]:
+    fields = gguf.GGUFReader(path).fields.items()
+    return {key: b"".join(part.tobytes() for part in one.parts) for key, one in fields if not key.startswith("GGUF.")}
+
+
+def raw_tensors(path: Path) -> dict[str, tuple[Any, ...]]:
+    return {
+        one.name: (one.tensor_type, one.shape.tolist(), one.data.tobytes()) for one in gguf.GGUFReader(path).tensors
+    }
+
+
+def same_but_for_the_extension(one: Path, other: Path) -> bool:
+    keys = [{key: raw for key, raw in raw_keys(path).items() if not key.startswith(OWN)} for path in (one, other)]
+    tensors = [{key: raw for key, raw in raw_tensors(path).items() if key != DIVISORS} for path in (one, other)]
+    assert list(keys[0]) == list(keys[1]), "in the same order"
+    assert len(keys[0]) > 15
+    assert len(tensors[0]) == 3 + 9 * 2
+    return keys[0] == keys[1] and tensors[0] == tensors[1]
+
+
+def value(path: Path, key: str) -> Any:
+    found = gguf.GGUFReader(path).fields.get(key)
+    return None if found is None else found.contents()
+
+
+def divisors(path: Path) -> np.ndarray:
+    (found,) = (one for one in gguf.GGUFReader(path).tensors if one.name == DIVISORS)
+    assert found.tensor_type == gguf.GGMLQuantizationType.F32
+    return np.array(found.data, dtype=np.float64)
+
+
+def same_divisors(path: Path, inv_freq: np.ndarray, base: float = 10000.0) -> bool:
+    """Equal to those of a float64 reference, up to the rounding of a float32 chain of a few operations."""
+    with np.errstate(divide="ignore"):
+        wanted = np.minimum(base ** (-np.arange(HALF) / HALF) / inv_freq, 1e30)
+    return bool(np.allclose(divisors(path), wanted, rtol=8 * np.finfo(np.float32).eps, atol=0))
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_divisors_of_a_method_and_all_else_as_it_was(llama: Path, plain_gguf: Path, tmp_path: Path, name: str) -> None:
+    parameters, inv_freq, scale = EXTENSIONS[name]
+    out = tmp_path / "out.gguf"
+    made = export(llama, to="llama.cpp", method=METHODS[name].from_dict(parameters), gguf=(plain_gguf, out))
+    assert same_divisors(out, inv_freq)
+    assert value(out, "llama.rope.scaling.attn_factor") == pytest.approx(scale, rel=1e-7)
+    assert value(out, "llama.rope.scaling.type") == "none"
+    assert value(out, "llama.context_length") == TARGET
+    assert same_but_for_the_extension(plain_gguf, out)
+    assert (made.flags, made.exact, made.in_file, made.file) == (("-c", str(TARGET)), True, True, str(out))
+    assert any("--context-shift" in note for note in made.notes) == (scale != 1)
+    assert [item.name for item in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_what_is_not_slowed_is_divided_by_one_exactly(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
+    export(llama, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
+    found = divisors(tmp_path / "out.gguf")
+    assert found[0] == 1.0
+    assert found[-1] == 4.0
+
+
+@pytest.mark.parametrize("alignment", [32, 64, 256])
+def test_alignment_is_kept(
+    model: LlamaForCausalLM, llama: Path, tmp_path: Path, alignment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_file, "CHUNK", 1000)  # copied in many pieces
+    source = write_gguf(model, tmp_path / "in.gguf", alignment=alignment)
+    last = max(gguf.GGUFReader(source).tensors, key=lambda tensor: tensor.data_offset)
+    os.truncate(source, last.data_offset + last.n_bytes)  # files without padding after the last tensor exist
+    seen: list[tuple[int, int]] = []
+    export(
+        llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"),
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert same_but_for_the_extension(source, tmp_path / "out.gguf")
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert reader.alignment == alignment
+    assert all(tensor.data_offset % alignment == 0 for tensor in reader.tensors)
+    assert (tmp_path / "out.gguf").stat().st_size % alignment == 0
+    assert seen == sorted(seen)
+    assert len(seen) > 100
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize("converted", ["original", "extended"])
+def test_a_file_of_the_extended_checkpoint_serves_as_well(
+    model: LlamaForCausalLM, llama: Path, tmp_path: Path, converted: str
+) -> None:
+    """Its scaling is replaced and its base is the one that is divided."""
+    patch_checkpoint(llama, tmp_path / "long", "ntk", factor=4.0)
+    base = float(LlamaConfig.from_pretrained(tmp_path / "long").rope_parameters["rope_theta"])
+    keys = {"rope__freq_base": base, "context_length": TARGET} if converted == "extended" else {}
+    source = write_gguf(model, tmp_path / "in.gguf", rope__scaling__type="yarn", rope__scaling__factor=4.0, **keys)
+    made = export(tmp_path / "long", to="llama.cpp", gguf=(source, tmp_path / "out.gguf"))
+    assert made.exact
+    written = base if converted == "extended" else 10000.0
+    assert same_divisors(tmp_path / "out.gguf", EXTENSIONS["ntk"][1], written)
+    assert value(tmp_path / "out.gguf", "llama.rope.freq_base") == pytest.approx(written)
+    assert value(tmp_path / "out.gguf", "llama.rope.scaling.factor") is None
+    assert value(tmp_path / "out.gguf", "llama.rope.scaling.type") == "none"
+
+
+def test_keys_that_may_be_left_out(model: LlamaForCausalLM, llama: Path, tmp_path: Path) -> None:
+    missing = ("rope.dimension_count", "rope.freq_base")
+    source = write_gguf(model, tmp_path / "in.gguf", leave_out=missing)
+    export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
+    assert same_divisors(tmp_path / "out.gguf", PLAIN / 4)
+
+
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+}
+
+
+def scaled(place: Path) -> tuple[Path, LlamaForCausalLM]:
+    """A checkpoint like Llama 3.1: trained with divisors of its own, for 8 times as many tokens."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | {"max_position_embeddings": 8 * TRAINED}), rope_parameters=LLAMA31))
+    model.save_pretrained(place)
+    return place, model
+
+
+def test_divisors_that_a_checkpoint_was_trained_with_are_replaced(tmp_path: Path) -> None:
+    """By all that divides its base: what it was trained with, and the extension."""
+    place, model = scaled(tmp_path / "llama31")
+    trained = llama3(8.0)
+    source = write_gguf(model, tmp_path / "in.gguf", rope_freqs=(PLAIN / trained).astype(np.float32))
+    arguments: dict[str, Any] = {"method": "pi", "factor": 2.0, "scaling": "extend"}
+    made = export(place, to="llama.cpp", gguf=(source, tmp_path / "out.gguf"), **arguments)
+    assert same_divisors(tmp_path / "out.gguf", trained / 2)
+    assert made.flags == ("-c", str(16 * TRAINED))
+    assert same_but_for_the_extension(source, tmp_path / "out.gguf")
+    assert source.stat().st_size < (tmp_path / "out.gguf").stat().st_size < source.stat().st_size + 200, "in its place"
+    export(place, to="llama.cpp", gguf=(source, tmp_path / "as-published.gguf"))
+    assert same_divisors(tmp_path / "as-published.gguf", trained)
+
+
+def test_divisors_that_are_not_the_checkpoints(model: LlamaForCausalLM, llama: Path, tmp_path: Path) -> None:
+    for number, (rope_freqs, message) in enumerate(
+        [
+            (np.full(HALF, 3.0, dtype=np.float32), "trained with other positions"),
+            (np.ones(HALF + 1, dtype=np.float32), "with 9 divisors"),
+            (np.ones(HALF, dtype=np.float16), "should be a list of float32 numbers; found F16"),
+        ]
+    ):
+        source = write_gguf(model, tmp_path / f"{number}.gguf", rope_freqs=rope_freqs)
+        with pytest.raises(CheckpointError, match=message):
+            export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
+    assert not (tmp_path / "out.gguf").exists()
+
+
+# --- a GGUF file alone, and a model in memory ------------------------------------------------------------------------
+
+
+def test_a_method_and_a_gguf_file_are_enough(plain_gguf: Path, tmp_path: Path) -> None:
+    made = export(plain_gguf, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
+    assert same_divisors(tmp_path / "out.gguf", yarn(4.0))
+    assert made.exact
+    with pytest.raises(CheckpointError, match=r"give a method and --gguf .* OUT\.gguf"):
+        export(plain_gguf, to="llama.cpp", gguf=(plain_gguf, tmp_path / "other.gguf"))
+    with pytest.raises(CheckpointError, match="scales its positions already"):
+        export(
+            tmp_path / "out.gguf", to="llama.cpp", method="pi", factor=2.0,
+            gguf=(tmp_path / "out.gguf", tmp_path / "other.gguf"),
+        )  # fmt: skip
+
+
+def test_a_model_in_memory(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
+    patched = ctxext.load(llama, "pi", factor=4.0)
+    assert export(patched, to="llama.cpp", gguf=(plain_gguf, tmp_path / "out.gguf")).exact
+    assert same_divisors(tmp_path / "out.gguf", PLAIN / 4)
+
+
+def test_without_a_file_llama_cpp_is_said_to_load_it_this_way(llama: Path) -> None:
+    """The same verdict as with one; of what flags say, the flags stay the answer."""
+    for name, (parameters, _, _) in EXTENSIONS.items():
+        made = export(llama, to="llama.cpp", method=METHODS[name].from_dict(parameters))
+        assert made.exact, name
+        assert any("--gguf IN.gguf OUT.gguf" in note for note in made.notes) == (name in BY_FILE), name
+        assert ("with a GGUF file that ctxext export --gguf writes" in made.told) == made.in_file == (name in BY_FILE)
+        assert made.file is None
+
+
+# What no flag says on a GGUF file of the original.
+BY_FILE = ("llama3", "ntk_by_parts", "longrope", "table")
+
+
+def test_two_sets_of_factors_are_not_exact(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
+    two = METHODS["longrope"].from_dict({"factor": 4.0, "short_factor": [1.0] * HALF, "long_factor": FACTORS})
+    made = export(llama, to="llama.cpp", method=two, gguf=(plain_gguf, tmp_path / "out.gguf"))
+    assert same_divisors(tmp_path / "out.gguf", PLAIN / np.array(FACTORS))
+    assert not made.exact
+    assert any("short texts get it too" in note for note in made.notes)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"block_count": 3}, r"says llama\.block_count=3, and by the checkpoint's config it is 2"),
+        ({"embedding_length": 32}, r"embedding_length=32.* is 64"),
+        ({"attention__head_count": 8}, r"head_count=8.* is 4"),
+        ({"rope__dimension_count": 8}, r"dimension_count=8.* is 16"),
+        ({"rope__freq_base": 1e6}, r"freq_base=1000000\.0.* is 10000"),
+        ({"context_length": 999}, rf"context_length=999.* is {TRAINED} or {TARGET}"),
+        ({"leave_out": ("block_count",)}, "block_count=None"),
+        ({"architecture": "qwen2"}, r"general\.architecture=qwen2.* is llama"),
+        ({"split__count": 3}, "one of 3 files"),
+    ],
+    ids=lambda keys: next(iter(keys)) if isinstance(keys, dict) else "",
+)
+def test_a_file_of_another_model(
+    model: LlamaForCausalLM, llama: Path, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    source = write_gguf(model, tmp_path / "in.gguf", **keys)
+    with pytest.raises(CheckpointError, match=message):
+        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
+    assert [item.name for item in tmp_path.iterdir()] == ["in.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("dynamic_ntk", "no dynamic scaling"),
+        ("dynamic_yarn", "cannot run 'dynamic_yarn'"),
+        ("self_extend", "cannot run 'self_extend'"),
+        ("alibi", "cannot run 'alibi'"),
+    ],
+)
+def test_what_changes_with_the_text_is_no_list_of_divisors(
+    llama: Path, plain_gguf: Path, tmp_path: Path, method: str, message: str
+) -> None:
+    with pytest.raises(IncompatibleError, match=message):
+        export(llama, to="llama.cpp", method=method, factor=2.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_architectures_that_do_not_load_the_tensor(
+    checkpoints: dict[str, Path], plain_gguf: Path, tmp_path: Path
+) -> None:
+    Qwen2Config(**SHAPE).save_pretrained(tmp_path / "qwen2")
+    places = {"qwen2": tmp_path / "qwen2", "gemma3_text": checkpoints["gemma3"]}
+    for name, place in places.items():
+        with pytest.raises(IncompatibleError, match=f"of this {name} cannot hold the extension"):
+            export(place, to="llama.cpp", method="pi", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_window_that_llama_cpp_has_not(checkpoints: dict[str, Path], plain_gguf: Path, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"to": "llama.cpp", "method": "yarn", "factor": 4.0}
+    place = checkpoints["mistral"]
+    kept = export(place, sliding_window="keep", gguf=(plain_gguf, tmp_path / "kept.gguf"), **arguments)
+    assert not kept.exact
+    assert any("no sliding window" in note for note in kept.notes)
+    lifted = export(place, sliding_window="lift", gguf=(plain_gguf, tmp_path / "lifted.gguf"), **arguments)
+    assert lifted.exact, lifted.notes
+
+
+def test_files_that_cannot_be_read_or_written(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"to": "llama.cpp", "method": "pi", "factor": 4.0}
+    out, broken, cut = (tmp_path / name for name in ("out.gguf", "broken.gguf", "cut.gguf"))
+    broken.write_bytes(b"GGUF")
+    cut.write_bytes(plain_gguf.read_bytes()[:-5000])
+    for source, message in (
+        (tmp_path / "none.gguf", "There is no file"),
+        (tmp_path, "There is no file"),
+        (broken, "cannot be read as GGUF"),
+        (cut, "cannot be read as GGUF"),
+        (llama / "config.json", "cannot be read as GGUF"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            export(llama, gguf=(source, out), **arguments)
+    before = plain_gguf.read_bytes()
+    for place in (plain_gguf, broken, tmp_path):
+        with pytest.raises(CheckpointError, match="already exists and is never overwritten"):
+            export(llama, gguf=(plain_gguf, place), **arguments)
+    with pytest.raises(CheckpointError, match=r"Could not write .*No such file"):
+        export(llama, gguf=(plain_gguf, tmp_path / "missing" / "out.gguf"), **arguments)
+    assert plain_gguf.read_bytes() == before
+    assert broken.read_bytes() == b"GGUF"
+    assert not out.exists()
+    with pytest.raises(InvalidParameterError, match=r"for llama\.cpp, and not for vllm"):
+        export(llama, to="vllm", method="pi", factor=4.0, gguf=(plain_gguf, out))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, os.strerror(28))], ids=["ctrl-c", "disk full"])
+def test_an_interrupted_copy_leaves_nothing(
+    llama: Path, plain_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(gguf_file, "CHUNK", 1000)
+
+    def stop(done: int, total: int) -> None:
+        assert list(tmp_path.iterdir()), "it is being written"
+        if done > total / 2:
+            raise error
+
+    with pytest.raises((KeyboardInterrupt, CtxextError)) as raised:
+        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"), progress=stop)
+    if isinstance(error, OSError):
+        assert "No space left on device. Nothing was left behind" in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_made_meanwhile_is_not_replaced(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        export(
+            llama, to="llama.cpp", method="pi", factor=4.0, gguf=(plain_gguf, out),
+            progress=lambda done, total: out.write_text("mine"),
+        )  # fmt: skip
+    assert [(item.name, item.read_text()) for item in tmp_path.iterdir()] == [("out.gguf", "mine")]
+
+
+# --- a real llama.cpp -------------------------------------------------------------------------------------------------
+
+# No spectrum that any formula has: neither ascending nor kept at either end.
+WILD = [1.3, 0.8, 2.0, 1.0, 5.0, 3.3, 4.1, 7.9, 2.2, 6.0, 1.1, 4.0, 9.0, 3.0, 8.0, 4.4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("longrope", {"short_factor": WILD, "long_factor": WILD, "attention_factor": 1.3}),
+        ("longrope", {"short_factor": WILD, "long_factor": WILD, "attention_factor": 0.7}),
+        ("yarn", {"truncate": False}),
+        ("ntk", {}),
+        ("llama3", {}),
+        ("nope", {"sharpening": 0.2}),
+    ],
+    ids=["searched", "searched, softer", "yarn", "ntk", "llama3", "nope"],
+)
+def test_a_real_llama_cpp_computes_what_the_patched_model_does(
+    tmp_path: Path, method: str, parameters: dict[str, Any]
+) -> None:
+    model = tiny()
+    source = write_gguf(model, tmp_path / "in.gguf")
+    compare_with_llama_cpp(model, source, METHODS[method].from_dict({"factor": 4.0, **parameters}))
+
+
+@pytest.mark.slow
+def test_a_real_llama_cpp_computes_an_extension_of_divisors_that_were_there(tmp_path: Path) -> None:
+    model = tiny(rope_parameters=LLAMA31 | {"original_max_position_embeddings": 64}, max_position_embeddings=128)
+    plain = 10000.0 ** (-np.arange(16) / 16)
+    trained = model.model.rotary_emb.inv_freq.double().numpy()
+    source = write_gguf(model, tmp_path / "in.gguf", rope_freqs=(plain / trained).astype(np.float32))
+    compare_with_llama_cpp(model, source, METHODS["yarn"].from_dict({"factor": 2.0}), scaling="extend")
+
+
+def compare_with_llama_cpp(model: LlamaForCausalLM, source: Path, method: Method, **choices: Any) -> None:
+    """Log-probabilities beyond the trained window, from the file alone: no flag but the length."""
+    pytest.importorskip("xllamacpp", reason="a llama.cpp for CPUs: pip install xllamacpp==2026.10.11549")
+    from scripts.llama_cpp_table import TOKENS, VOCABULARY, distance, expected, served
+
+    ids = torch.randint(5, VOCABULARY - 1, (TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+    plain = expected(model, ids)
+    ctxext.patch(model, method, **choices)
+    made = export(model, to="llama.cpp", gguf=(source, source.with_name("out.gguf")))
+    wanted = expected(model, ids)
+    found = served(source.with_name("out.gguf"), made.flags, ids)
+    matters, error = distance(plain, wanted), distance(found, wanted)
+    print(f"{method.name}: {error:g} nats from the patched model, which is {matters:g} from the plain one")
+    assert matters > 0.5
+    assert error < 1e-4 * matters

@@ -1,0 +1,123 @@
+"""``scripts/compare_searches.py``: every search keeps to its passes, and what is finished is not done again."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import ctxext
+from ctxext.choosing.landscape import Example, Landscape, as_method
+from ctxext.surgery.rotary import find_sites
+from tests._models import TRAINED_LENGTH, byte_model, tiny, tokens
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # they are not part of the installed package
+
+from scripts import compare_searches
+from scripts.compare_searches import Genetic, Problem
+
+TARGET = 4 * TRAINED_LENGTH
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small population, so that there are rounds."""
+    for name, value in {"POPULATION": 6, "PARENTS": 3, "NEW": 2, "TIMED": 1}.items():
+        monkeypatch.setattr(compare_searches, name, value)
+
+
+@pytest.mark.parametrize("search", list(compare_searches.SEARCHES))
+@pytest.mark.usefixtures("few")
+def test_a_search_keeps_to_its_passes_and_its_seed(search: str) -> None:
+    model = tiny()
+    sites = find_sites(model, TRAINED_LENGTH)
+    ctxext.patch(model, as_method(torch.zeros(17, dtype=torch.float64), 4.0))
+    found = []
+    for seed in (0, 0, 1):
+        with Landscape(model, sites, 4.0) as landscape:
+            problem = Problem(
+                landscape=landscape,
+                rope=sites[0].spec,
+                target=TARGET,
+                batch=lambda number, seed=seed: Example.mean(tokens(TARGET + 1, rows=2)[:, seed + number % 3 :]),
+                passes=20,
+                step_cost=2.9,
+                seed=seed,
+                scale=True,
+            )
+            found.append(compare_searches.SEARCHES[search](problem))
+            assert 11 < problem.spent <= 20
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2]) or search == "grid"
+    assert found[0].isfinite().all()
+
+
+@pytest.mark.usefixtures("few")
+def test_the_genetic_search_has_divisors_that_never_fall_and_all_three_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = find_sites(tiny(), TRAINED_LENGTH)[0].spec
+    given: dict[str, Any] = {"landscape": None, "rope": rope, "target": TARGET, "batch": None, "step_cost": 2.9}
+    problem = Problem(**given, passes=30, seed=0, scale=True)
+    read: list[torch.Tensor] = []
+
+    def loss(self: Problem, vector: torch.Tensor, batch: int = 0) -> float:
+        self.spent += 1
+        read.append(vector)
+        return float((vector[:-1] - 1).square().sum())
+
+    monkeypatch.setattr(Problem, "loss", loss)
+    search = Genetic(problem)
+    best = search.run()
+    assert len(read) == problem.spent == 30
+    assert len({tuple(one.tolist()) for one in read}) == 30, "none twice"
+    for vector in read:
+        divisors = vector[:-1].exp().tolist()
+        assert all(a <= b + 1e-9 for a, b in itertools.pairwise(divisors))
+        assert divisors[-1] <= 1.25 * 4 + 1e-9
+        assert vector[-1] == read[0][-1], "the scale is not searched"
+    pi, ntk, yarn = (one[:-1].exp() for one in read[:3])
+    assert pi.tolist() == pytest.approx([4.0] * 16)
+    assert (ntk[0].item(), ntk[-1].item()) == (pytest.approx(1), pytest.approx(4))
+    assert (yarn[0].item(), yarn[-1].item()) == (pytest.approx(1), pytest.approx(4))
+    losses = [float((one[:-1] - 1).square().sum()) for one in read]
+    assert torch.equal(best, read[losses.index(min(losses))])
+
+
+@pytest.mark.usefixtures("few")
+def test_the_script_prints_a_table_and_goes_on_where_it_ended(
+    tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    byte_model().save_pretrained(tmp_path / "checkpoint")
+    bos_tokenizer.save_pretrained(tmp_path / "checkpoint")
+    for part in ("search", "judge"):
+        for number in range(5):
+            text = "".join(f"{part} {number} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(25))
+            (tmp_path / f"{part}{number}.txt").write_text(text, encoding="utf-8")
+    given: dict[str, Any] = {
+        "checkpoint": tmp_path / "checkpoint",
+        "text": [tmp_path / f"search{number}.txt" for number in range(5)],
+        "held_out": [tmp_path / f"judge{number}.txt" for number in range(5)],
+        "output": tmp_path / "found",
+        "target": 640,
+        "passes": 12.0,
+        "rows": 1,
+        "stretches": 2,
+        "skip": 10,
+        "trained_length": 512,
+        "seed": [0],
+        "tokenizer": None,
+    }
+    compare_searches.main(**given, search=["longrope-ga", "gradient"])
+    table = (tmp_path / "found" / "table-640.md").read_text(encoding="utf-8")
+    assert "LongRoPE's genetic search" in table
+    assert "over 5 held-out documents" in table
+    assert "gradients alone" in capsys.readouterr().out
+    lines = (tmp_path / "found" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 4, "the cost of a step, what was published, and two searches"
+    compare_searches.main(**given, search=["longrope-ga", "gradient"])
+    assert (tmp_path / "found" / "cells.jsonl").read_text(encoding="utf-8").splitlines() == lines
+    assert (tmp_path / "found" / "table-640.md").read_text(encoding="utf-8") == table
