@@ -119,8 +119,9 @@ def _draw_positions(figure: Any, result: LabResult, panels: Sequence[Panel]) -> 
     columns = min(2, len(panels))
     grid = figure.subplots(math.ceil(len(panels) / 2), columns, squeeze=False, sharex=True, sharey=True)
     low, high = _limits(result)
+    named = max(math.ceil(len([*panel.lines, *panel.references]) / 3) for panel in panels)
     for axes, panel in zip(grid.flat, panels, strict=False):
-        _draw_panel(axes, result, panel, (low, high))
+        _draw_panel(axes, result, panel, (low, high), named)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
@@ -144,7 +145,8 @@ def _limits(result: LabResult) -> tuple[float, float]:
     return low - 0.05 * (high - low), high + 0.08 * (high - low)
 
 
-def _draw_panel(axes: Any, result: LabResult, panel: Panel, limits: tuple[float, float]) -> None:
+def _draw_panel(axes: Any, result: LabResult, panel: Panel, limits: tuple[float, float], named: int) -> None:
+    """One panel; ``named`` lines of names fit between its title and its axes."""
     axes.set_xscale("log", base=2)
     axes.set_xlim(1 / 8, REACH)
     axes.axvspan(1 / 8, 1, color=BAND, lw=0, zorder=0)
@@ -169,9 +171,8 @@ def _draw_panel(axes: Any, result: LabResult, panel: Panel, limits: tuple[float,
         columnspacing=1.0, labelspacing=0.25, borderpad=0.1,
     )  # fmt: skip
     legend.set_in_layout(False)
-    rows = math.ceil((len(panel.lines) + len(panel.references)) / 3)
     draw_grid(axes)
-    axes.set_title(panel.title, loc="left", fontsize=10.5, pad=5 + 13.2 * rows)
+    axes.set_title(panel.title, loc="left", fontsize=10.5, pad=5 + 13.2 * named)
 
 
 # Accuracy by length

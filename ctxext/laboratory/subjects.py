@@ -121,7 +121,7 @@ def _mamba2(width: int, body: Body, vocabulary: int, trained: int) -> PreTrained
     from transformers import Mamba2Config
 
     sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
-    return Mamba2Config(**sizes, state_size=16, expand=2, head_dim=16, num_heads=width // 8, n_groups=1, chunk_size=64)
+    return Mamba2Config(**sizes, state_size=16, expand=2, head_dim=16, num_heads=width // 8, n_groups=1, chunk_size=16)
 
 
 def _xlstm(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:

@@ -26,6 +26,7 @@ from ctxext.registry import discover
 
 Cli = Callable[..., Result]
 SMALL = Body(hidden=16, layers=1, heads=2)
+PAIR = Body(hidden=16, layers=2, heads=2)
 TINY = LabSettings(
     text=SMALL,
     puzzle=SMALL,
@@ -96,7 +97,7 @@ def test_recurrent_models_have_about_as_many_weights_and_any_length(name: str) -
         for one in (subject_named("rope"), subject_named(name))
     )
     assert 0.8 < theirs / ours < 1.25
-    model = subject_named(name).build(SMALL, vocabulary=7, trained_length=8, seed=0).eval()
+    model = subject_named(name).build(PAIR, vocabulary=7, trained_length=8, seed=0).eval()
     tokens = torch.randint(0, 7, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole, part = (model(input_ids=each, use_cache=False).logits for each in (tokens, tokens[:, :33]))
@@ -192,8 +193,8 @@ def test_who_is_slow_gets_three_times_the_steps_and_the_page_says_so(text: Path)
 def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
     """What follows the byte ``a`` here depends on the one before it."""
     path = tmp_path / "rhythm.txt"
-    path.write_text("aab" * 2000, encoding="utf-8")
-    settings = replace(TINY, text_steps=40, text_rows=8)
+    path.write_text("aab" * 4000, encoding="utf-8")
+    settings = replace(TINY, text=PAIR, text_steps=250, windows=16, rate=0.01)
     asked: dict[str, Any] = {"only": ("alibi",), "tasks": ("text",), "seeds": 1}
     learned, blank = (
         laboratory(None, path, each, **asked).run() for each in (settings, replace(settings, text_steps=1))
