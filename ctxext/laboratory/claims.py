@@ -165,16 +165,24 @@ def _verdict(result: LabResult, claim: Claim) -> LabVerdict:
     sides = [(_side(result, claim, claim.better, task), _side(result, claim, claim.worse, task)) for task in tasks]
     pairs = [(one, other) for one, other in sides if one is not None and other is not None]
     if not pairs:
-        lacking = ", ".join(name for name in claim.tasks if name not in tasks) or f"{claim.better} or {claim.worse}"
-        return LabVerdict(claim=claim, answer=UNKNOWN, why=f"without {lacking}")
+        return LabVerdict(claim=claim, answer=UNKNOWN, why=f"without {_lacking(result, claim, tasks)}")
     advantage = paired(torch.stack([_advantage(result, claim, *pair) for pair in pairs]).mean(0))
-    weak = list(dict.fromkeys(one.name for pair in pairs for one in pair if not _counts(result, claim, one)))
+    weak = list(dict.fromkeys(one.subject for pair in pairs for one in pair if not _counts(result, claim, one)))
     if weak:
         why = f"{' and '.join(label_of(name) for name in weak)} did not learn order inside the window"
         return LabVerdict(claim=claim, answer=TOO_SMALL, advantage=advantage, why=why)
     missing = [task for task in claim.tasks if task not in tasks]
     why = f"of {', '.join(tasks)} alone" if missing else ""
     return LabVerdict(claim=claim, answer=judge(advantage), advantage=advantage, why=why)
+
+
+def _lacking(result: LabResult, claim: Claim, tasks: Sequence[str]) -> str:
+    """What would have to be measured: tasks, where none of them was; else who was not."""
+    if not tasks:
+        return ", ".join(claim.tasks)
+    sides = [side for side in (claim.better, claim.worse) if side != ITSELF_TRUNCATED]
+    missing = [side for side in sides if all(_side(result, claim, side, task) is None for task in tasks)]
+    return " and ".join(missing or sides)
 
 
 def _counts(result: LabResult, claim: Claim, reading: LabReading) -> bool:

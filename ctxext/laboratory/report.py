@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -76,7 +77,9 @@ def page(result: LabResult) -> str:
 def show_result(result: LabResult, console: Console) -> None:
     """What matters, in a terminal: whether order was learned comes first."""
     judged = verdicts(result)
-    tables = [learned_table(result), *([classic_table(result)] if TEXT in result.tasks else []), claims_table(judged)]
+    claims = claims_table(judged)  # its sources stand on the page, where there is room
+    claims = replace(claims, header=claims.header[:-1], rows=tuple(row[:-1] for row in claims.rows))
+    tables = [learned_table(result), *([classic_table(result)] if TEXT in result.tasks else []), claims]
     for table in tables:
         console.print()
         console.print(terminal_table(table))

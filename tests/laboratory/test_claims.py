@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,11 +103,16 @@ def test_who_did_not_learn_order_proves_nothing() -> None:
     found, why = answer(BETTER, of_text("a", 2.0), of_text("b", 2.2, order=0.01))
     assert (found, why) == ("not at this size", "b did not learn order inside the window")
     assert answer(BETTER, of_text("a", 2.0), of_text("b", 2.2, order=0.1))[0] == "reproduced"
+    extended = replace(BETTER, better="b + pi")
+    assert answer(extended, of_text("b + pi", 2.0), of_text("b", 2.2, order=0.01))[1] == why, "named once"
 
 
 def test_who_is_missing_is_named() -> None:
-    assert answer(BETTER, of_text("a", 2.0)) == ("not measured", "without a or b")
+    assert answer(BETTER, of_text("a", 2.0)) == ("not measured", "without b")
     assert answer(BETTER, of_parity("a", 1.0, 1.0)) == ("not measured", "without text")
+    assert answer(BETTER, of_text("c", 2.0)) == ("not measured", "without a and b")
+    cliff = Claim(says="c breaks", source="a paper", better=ITSELF_TRUNCATED, worse="c", multiple=2)
+    assert answer(cliff, of_text("a", 2.0)) == ("not measured", "without c")
 
 
 def test_a_cliff_is_held_against_dropping_the_old_text() -> None:
