@@ -29,6 +29,7 @@ LOOKS: tuple[tuple[str, Any, str], ...] = (
     (COLOURS["ntk_by_parts"], (0, (1, 1)), "P"),
     (COLOURS["truncated"], (0, (4, 1, 1, 1, 1, 1)), "X"),
 )
+FIRST = 2  # blocks at the very beginning, where everybody knows nothing, may leave the scale
 # Drawn in every panel, the same way, to compare panels by.
 GREY: dict[str, tuple[str, Any]] = {ROPE: (NOTE, "-"), "alibi": (NOTE, (0, (3, 2)))}
 
@@ -137,8 +138,8 @@ def _draw_positions(figure: Any, result: LabResult, panels: Sequence[Panel]) -> 
 
 def _limits(result: LabResult) -> tuple[float, float]:
     """From the best to a little above what RoPE reaches beyond its window, so that a catastrophe hides nothing."""
-    inside = [y for one in result.of(TEXT) for y in _curve(result, one)[1][4:]]
-    plain = [y for one in result.of(TEXT) if not one.extension for y in _curve(result, one)[1][8:]]
+    inside = [y for one in result.of(TEXT) for y in _curve(result, one)[1][FIRST:]]
+    plain = [y for one in result.of(TEXT) if not one.extension for y in _curve(result, one)[1][2 * FIRST :]]
     low = min(inside)
     ordered = sorted(plain)
     high = ordered[int(0.97 * (len(ordered) - 1))]
@@ -159,8 +160,8 @@ def _draw_panel(axes: Any, result: LabResult, panel: Panel, limits: tuple[float,
             lower, upper = [mean - one for mean, one in spread], [mean + one for mean, one in spread]
             axes.fill_between(x, lower, upper, color=colour, alpha=0.16, lw=0, zorder=3)
         own = f"+ {label_of(reading.extension)}" if reading.extension else name_of(reading)
-        label = own + (f" (up to {max(y[4:]):.1f})" if max(y[4:]) > limits[1] else "")
-        axes.plot(x, y, color=colour, ls=dashes, lw=1.7, marker=mark, ms=4, markevery=(3, 4), label=label, zorder=4)
+        label = own + (f" (up to {max(y[FIRST:]):.1f})" if max(y[FIRST:]) > limits[1] else "")
+        axes.plot(x, y, color=colour, ls=dashes, lw=1.7, marker=mark, ms=4, markevery=(2, 3), label=label, zorder=4)
     for reading in panel.references:
         x, y, _ = _curve(result, reading)
         colour, dashes = GREY[reading.name]

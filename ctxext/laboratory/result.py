@@ -29,10 +29,14 @@ def octaves_of(trained: int) -> tuple[int, ...]:
 
 
 def blocks_of(trained: int) -> tuple[int, ...]:
-    """Edges of the blocks of positions that a loss is averaged over: four to every doubling from 1/8 on."""
+    """Edges of the blocks of positions that a loss is averaged over, from 1/8 of the trained length on.
+
+    Two to every doubling inside the trained length, where a block has few bytes, and four beyond it.
+    """
     first = trained / REACH
     doublings = int(math.log2(REACH * REACH))
-    edges = [first * 2**place * (1 + part / 4) for place in range(doublings) for part in range(4)]
+    parts = [2 if place < doublings // 2 else 4 for place in range(doublings)]
+    edges = [first * 2**place * (1 + part / parts[place]) for place in range(doublings) for part in range(parts[place])]
     return tuple(sorted({0, *(int(edge) for edge in edges), trained * REACH}))
 
 
