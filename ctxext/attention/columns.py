@@ -179,11 +179,11 @@ def with_place_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     assert call.score is not None
     dtype, heads = call.q.dtype, call.q.shape[1]
     queries, keys = call.score.places()
-    middle = (keys.amax(-1, keepdim=True) + keys.amin(-1, keepdim=True)).detach() / 2
     if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
-        _require_half(1, float((keys - middle).detach().abs().max()), call.scale)
-    query = _pieces(middle - queries, scale=call.scale, dtype=dtype, side="query")
-    key = _pieces(middle - keys, scale=call.scale, dtype=dtype, side="key")
+        _require_half(1, float(keys.detach().abs().max()), call.scale)
+    # Not centred, unlike distances: the middle would depend on tokens that a query must not see.
+    query = _pieces(-queries, scale=call.scale, dtype=dtype, side="query")
+    key = _pieces(-keys, scale=call.scale, dtype=dtype, side="key")
     return (
         torch.cat([query, call.q], -1),
         torch.cat([key, expand_heads(call.k, heads)], -1),

@@ -1,13 +1,21 @@
 """What every encoding promises on a live model. A new file in ``ctxext/methods`` gets all of this for nothing.
 
+What most files would break is in every run: a cache, saving, undoing, the future unseen. The rest is marked slow.
+
 That it computes what its paper says is the business of its own test file: ``tests._encodings.check_score``.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +42,15 @@ LENGTH = TRAINED_LENGTH + 20
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
 
 
+@functools.cache
+def _patched(name: str) -> PreTrainedModel:
+    return extended(name, tiny())
+
+
 def extended(name: str, model: PreTrainedModel | None = None, **how: Any) -> PreTrainedModel:
     """A tiny Llama with an encoding none of whose weights is what it begins with."""
+    if model is None and not how:
+        return copy.deepcopy(_patched(name))  # to patch one takes longer than most of what is asked of it
     torch.manual_seed(0)
     model = ctxext.patch(tiny() if model is None else model, name, factor=4.0, **how)
     for module in modules_of(model):
@@ -94,7 +109,7 @@ def test_says_something_and_sees_no_future(name: str) -> None:
 
 
 @every_encoding
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
 def test_cached_decoding_is_one_forward(name: str, cache: str) -> None:
     model, ids = extended(name), tokens(LENGTH)
     whole = logits(model, ids)
@@ -108,6 +123,7 @@ def test_cached_decoding_is_one_forward(name: str, cache: str) -> None:
     close(torch.cat(parts, 1), whole)
 
 
+@pytest.mark.slow
 @every_encoding
 def test_a_row_does_not_depend_on_padding_or_on_what_it_is_packed_with(name: str) -> None:
     model, ids = extended(name), tokens(LENGTH)
@@ -164,6 +180,7 @@ def test_survives_saving_and_stock_code_refuses_it(name: str, tmp_path: Path, ca
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 @every_encoding
 def test_a_checkpoint_is_loaded_with_a_new_one(name: str, tmp_path: Path) -> None:
     """As ``load`` with a method does it: the same as to load it and to patch it then."""
@@ -176,6 +193,7 @@ def test_a_checkpoint_is_loaded_with_a_new_one(name: str, tmp_path: Path) -> Non
     assert torch.equal(logits(once, tokens(LENGTH)), logits(twice, tokens(LENGTH)))
 
 
+@pytest.mark.slow
 @every_encoding
 def test_copies_and_casts(name: str) -> None:
     model, ids = extended(name), tokens(LENGTH)
@@ -199,6 +217,7 @@ def test_copies_and_casts(name: str) -> None:
     assert errors[0] <= 2 * errors[1]
 
 
+@pytest.mark.slow
 @every_encoding
 def test_a_model_without_data_gets_one_without_data(name: str) -> None:
     with torch.device("meta"):
@@ -207,6 +226,7 @@ def test_a_model_without_data_gets_one_without_data(name: str) -> None:
     assert all(weight.is_meta for weight in model.parameters())
 
 
+@pytest.mark.slow
 @every_encoding
 def test_learns_with_all_its_weights(name: str) -> None:
     """30 steps, and gradient checkpointing gives the gradients that are got without it."""
@@ -236,6 +256,7 @@ def test_learns_with_all_its_weights(name: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 @every_encoding
 def test_an_adapter_trains_it_whole_and_carries_it(name: str, tmp_path: Path) -> None:
     ids = tokens(40)
@@ -278,6 +299,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @every_encoding
 def test_a_long_text_is_never_all_paired(name: str) -> None:
     """Forward and backward: the largest tensor has fewer numbers than a quarter of one head's pairs.
@@ -299,6 +321,7 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
     assert 0 < seen.found < length * length / 4
 
 
+@pytest.mark.slow
 @every_encoding
 def test_backends_serve_it_or_say_why_not(name: str) -> None:
     encoding, layout = modules_of(extended(name))[0], Layout.causal(1, 30)
@@ -325,6 +348,7 @@ def test_backends_serve_it_or_say_why_not(name: str) -> None:
             logits(extended(name, attention="flex"), tokens(40))
 
 
+@pytest.mark.slow
 @every_encoding
 def test_a_model_that_it_cannot_be_right_on_is_left_alone(name: str) -> None:
     model = tiny("gemma2")
@@ -334,6 +358,7 @@ def test_a_model_that_it_cannot_be_right_on_is_left_alone(name: str) -> None:
     assert model.state_dict().keys() == before
 
 
+@pytest.mark.slow
 @every_encoding
 def test_begins_alike_from_the_same_seed(name: str) -> None:
     def made(seed: int) -> list[Tensor]:
@@ -346,3 +371,84 @@ def test_begins_alike_from_the_same_seed(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
     draws = any(not torch.equal(weight, weight.flatten()[0].expand(weight.shape)) for weight in once)
     assert draws == any(not torch.equal(x, y) for x, y in zip(once, other, strict=True))
+
+
+DROPPED_IN = '''
+"""A score that falls by a learned number for each doubling of the distance."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+from ctxext.spec import EncodingSpec, Pairs, PairScore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doublings(EncodingMethod):
+    """Lower each score by a learned number for each doubling of the distance.
+
+    Pick it to see that a file is enough. What is lost: nothing. The model needs training.
+
+    Args:
+        factor: target_length / trained_length. Dimensionless, at least 1.
+
+    Source: arXiv:0000.00000.
+    """
+
+    name: ClassVar[str] = "doublings"
+    summary: ClassVar[str] = "a learned number for each doubling of the distance"
+    source: ClassVar[str] = "arXiv:0000.00000"
+    form: ClassVar[EncodingForm] = "rows"
+
+    def build(self, spec: EncodingSpec) -> Encoding:
+        return _Rates(spec.num_heads)
+
+
+class _Rates(Encoding):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.rates = nn.Parameter(torch.rand(heads))
+
+    def score(self, pairs: Pairs) -> PairScore:
+        return ByDistance(pairs, partial(_fallen, pairs.like_scores(self.rates)), (self.rates,), 4)
+
+
+def _fallen(rates: Tensor, distances: Tensor) -> Tensor:
+    return -rates.view(-1, *[1] * distances.ndim) * torch.log2(1 + distances.to(rates.dtype))
+'''
+
+ASKED_OF_IT = """
+import sys
+
+import pytest
+
+from ctxext.cli.show import methods_markdown
+from ctxext.methods import METHODS
+
+assert METHODS["doublings"].__module__ == "ctxext.methods.doublings"
+assert "| `doublings` | a learned number for each doubling" in methods_markdown()
+where = "tests/contracts/test_encodings.py"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_file_is_enough(tmp_path: Path) -> None:
+    """Dropped into the folder of methods, it is listed, documented, and held against this contract."""
+    root = Path(__file__).parents[2]
+    for part in ("ctxext", "scripts", "tests"):
+        kept = shutil.ignore_patterns("__pycache__", "golden", "evaluation" if part == "tests" else "")
+        shutil.copytree(root / part, tmp_path / part, ignore=kept)
+    for part in ("recipes", "docs", "pyproject.toml", "README.md"):
+        (tmp_path / part).symlink_to(root / part)
+    (tmp_path / "ctxext" / "methods" / "doublings.py").write_text(DROPPED_IN)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", ASKED_OF_IT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert re.search(r"^4 passed", ran.stdout, re.MULTILINE), ran.stdout[-3000:]
