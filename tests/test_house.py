@@ -31,6 +31,7 @@ ROOMS = [
     "evaluation",
     "training",
     "choosing",
+    "laboratory",
     "planning",
     "pictures",
     "cli",

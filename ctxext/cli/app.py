@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from ctxext.cli.choose import choose
 from ctxext.cli.eval import eval_app
+from ctxext.cli.lab import lab
 from ctxext.cli.options import (
     Checkpoint,
     DemoOptions,
@@ -210,6 +211,7 @@ def export(
 app.command(cls=StrictCommand)(plan)
 app.command(cls=StrictCommand)(choose)
 app.command(cls=StrictCommand)(show)
+app.command(cls=StrictCommand)(lab)
 
 
 @app.command(cls=StrictCommand)

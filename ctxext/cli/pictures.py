@@ -176,13 +176,13 @@ def show(
 
     from ctxext.evaluation.readings import name_and_parameters
     from ctxext.patching import method as build
-    from ctxext.pictures.of_method import PLAIN, Subject, picture_of
+    from ctxext.pictures.of_method import PLAIN, ShownOn, picture_of
 
     chosen = None
     if method != PLAIN:
         name, parameters = name_and_parameters(method)
         chosen = build(name, factor=factor, **parameters)
-    subject = Subject(
+    subject = ShownOn(
         checkpoint=model,
         text=None if text is None else _text_of(text),
         layer=layer,

@@ -39,7 +39,7 @@ from ctxext.surgery.tables import PositionTable, twins_of
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["PLAIN", "SENTENCE", "Subject", "picture_of"]
+__all__ = ["PLAIN", "SENTENCE", "ShownOn", "picture_of"]
 
 PLAIN = "rope"
 """What stands for rotation as it is, which is no method."""
@@ -55,7 +55,7 @@ POSITIONS, TOKENS = 128, 16  # of a table, and of a matrix whose cells hold thei
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ShownOn:
     """What a method is shown on.
 
     Args:
@@ -80,7 +80,7 @@ class Subject:
         return Path(self.checkpoint).name if self.checkpoint else ""
 
 
-def picture_of(method: Method | None, subject: Subject) -> Picture:
+def picture_of(method: Method | None, subject: ShownOn) -> Picture:
     """The picture of a method, of the kind that its form asks for.
 
     Args:
@@ -118,7 +118,7 @@ def picture_of(method: Method | None, subject: Subject) -> Picture:
     raise InvalidParameterError(f"Method {method.name!r} is of no kind that has a picture.")
 
 
-def _buckets(subject: Subject) -> BucketSpec:
+def _buckets(subject: ShownOn) -> BucketSpec:
     if subject.checkpoint is None:
         return replace(T5, trained_length=subject.trained_length or T5.trained_length)
     config = text_of(_config(subject))
@@ -130,7 +130,7 @@ def _buckets(subject: Subject) -> BucketSpec:
     return BucketSpec(buckets, most, length)
 
 
-def _lives(subject: Subject) -> Literal["table", "rotation", "elsewhere"] | None:
+def _lives(subject: ShownOn) -> Literal["table", "rotation", "elsewhere"] | None:
     """Where the positions of the checkpoint live; None without one."""
     if subject.checkpoint is None:
         return None
@@ -141,7 +141,7 @@ def _lives(subject: Subject) -> Literal["table", "rotation", "elsewhere"] | None
     return "table" if twins.has_learned or twins.has_sinusoids else "elsewhere"
 
 
-def _rope(subject: Subject, example: RopeSpec) -> RopeSpec:
+def _rope(subject: ShownOn, example: RopeSpec) -> RopeSpec:
     if subject.checkpoint is None:
         return example
     return rope_of_checkpoint(
@@ -149,7 +149,7 @@ def _rope(subject: Subject, example: RopeSpec) -> RopeSpec:
     )
 
 
-def _loaded(subject: Subject, method: Method | None = None, **how: Any) -> PreTrainedModel:
+def _loaded(subject: ShownOn, method: Method | None = None, **how: Any) -> PreTrainedModel:
     """The checkpoint, extended by a method or as it was saved; in float32."""
     how |= {"trust_remote_code": True} if subject.trust else {}
     model = load(str(subject.checkpoint), method, dtype=torch.float32, **how)
@@ -157,7 +157,7 @@ def _loaded(subject: Subject, method: Method | None = None, **how: Any) -> PreTr
     return found
 
 
-def _config(subject: Subject) -> Any:
+def _config(subject: ShownOn) -> Any:
     checked_path(str(subject.checkpoint), {})
     return read_any_config(str(subject.checkpoint), trust_remote_code=subject.trust)
 
@@ -165,7 +165,7 @@ def _config(subject: Subject) -> Any:
 # Biases that have a slope each
 
 
-def _of_slopes(method: BiasMethod, subject: Subject) -> Picture:
+def _of_slopes(method: BiasMethod, subject: ShownOn) -> Picture:
     heads, length = SMALL.num_heads, subject.trained_length or SMALL.trained_length
     if subject.checkpoint is not None:
         config = _config(subject)
@@ -184,7 +184,7 @@ def _of_slopes(method: BiasMethod, subject: Subject) -> Picture:
 # Tables of positions
 
 
-def _of_table(method: Method, subject: Subject) -> Picture:
+def _of_table(method: Method, subject: ShownOn) -> Picture:
     if subject.checkpoint is None:
         assert isinstance(method, TableMethod)
         trained = _waves(subject.trained_length or POSITIONS)
@@ -224,7 +224,7 @@ def _longest_table(model: PreTrainedModel) -> tuple[str, Float[Tensor, "rows siz
 # Encodings that bring a module
 
 
-def _of_encoding(method: EncodingMethod, subject: Subject) -> Picture:
+def _of_encoding(method: EncodingMethod, subject: ShownOn) -> Picture:
     if depends_on_text(method, SMALL):
         return _of_sentence(method, subject)
     if subject.text is not None:
@@ -250,7 +250,7 @@ def _of_encoding(method: EncodingMethod, subject: Subject) -> Picture:
     return picture_of_bias(found, label=method.name, saved=method.to_dict(), name=name, state=state)
 
 
-def _with_encoding(method: EncodingMethod, subject: Subject) -> tuple[PreTrainedModel, EncodingMethod, str]:
+def _with_encoding(method: EncodingMethod, subject: ShownOn) -> tuple[PreTrainedModel, EncodingMethod, str]:
     """The checkpoint as it was trained with the encoding, or else as it begins to be."""
     saved = (saved_extension(_config(subject), str(subject.checkpoint)) or {}).get("method") or {}
     if saved.get("method") == method.name:
@@ -260,7 +260,7 @@ def _with_encoding(method: EncodingMethod, subject: Subject) -> tuple[PreTrained
     return _loaded(subject, method, trained_length=subject.trained_length), method, UNTRAINED
 
 
-def _trained_length(model: PreTrainedModel, subject: Subject) -> int:
+def _trained_length(model: PreTrainedModel, subject: ShownOn) -> int:
     found = subject.trained_length or trained_length_of(model)
     if found is None:
         raise IncompatibleError(
@@ -269,7 +269,7 @@ def _trained_length(model: PreTrainedModel, subject: Subject) -> int:
     return found
 
 
-def _of_added(method: EncodingMethod, subject: Subject) -> Picture:
+def _of_added(method: EncodingMethod, subject: ShownOn) -> Picture:
     """Vectors that are added: a checkpoint's own table where it has one, else those of the method."""
     if _lives(subject) == "table":
         model = _read(subject)
@@ -294,14 +294,14 @@ def _of_added(method: EncodingMethod, subject: Subject) -> Picture:
     return picture_of_rows(seen, title=said, kind="table", saved=method.to_dict())
 
 
-def _read(subject: Subject) -> PreTrainedModel:
+def _read(subject: ShownOn) -> PreTrainedModel:
     """The checkpoint as it is."""
     config = _config(subject)
     found: PreTrainedModel = model_class(config).from_pretrained(str(subject.checkpoint), dtype=torch.float32)
     return found.eval()
 
 
-def _of_sentence(method: EncodingMethod, subject: Subject) -> Picture:
+def _of_sentence(method: EncodingMethod, subject: ShownOn) -> Picture:
     torch.manual_seed(0)
     if subject.checkpoint is None:
         names = tuple((subject.text or SENTENCE).split())
@@ -323,7 +323,7 @@ def _of_sentence(method: EncodingMethod, subject: Subject) -> Picture:
     return picture_of_sentence(found, label=method.name, saved=method.to_dict(), of=of)
 
 
-def _tokens(subject: Subject, text: str) -> tuple[Tensor, Any]:
+def _tokens(subject: ShownOn, text: str) -> tuple[Tensor, Any]:
     """A text as the checkpoint reads it, and the tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(subject.checkpoint), trust_remote_code=subject.trust)
@@ -338,7 +338,7 @@ def _tokens(subject: Subject, text: str) -> tuple[Tensor, Any]:
 # Attention by distance
 
 
-def _of_attention(method: Method | None, subject: Subject) -> Picture:
+def _of_attention(method: Method | None, subject: ShownOn) -> Picture:
     assert subject.text is not None
     if subject.checkpoint is None:
         raise InvalidParameterError(

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ctxext.attention import Layout, named, sdpa
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.methods import METHODS
 from ctxext.methods.encoding import Encoding
 from ctxext.methods.path import PaTH
-from ctxext.methods.path_fox import PaTHFoX
 from tests._encodings import LAYOUTS, SCALE, SPEC, encoding_of, pairs_of
 
 SHARED = SPEC.num_heads // SPEC.num_kv_heads
@@ -71,20 +71,20 @@ def by_definition(encoding: Encoding, tensors: list[Tensor], layout: Layout) -> 
     return torch.stack(rows).view(q.shape)
 
 
-@pytest.mark.parametrize("cls", [PaTH, PaTHFoX])
+@pytest.mark.parametrize("name", ["path", "path_fox"])
 @pytest.mark.parametrize("where", LAYOUTS)
-def test_is_its_definition_forward_and_backward(cls: type[PaTH], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding, layout = encoding_of(cls(rank=5, strength=1.0)), LAYOUTS[where]
+def test_is_its_definition_forward_and_backward(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding, layout = encoding_of(METHODS[name].of({"rank": 5, "strength": 1.0})), LAYOUTS[where]
     tensors = case(layout)
     wanted = [*tensors, *encoding.parameters()]
     right = by_definition(encoding, tensors, layout)
     grad = torch.randn_like(right)
     exact = torch.autograd.grad(right, wanted, grad)
     q, k, v, states = tensors
-    for name, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
+    for backend, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
         monkeypatch.setattr(sdpa, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 32 * 16 * 3)
         score = encoding.score(pairs_of(q, k, layout, encoding.carried(states)))
-        found = named(name)(q, k, v, layout, scale=SCALE, score=score)
+        found = named(backend)(q, k, v, layout, scale=SCALE, score=score)
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
         gradients = torch.autograd.grad(found, wanted, grad)
         torch.testing.assert_close(gradients, exact, rtol=1e-8, atol=1e-9)

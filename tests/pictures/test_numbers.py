@@ -20,7 +20,7 @@ from ctxext.methods.tile import Tiling
 from ctxext.methods.yarn import YaRN
 from ctxext.pictures.attention import by_distance, edges_of
 from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes
-from ctxext.pictures.of_method import LLAMA, SMALL, Subject, picture_of
+from ctxext.pictures.of_method import LLAMA, SMALL, ShownOn, picture_of
 from ctxext.pictures.picture import as_numbers
 from ctxext.pictures.rotation import rotation_of
 from ctxext.pictures.rows import rows_seen
@@ -111,7 +111,7 @@ def test_what_is_not_a_number_becomes_none() -> None:
 
 def test_numbers_of_a_remapping() -> None:
     """ReRoPE: keys nearer than the window stand where they stand, and none so far that training has not seen it."""
-    found = picture_of(METHODS["rerope"].of({"factor": 2.0, "window": 4.0}), Subject(trained_length=8)).numbers
+    found = picture_of(METHODS["rerope"].of({"factor": 2.0, "window": 4.0}), ShownOn(trained_length=8)).numbers
     plain, extended = (panel["positions"] for panel in found["panels"])
     assert [len(plain), plain[9][2], plain[2][9]] == [16, 7.0, None]
     assert [extended[query][query - 3] for query in range(3, 16)] == [3.0] * 13
@@ -137,13 +137,13 @@ def test_numbers_of_a_remapping() -> None:
     ],
 )
 def test_kind(name: str, kind: str) -> None:
-    assert picture_of(METHODS[name](factor=4.0), Subject()).numbers["kind"] == kind
+    assert picture_of(METHODS[name](factor=4.0), ShownOn()).numbers["kind"] == kind
 
 
 def test_every_method_has_a_picture() -> None:
     assert len(METHODS) >= 30
     for kind in METHODS.values():
-        found = picture_of(kind.example(LLAMA), Subject(trained_length=LLAMA.trained_length))
+        found = picture_of(kind.example(LLAMA), ShownOn(trained_length=LLAMA.trained_length))
         assert found.numbers["kind"] in {"rotation", "positions", "bias", "table", "buckets", "sentence"}
         assert found.drawing.title
         json.dumps(found.numbers, allow_nan=False)
@@ -151,7 +151,7 @@ def test_every_method_has_a_picture() -> None:
 
 def test_buckets_of_t5() -> None:
     """16 each way, 8 of one distance each, and 8 equally wide in the logarithm of the distance."""
-    found = picture_of(METHODS["stretch_buckets"](factor=4.0), Subject()).numbers
+    found = picture_of(METHODS["stretch_buckets"](factor=4.0), ShownOn()).numbers
     by_distance = dict(zip(found["distances"], zip(found["trained"], found["buckets"], strict=True), strict=True))
     assert [by_distance[near] for near in range(8)] == [(near, near) for near in range(8)]
     assert by_distance[2047] == (15, 15)
@@ -169,7 +169,7 @@ def test_which_encodings_depend_on_the_text() -> None:
 
 def test_counts_of_a_sentence() -> None:
     """CoPE's are what the gates between query and key add up to: never fewer farther back, at most one a token."""
-    values = picture_of(METHODS["cope"](), Subject(text="a b a b c")).numbers["values"]
+    values = picture_of(METHODS["cope"](), ShownOn(text="a b a b c")).numbers["values"]
     for head in values:
         for query, row in enumerate(head):
             assert row[query + 1 :] == [None] * (4 - query)
@@ -222,10 +222,10 @@ def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     try:
         kind = discover(package, Method)["parabola"]  # type: ignore[type-abstract]
-        found = picture_of(kind(factor=4.0), Subject()).numbers
+        found = picture_of(kind(factor=4.0), ShownOn()).numbers
         assert (found["kind"], found["bias"][0][2]) == ("bias", -(found["distances"][2] ** 2))
         monkeypatch.setitem(METHODS, "parabola", kind)
-        assert picture_of(kind.of({"by_text": True}), Subject()).numbers["kind"] == "sentence"
+        assert picture_of(kind.of({"by_text": True}), ShownOn()).numbers["kind"] == "sentence"
     finally:
         sys.modules.pop("ctxext.methods.parabola", None)
 
@@ -233,14 +233,14 @@ def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("method", "subject", "said"),
     [
-        (YaRN(factor=4.0), Subject(text="a b"), "give one with --model"),
-        (None, Subject(text="a b", checkpoint="x"), "Name a method"),
-        (None, Subject(length=5), "is of the --text"),
-        (METHODS["cope"](), Subject(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
-        (METHODS["cope"](), Subject(text="  "), "no word"),
-        (METHODS["cope"](), Subject(text="a b", layer=3), "no layer 3: this model has 1"),
+        (YaRN(factor=4.0), ShownOn(text="a b"), "give one with --model"),
+        (None, ShownOn(text="a b", checkpoint="x"), "Name a method"),
+        (None, ShownOn(length=5), "is of the --text"),
+        (METHODS["cope"](), ShownOn(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
+        (METHODS["cope"](), ShownOn(text="  "), "no word"),
+        (METHODS["cope"](), ShownOn(text="a b", layer=3), "no layer 3: this model has 1"),
     ],
 )
-def test_mistakes(method: Method | None, subject: Subject, said: str) -> None:
+def test_mistakes(method: Method | None, subject: ShownOn, said: str) -> None:
     with pytest.raises(InvalidParameterError, match=said):
         picture_of(method, subject)

@@ -67,7 +67,7 @@ def compare(
     """
     from ctxext.evaluation.comparison.run import prepare
     from ctxext.evaluation.passkey import DEPTHS
-    from ctxext.evaluation.report.comparison import require_report
+    from ctxext.evaluation.report.style import require_report
 
     require_report()
     session = Session(source)

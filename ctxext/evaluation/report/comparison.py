@@ -10,25 +10,19 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
-from ctxext.errors import ResultsError, require_package
+from ctxext.errors import ResultsError
 from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.comparison_figures import drawings
 from ctxext.evaluation.report.comparison_tables import TextTable, csv_rows, main_table, other_tables, passkey_grids
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line, windows_in_words
-from ctxext.evaluation.report.style import VARIABLES, plain_table, require_matplotlib
+from ctxext.evaluation.report.style import plain_table, rendered, require_report
 from ctxext.evaluation.truncation import windows_of
 from ctxext.files import write_whole
 
-__all__ = ["page", "require_report", "terminal_table", "write_report"]
+__all__ = ["page", "terminal_table", "write_report"]
 
 PAGE, DATA, ROWS, MARKDOWN, FIGURES = "report.html", "report.json", "report.csv", "report.md", "figures"
-
-
-def require_report() -> None:
-    """Raise ``InvalidParameterError`` with the command to run if what a report needs is missing."""
-    require_matplotlib()
-    require_package("jinja2", "eval", "A report needs")
 
 
 def write_report(result: ComparisonResult, output: Path) -> list[Path]:
@@ -76,17 +70,10 @@ def terminal_table(table: TextTable) -> RichTable:
 
 
 def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: bool) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("ctxext.evaluation.report", "."),
-        autoescape=escape,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     window, last = tokens_label(result.trained_length), tokens_label(result.lengths[-1])
-    return environment.get_template(template).render(
+    return rendered(
+        template,
+        escape=escape,
         result=result,
         title=f"{result.provenance['checkpoint']}, read to {last} tokens",
         window=window,
@@ -101,7 +88,6 @@ def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: 
         grids=passkey_grids(result),
         figures=figures,
         facts=_facts(result),
-        variables=VARIABLES,
     )
 
 

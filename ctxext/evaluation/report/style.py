@@ -20,6 +20,7 @@ from rich.table import Table
 from ctxext.errors import require_package
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.statistics import PairedDifference
+from ctxext.version import __version__
 
 __all__ = [
     "COLOURS",
@@ -37,7 +38,9 @@ __all__ = [
     "looks_for",
     "plain_table",
     "plain_ticks",
+    "rendered",
     "require_matplotlib",
+    "require_report",
     "saved_figure",
     "say",
 ]
@@ -151,6 +154,34 @@ def looks_for(names: Mapping[str, tuple[str, str]]) -> dict[str, Look]:
 def require_matplotlib() -> None:
     """Raise ``InvalidParameterError`` with the command to run if matplotlib is missing."""
     require_package("matplotlib", "eval", "Plots need")
+
+
+def require_report() -> None:
+    """Raise ``InvalidParameterError`` with the command to run if what a report needs is missing."""
+    require_matplotlib()
+    require_package("jinja2", "eval", "A report needs")
+
+
+def rendered(template: str, package: str = "ctxext.evaluation.report", *, escape: bool, **values: Any) -> str:
+    """A page, or a part of one.
+
+    Args:
+        template: its file name.
+        package: whose folder it lies in; what pages have in common lies here.
+        escape: whether values are put into HTML.
+        values: what the template names.
+    """
+    import jinja2
+
+    places = dict.fromkeys((package, "ctxext.evaluation.report"))
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(place, ".") for place in places]),
+        autoescape=escape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(variables=VARIABLES, version=__version__, **values)
 
 
 @contextlib.contextmanager

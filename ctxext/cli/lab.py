@@ -1,0 +1,108 @@
+"""``ctxext lab``: every kind of position information on one small model, trained short, tested long, and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from typer import Option
+
+from ctxext.progress import StageBar
+
+if TYPE_CHECKING:
+    from ctxext.laboratory.run import Laboratory
+
+__all__ = ["lab"]
+
+
+def lab(
+    preset: Annotated[
+        str,
+        Option(
+            help="quick: text and parity, about 25 minutes on two cores. full: larger, all tasks, five seeds, a night.",
+            autocompletion=lambda: ["quick", "full"],
+        ),
+    ] = "quick",
+    only: Annotated[
+        list[str] | None,
+        Option(
+            help="An encoding or a baseline, several with commas: t5_bias,alibi. Repeatable.",
+            show_default="everyone: rope, all encodings, and recurrent models",
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        Option(
+            "--task",
+            "-t",
+            help="text, parity, s3, flipflop, copy, reverse or order, several with commas. Repeatable.",
+            show_default="the preset's",
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, Option(help="How many times each is trained, from other weights.", show_default="the preset's")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        Option(
+            help="A text to read: a file, a folder or a data set, a fifth of which is tested on. Repeatable.",
+            show_default="the plays that ctxext demo reads",
+        ),
+    ] = None,
+    workers: Annotated[int, Option(help="Processes at once, of one thread each.")] = 2,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the page and the finished cells.")] = Path("lab"),
+) -> None:
+    """Train one small model with each kind of position information, test it on 8 times the length, and show it.
+
+    Every encoding that ctxext has takes the place of a tiny Llama's rotation before the first step; models that need no
+    positions stand beside them. The page says first who learned order at all, then what of the papers' claims this
+    size shows. Every finished part is kept: run the same command again after an interruption, and it goes on.
+
+    [bold]Example[/]: ctxext lab --only rope,alibi,t5_bias --task text -o lab
+    """
+    from ctxext.evaluation.report.style import require_report
+    from ctxext.files import ending_cleanly
+    from ctxext.laboratory.report import show_result, write_page
+    from ctxext.laboratory.run import prepare
+
+    require_report()
+    console = Console(highlight=False)
+    laboratory = prepare(
+        output,
+        preset=preset,
+        only=_split(only),
+        tasks=_split(task),
+        seeds=seeds,
+        text=text or (),
+        workers=workers,
+    )
+    _announce(console, laboratory, output)
+    try:
+        with StageBar(Console(stderr=True), sum(cell.cost for cell in laboratory.left)) as bar, ending_cleanly():
+            result = laboratory.run(bar)
+    except KeyboardInterrupt:
+        kept = len(laboratory.cells) - len(laboratory.left)
+        console.print(
+            f"Interrupted. {kept} of {len(laboratory.cells)} cells are finished and kept in {output}; run the same "
+            f"command again to go on."
+        )
+        raise typer.Exit(130) from None
+    written = write_page(result, output)
+    show_result(result, console)
+    console.print(f"\nWritten: {written[0]} (open it), {', '.join(map(str, written[1:]))}", soft_wrap=True)
+
+
+def _split(names: list[str] | None) -> list[str]:
+    return [part.strip() for name in names or () for part in name.split(",") if part.strip()]
+
+
+def _announce(console: Console, laboratory: Laboratory, output: Path) -> None:
+    left, cells = laboratory.left, laboratory.cells
+    who = len({cell.subject for cell in cells})
+    kept = f", {len(cells) - len(left)} of them finished in {output}" if len(left) < len(cells) else ""
+    console.print(
+        f"{who} subjects, tasks {', '.join(dict.fromkeys(cell.task for cell in cells))}: {len(cells)} cells{kept}; "
+        f"{laboratory.workers} at once, one thread each."
+    )

@@ -1,0 +1,212 @@
+"""What papers have claimed, and whether this laboratory shows it: reproduced, not at this size, or contradicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ctxext.evaluation.labels import label_of
+from ctxext.evaluation.statistics import PairedDifference
+from ctxext.laboratory.result import LabReading, LabResult, paired
+from ctxext.laboratory.tasks import TEXT
+
+__all__ = ["CLAIMS", "Claim", "LabVerdict", "judge", "verdicts"]
+
+REPRODUCED, TOO_SMALL, CONTRADICTED, UNKNOWN = "reproduced", "not at this size", "contradicted", "not measured"
+ITSELF_TRUNCATED = "itself, truncated"
+EVERY_OTHER = "every other attention encoding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One sentence of a paper, as a comparison of two readings.
+
+    Args:
+        says: the sentence.
+        source: of it, and what was measured there.
+        better: who does better, it says.
+        worse: than whom; ``ITSELF_TRUNCATED`` for the same model that sees the last bytes alone, ``EVERY_OTHER`` for
+            the best of all encodings that are no kin of the better one (their names begin otherwise).
+        tasks: on what; the mean of those that were measured.
+        multiple: at how many times the trained length.
+    """
+
+    says: str
+    source: str
+    better: str
+    worse: str
+    tasks: tuple[str, ...] = (TEXT,)
+    multiple: float | int = 8
+
+
+PRESS = "Press et al., arXiv:2108.12409: WikiText-103, trained on 512, perplexity at 3512"
+REWRITING = ("copy", "reverse", "order")
+KAZEMNEJAD = "Kazemnejad et al., arXiv:2305.19466: ten tasks, trained on 20, mean reciprocal rank at 40"
+CLAIMS = (
+    Claim(
+        says="Far beyond the window, ALiBi predicts better than T5's buckets",
+        source=f"{PRESS} 18.4 and 22.9",
+        better="alibi",
+        worse="t5_bias",
+    ),
+    Claim(
+        says="Far beyond the window, T5's buckets predict better than RoPE",
+        source=f"{PRESS} 22.9 and 35.5",
+        better="t5_bias",
+        worse="rope",
+    ),
+    Claim(
+        says="Sinusoids break right behind the window: dropping the old text is better",
+        source=f"{PRESS} 179.0, inside the window 20.1",
+        better=ITSELF_TRUNCATED,
+        worse="sinusoidal",
+        multiple=2,
+    ),
+    Claim(
+        says="RoPE breaks right behind the window too",
+        source=f"{PRESS} 35.5; Chen et al., arXiv:2306.15595",
+        better=ITSELF_TRUNCATED,
+        worse="rope",
+        multiple=2,
+    ),
+    Claim(
+        says="Another base rescues RoPE without training (NTK)",
+        source="bloc97 and others, 2023; Peng et al., arXiv:2309.00071",
+        better="rope + ntk",
+        worse="rope",
+        multiple=4,
+    ),
+    Claim(
+        says="Interpolation rescues RoPE (PI), where the paper trains a little more",
+        source="Chen et al., arXiv:2306.15595",
+        better="rope + pi",
+        worse="rope",
+    ),
+    Claim(
+        says="Without training, YaRN reads farther than interpolation",
+        source="Peng et al., arXiv:2309.00071",
+        better="rope + yarn",
+        worse="rope + pi",
+    ),
+    Claim(
+        says="FIRE predicts long text better than KERPLE",
+        source="Li et al., arXiv:2310.04418: C4",
+        better="fire",
+        worse="kerple",
+    ),
+    Claim(
+        says="KERPLE predicts long text better than T5's buckets",
+        source="Chi et al., arXiv:2205.09921; Li et al., arXiv:2310.04418",
+        better="kerple",
+        worse="t5_bias",
+    ),
+    Claim(
+        says="PaTH alone keeps a state over four times the length: parity",
+        source="Yang et al., arXiv:2505.16381: state tracking in few layers",
+        better="path",
+        worse=EVERY_OTHER,
+        tasks=("parity",),
+        multiple=4,
+    ),
+    Claim(
+        says="Without positions, copying and sorting go farther than with RoPE",
+        source=f"{KAZEMNEJAD}, 0.69 and 0.33",
+        better="nope",
+        worse="rope",
+        tasks=REWRITING,
+        multiple=2,
+    ),
+    Claim(
+        says="With T5's buckets, copying and sorting go farther than with ALiBi",
+        source=f"{KAZEMNEJAD}, 0.55 and 0.50",
+        better="t5_bias",
+        worse="alibi",
+        tasks=REWRITING,
+        multiple=2,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabVerdict:
+    """Whether the laboratory shows what a claim says.
+
+    Args:
+        claim: what was asked.
+        answer: ``reproduced``, ``not at this size``, ``contradicted`` or ``not measured``.
+        advantage: of the better one, in nats per byte or as a share of the answers; below zero the claim is wrong here.
+        why: what the answer rests on where that is not the difference.
+    """
+
+    claim: Claim
+    answer: str
+    advantage: PairedDifference | None = None
+    why: str = ""
+
+
+def judge(advantage: PairedDifference) -> str:
+    """What a difference with its error says about a claim; each answer but the middle one is wrong in 5 percent."""
+    if advantage.mean > advantage.margin:
+        return REPRODUCED
+    return CONTRADICTED if advantage.mean < -advantage.margin else TOO_SMALL
+
+
+def verdicts(result: LabResult, claims: Sequence[Claim] = CLAIMS) -> list[LabVerdict]:
+    """A verdict for every claim about what was measured, and for the others that it was not."""
+    return [_verdict(result, claim) for claim in claims]
+
+
+def _verdict(result: LabResult, claim: Claim) -> LabVerdict:
+    tasks = [task for task in claim.tasks if task in result.tasks]
+    sides = [(_side(result, claim, claim.better, task), _side(result, claim, claim.worse, task)) for task in tasks]
+    pairs = [(one, other) for one, other in sides if one is not None and other is not None]
+    if not pairs:
+        return LabVerdict(claim=claim, answer=UNKNOWN, why=f"without {_lacking(result, claim, tasks)}")
+    advantage = paired(torch.stack([_advantage(result, claim, *pair) for pair in pairs]).mean(0))
+    weak = list(dict.fromkeys(one.subject for pair in pairs for one in pair if not _counts(result, claim, one)))
+    if weak:
+        why = f"{' and '.join(label_of(name) for name in weak)} did not learn order inside the window"
+        return LabVerdict(claim=claim, answer=TOO_SMALL, advantage=advantage, why=why)
+    missing = [task for task in claim.tasks if task not in tasks]
+    why = f"of {', '.join(tasks)} alone" if missing else ""
+    return LabVerdict(claim=claim, answer=judge(advantage), advantage=advantage, why=why)
+
+
+def _lacking(result: LabResult, claim: Claim, tasks: Sequence[str]) -> str:
+    """What would have to be measured: tasks, where none of them was; else who was not."""
+    if not tasks:
+        return ", ".join(claim.tasks)
+    sides = [side for side in (claim.better, claim.worse) if side != ITSELF_TRUNCATED]
+    missing = [side for side in sides if all(_side(result, claim, side, task) is None for task in tasks)]
+    return " and ".join(missing or sides)
+
+
+def _counts(result: LabResult, claim: Claim, reading: LabReading) -> bool:
+    """Whether what a reading does beyond the window means anything; that others fail at a puzzle may be the claim."""
+    is_rival = claim.worse == EVERY_OTHER and reading.name != claim.better
+    return is_rival or result.has_learned(reading)
+
+
+def _side(result: LabResult, claim: Claim, name: str, task: str) -> LabReading | None:
+    if name == ITSELF_TRUNCATED:
+        return result.find(task, claim.worse)
+    if name != EVERY_OTHER:
+        return result.find(task, name)
+    rivals = [
+        one
+        for one in result.of(task)
+        if one.kind != "recurrent" and not one.extension and not one.name.startswith(claim.better)
+    ]
+    return max(rivals, key=lambda one: result.at(one, claim.multiple).mean().item(), default=None)
+
+
+def _advantage(result: LabResult, claim: Claim, better: LabReading, worse: LabReading) -> Float[Tensor, "seeds rows"]:
+    """By how much the better one is better, on the same windows or puzzles, seed by seed."""
+    own, other = result.at(better, claim.multiple), result.at(worse, claim.multiple)
+    if claim.better == ITSELF_TRUNCATED:
+        own = result.truncated_at(better, claim.multiple)
+    return other - own if better.task == TEXT else own - other

@@ -1,0 +1,209 @@
+"""Who is measured: one small Llama with each encoding in the place of its rotation, and models that need none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, logging
+
+from ctxext import patching
+from ctxext.errors import UnknownNameError
+from ctxext.laboratory.tasks import REACH
+from ctxext.methods import METHODS, BiasMethod, EncodingMethod, RopeMethod
+
+__all__ = ["EXTENSIONS", "ROPE", "Body", "Subject", "subject_named", "subjects"]
+
+ROPE = "rope"
+"""The name of the model as it is, with rotation."""
+EXTENSIONS = ("pi", "ntk", "yarn", "self_extend", "nope")
+"""What is put on the trained rotation at the end, untrained: a stretch, two spectra, a remapping, no rotation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """The sizes that all subjects have in common.
+
+    Args:
+        hidden: width of the states between layers; a multiple of 16.
+        layers: how many there are.
+        heads: of attention.
+    """
+
+    hidden: int
+    layers: int
+    heads: int = 4
+
+    def llama(self, vocabulary: int, trained_length: int) -> LlamaConfig:
+        """The config of the model that all encodings are put on."""
+        return LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 11 // 4,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            max_position_embeddings=trained_length,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to know the order of tokens, as a model that is trained from nothing.
+
+    Args:
+        name: of the method, or of the type of model.
+        kind: ``rotation``; ``encoding``, which takes its place; or ``recurrent``, which needs none.
+        is_slow: whether it needs several times the steps until the order of tokens is used at all.
+    """
+
+    name: str
+    kind: Literal["rotation", "encoding", "recurrent"]
+    is_slow: bool = False
+
+    def build(self, body: Body, *, vocabulary: int, trained_length: int, seed: int) -> PreTrainedModel:
+        """A new model, its weights drawn from the seed; encodings are put on by ``ctxext.patch``.
+
+        Args:
+            body: its sizes.
+            vocabulary: how many tokens there are.
+            trained_length: tokens of the longest text in training.
+            seed: of the weights.
+        """
+        torch.manual_seed(seed)
+        if self.kind == "recurrent":
+            return _built(_recurrent_config(self.name, body, vocabulary, trained_length))
+        model = _built(body.llama(vocabulary, trained_length))
+        return model if self.kind == "rotation" else patching.patch(model, self.name, factor=float(REACH))
+
+
+def subjects() -> dict[str, Subject]:
+    """Everyone by name: rotation, every method that can take its place on an untrained model, and recurrent models.
+
+    A method that is found in the folder of methods is here without another line.
+    """
+    found = [Subject(ROPE, "rotation"), *_encodings(), *(Subject(name, "recurrent") for name in RECURRENT)]
+    return {subject.name: subject for subject in found}
+
+
+def subject_named(name: str) -> Subject:
+    """One of ``subjects``.
+
+    Raises:
+        UnknownNameError: there is none of this name.
+    """
+    known = subjects()
+    if name not in known:
+        raise UnknownNameError.of("encoding or baseline", name, known)
+    return known[name]
+
+
+def _encodings() -> Iterator[Subject]:
+    for name, kind in METHODS.items():
+        # Vectors that are added, and no positions at all, leave a plateau late: relative scores have left it long ago.
+        if issubclass(kind, EncodingMethod):
+            yield Subject(name, "encoding", is_slow=kind.form == "added")
+        elif issubclass(kind, RopeMethod) and kind.needs_training:
+            yield Subject(name, "encoding", is_slow=True)
+        elif issubclass(kind, BiasMethod) and not issubclass(kind, RopeMethod):  # pi, say, stretches what is there
+            yield Subject(name, "encoding")
+
+
+# Recurrent and linear models from transformers as they are. A config for a width, layers and heads.
+Config = Callable[[int, Body, int, int], PreTrainedConfig]
+
+
+def _mamba2(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
+    from transformers import Mamba2Config
+
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
+    return Mamba2Config(**sizes, state_size=16, expand=2, head_dim=16, num_heads=width // 8, n_groups=1, chunk_size=16)
+
+
+def _xlstm(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
+    from transformers import xLSTMConfig
+
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
+    reach = REACH * trained
+    return xLSTMConfig(**sizes, num_blocks=body.layers, num_heads=4, chunk_size=16, max_inference_chunksize=reach)
+
+
+def _recurrent_gemma(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
+    from transformers import RecurrentGemmaConfig
+
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
+    return RecurrentGemmaConfig(
+        **sizes,
+        intermediate_size=3 * width,
+        num_attention_heads=body.heads,
+        head_dim=width // body.heads,
+        lru_width=width,
+        attention_window_size=max(2, trained // 2),  # less than the whole text, as in the model that was published
+    )
+
+
+def _minimax(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
+    """Lightning attention alone: linear attention that a head forgets at a rate of its own, as retention does.
+
+    It stands for RetNet, which transformers does not have: both multiply keys of the past by a fixed power of a
+    number per head and know no softmax. What RetNet has besides, a rotation of queries and keys and another gate,
+    is left out. The layers with softmax that MiniMax puts between them are left out too: they would bring rotation.
+    """
+    from transformers import MiniMaxConfig
+
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
+    return MiniMaxConfig(
+        **sizes,
+        intermediate_size=2 * width,
+        num_attention_heads=body.heads,
+        num_key_value_heads=body.heads,
+        head_dim=width // body.heads,
+        num_local_experts=1,
+        num_experts_per_tok=1,
+        layer_types=["linear_attention"] * body.layers,
+        block_size=64,
+        max_position_embeddings=REACH * trained,
+    )
+
+
+def _rwkv(width: int, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
+    from transformers import RwkvConfig
+
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
+    return RwkvConfig(**sizes, attention_hidden_size=width, context_length=REACH * trained, use_cache=False)
+
+
+RECURRENT: dict[str, Config] = {
+    "mamba2": _mamba2,
+    "xlstm": _xlstm,
+    "recurrent_gemma": _recurrent_gemma,
+    "minimax": _minimax,
+    "rwkv": _rwkv,
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _recurrent_config(name: str, body: Body, vocabulary: int, trained: int) -> PreTrainedConfig:
+    """The width at which a recurrent model has about as many weights as the Llama."""
+    wanted = _weights(body.llama(vocabulary, trained))
+    made = [RECURRENT[name](width, body, vocabulary, trained) for width in range(16, 2 * body.hidden + 1, 16)]
+    return min(made, key=lambda config: abs(_weights(config) - wanted))
+
+
+def _weights(config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in _built(config).parameters())
+
+
+def _built(config: PreTrainedConfig) -> PreTrainedModel:
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # each says that its fast kernels are not installed
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    finally:
+        logging.set_verbosity(before)
+    return model

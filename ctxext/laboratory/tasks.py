@@ -1,0 +1,259 @@
+"""What the laboratory trains on and tests with: the bytes of a text, and six tasks whose answers are known exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.evaluation.documents import Document
+
+__all__ = ["MULTIPLES", "NOT_ASKED", "REACH", "TASKS", "TEXT", "ByteText", "LabTask", "byte_text", "task_named"]
+
+REACH = 8
+"""How many times the trained length is tested."""
+MULTIPLES = (0.5, 1, 2, 4, REACH)
+"""Lengths that a task is tested at, over the trained length."""
+NOT_ASKED = -100
+"""The label where no answer is asked for: what torch's cross entropy leaves out."""
+TEXT = "text"
+"""The name of the task that is no puzzle: to predict the bytes of a text."""
+
+LETTERS = 32
+BEGIN, ANSWER = LETTERS, LETTERS + 1
+# In front of a bit of the flip-flop memory.
+IGNORE, WRITE, READ = 2, 3, 4
+
+Example = tuple[Int[Tensor, "rows seq"], Int[Tensor, "rows seq"]]
+
+
+class LabTask(ABC):
+    """A puzzle of any length: what is read, and what the model shall say at each position.
+
+    Class attributes of a task:
+        name: to ask for it by.
+        asks: in one sentence, what is asked.
+        vocabulary: how many different tokens there are.
+        trained: the greatest length in training, in symbols.
+        chance: the share that is right where nothing is known.
+    """
+
+    name: ClassVar[str]
+    asks: ClassVar[str]
+    vocabulary: ClassVar[int]
+    trained: ClassVar[int]
+    chance: ClassVar[float]
+
+    @abstractmethod
+    def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
+        """Tokens of puzzles of so many symbols, and at each position the answer or ``NOT_ASKED``."""
+
+    def tokens(self, length: int) -> int:
+        """Tokens of a puzzle of so many symbols."""
+        return length
+
+    def drawn_length(self, generator: torch.Generator) -> int:
+        """A length for a step of training."""
+        return int(torch.randint(1, self.trained + 1, (), generator=generator))
+
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths to test at, in symbols."""
+        return tuple(int(self.trained * multiple) for multiple in MULTIPLES)
+
+
+class Parity(LabTask):
+    """Whether the ones so far are odd in number: one bit of state, which every symbol may turn."""
+
+    name = "parity"
+    asks = "at each bit, whether the ones so far are odd in number"
+    vocabulary, trained, chance = 2, 40, 1 / 2
+
+    def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
+        bits = torch.randint(0, 2, (rows, length), generator=generator)
+        return bits, bits.cumsum(1) % 2
+
+
+class Permutations(LabTask):
+    """The product of all permutations of three things so far: the smallest group in which order matters."""
+
+    name = "s3"
+    asks = "at each permutation of three things, the product of all so far"
+    vocabulary, trained, chance = 6, 32, 1 / 6
+
+    @cached_property
+    def products(self) -> Int[Tensor, "6 6"]:
+        """Which permutation it is to do the second one of a pair, and then the first one."""
+        group = list(itertools.permutations(range(3)))
+        after = [[group.index(tuple(one[other[i]] for i in range(3))) for other in group] for one in group]
+        return torch.tensor(after)
+
+    def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
+        factors = torch.randint(0, 6, (rows, length), generator=generator)
+        product = [factors[:, 0]]
+        for factor in factors.T[1:]:
+            product.append(self.products[factor, product[-1]])
+        return factors, torch.stack(product, 1)
+
+
+class FlipFlop(LabTask):
+    """A memory of one bit: most of what is read has to be ignored, and what was last written is asked for."""
+
+    name = "flipflop"
+    asks = "where the memory is read, the bit that was last written; four of five bits are to be ignored"
+    vocabulary, trained, chance = 5, 64, 1 / 2
+
+    def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
+        pairs = length // 2
+        often = torch.tensor([0.8, 0.1, 0.1])  # to ignore, to write, to read
+        what = IGNORE + torch.multinomial(often, rows * pairs, True, generator=generator).view(rows, pairs)
+        what[:, 0], what[:, -1] = WRITE, READ
+        bits = torch.randint(0, 2, (rows, pairs), generator=generator)
+        last = torch.where(what == WRITE, torch.arange(pairs), 0).cummax(1).values
+        stored = bits.gather(1, last)
+        bits = torch.where(what == READ, stored, bits)
+        labels = torch.full((rows, 2 * pairs), NOT_ASKED)
+        labels[:, ::2] = torch.where(what == READ, stored, NOT_ASKED)
+        return torch.stack([what, bits], -1).flatten(1), labels
+
+    def drawn_length(self, generator: torch.Generator) -> int:
+        return self.trained
+
+
+class Rewriting(LabTask):
+    """Letters, and then the same letters in another order, one at a time."""
+
+    vocabulary, trained, chance = LETTERS + 2, 20, 1 / LETTERS
+
+    @abstractmethod
+    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
+        """What has to follow."""
+
+    def example(self, length: int, rows: int, generator: torch.Generator) -> Example:
+        letters = torch.randint(0, LETTERS, (rows, length), generator=generator)
+        answer = self.answer(letters)
+        mark = torch.ones(rows, 1, dtype=torch.long)
+        tokens = torch.cat([BEGIN * mark, letters, ANSWER * mark, answer], 1)[:, :-1]
+        labels = torch.cat([torch.full((rows, length + 1), NOT_ASKED), answer], 1)
+        return tokens, labels
+
+    def tokens(self, length: int) -> int:
+        return 2 * length + 1
+
+
+class Copy(Rewriting):
+    """The letters again."""
+
+    name = "copy"
+    asks = "the same letters once more"
+
+    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
+        return letters
+
+
+class Reverse(Rewriting):
+    """The letters from the last one to the first."""
+
+    name = "reverse"
+    asks = "the same letters from the last one to the first"
+
+    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
+        return letters.flip(1)
+
+
+class Order(Rewriting):
+    """The letters from the smallest to the greatest."""
+
+    name = "order"
+    asks = "the same letters in ascending order"
+
+    def answer(self, letters: Int[Tensor, "rows seq"]) -> Int[Tensor, "rows seq"]:
+        return letters.sort(1).values
+
+
+TASKS: dict[str, LabTask] = {
+    task.name: task for task in (Parity(), Permutations(), FlipFlop(), Copy(), Reverse(), Order())
+}
+"""Every puzzle by its name."""
+
+
+def task_named(name: str) -> str:
+    """The name, if there is such a task.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if name != TEXT and name not in TASKS:
+        raise UnknownNameError.of("task", name, (TEXT, *TASKS))
+    return name
+
+
+@dataclass(frozen=True, eq=False)
+class ByteText:
+    """The bytes of a text, split into what is learned from and what is tested on.
+
+    Args:
+        names: of the documents.
+        sha256: of all that is used.
+        training: bytes to learn from.
+        windows: bytes to test on, each with one more than the length that is read.
+    """
+
+    names: tuple[str, ...]
+    sha256: str
+    training: bytes
+    windows: tuple[bytes, ...]
+
+    def drawn(self, length: int, rows: int, generator: torch.Generator) -> Example:
+        """Stretches to learn from, each with the byte that follows every byte."""
+        whole = self._whole
+        begins = torch.randint(0, len(whole) - length, (rows,), generator=generator)
+        found = torch.stack([whole[begin : begin + length + 1] for begin in begins.tolist()]).long()
+        return found[:, :-1], found[:, 1:]
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        return torch.frombuffer(bytearray(self.training), dtype=torch.uint8)
+
+    @cached_property
+    def tested(self) -> Int[Tensor, "windows seq"]:
+        """The windows as numbers."""
+        return torch.tensor([list(window) for window in self.windows])
+
+
+def byte_text(documents: Sequence[Document], length: int, windows: int) -> ByteText:
+    """Split documents: every fifth is tested on, or, where there are fewer than five, the last fifth of each.
+
+    Args:
+        documents: as they are read.
+        length: tokens that are read at once in the test.
+        windows: how many stretches are tested, spread evenly over what is held out.
+
+    Raises:
+        InvalidParameterError: there is too little text.
+    """
+    whole = [document.text.encode() for document in documents]
+    if len(whole) >= 5:
+        held, kept = whole[4::5], [text for place, text in enumerate(whole) if place % 5 != 4]
+    else:
+        held, kept = [text[len(text) * 4 // 5 :] for text in whole], [text[: len(text) * 4 // 5] for text in whole]
+    size = length + 1
+    found = [text[start : start + size] for text in held for start in range(0, len(text) - size + 1, size)]
+    training = b"\n".join(kept)
+    if len(found) < windows or len(training) <= length:
+        raise InvalidParameterError(
+            f"The text has {sum(map(len, whole)):,} bytes, of which a fifth is tested on: {len(found)} windows of "
+            f"{size:,} bytes, and {windows} are needed. Give more with --text, or leave it out to read the plays that "
+            f"`ctxext demo` reads."
+        )
+    chosen = tuple(found[place * len(found) // windows] for place in range(windows))
+    digest = hashlib.sha256(b"\0".join([training, *chosen])).hexdigest()
+    return ByteText(tuple(document.name for document in documents), digest, training, chosen)

@@ -1,0 +1,207 @@
+"""Verdicts on made-up numbers, and errors of differences against their formula written out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ctxext.evaluation.statistics import PairedDifference, students_quantile
+from ctxext.laboratory.claims import CLAIMS, EVERY_OTHER, ITSELF_TRUNCATED, Claim, judge, verdicts
+from ctxext.laboratory.result import LabReading, LabResult, blocks_of, paired
+from ctxext.laboratory.subjects import subjects
+
+BLOCKS = len(blocks_of(64)) - 1
+SEEDS, WINDOWS = 3, 10
+
+
+def noise(*shape: int, seed: int = 0, size: float = 0.01) -> Tensor:
+    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def nested(values: Tensor) -> Any:
+    return tuple(nested(one) if one.ndim else one.item() for one in values)
+
+
+def of_text(
+    name: str, loss: float, *, order: float = 0.5, truncated: float = 9.0, size: float = 0.01, seed: int = 0
+) -> LabReading:
+    subject, _, extension = name.partition(" + ")
+    return LabReading(
+        task="text",
+        subject=subject,
+        kind="encoding",
+        extension=extension,
+        parameters=1,
+        steps=1,
+        seconds=1.0,
+        seeds=tuple(range(SEEDS)),
+        scores=nested(loss + noise(SEEDS, WINDOWS, BLOCKS, seed=seed, size=size)),
+        truncated=() if extension else nested(truncated + noise(SEEDS, WINDOWS, 3, seed=seed + 1)),
+        order=() if extension else nested(order + noise(SEEDS, WINDOWS, seed=seed + 2)),
+    )
+
+
+def of_parity(name: str, inside: float, beyond: float, *, kind: str = "encoding") -> LabReading:
+    shares = torch.tensor([inside, inside, beyond, beyond, beyond]).double()
+    scores = shares + noise(SEEDS, WINDOWS, 5)
+    subject, _, extension = name.partition(" + ")
+    return LabReading(
+        task="parity",
+        subject=subject,
+        kind=kind,
+        extension=extension,
+        parameters=1,
+        steps=1,
+        seconds=1.0,
+        seeds=tuple(range(SEEDS)),
+        scores=nested(scores),
+        truncated=(),
+        order=(),
+    )
+
+
+def result_of(*readings: LabReading) -> LabResult:
+    return LabResult(
+        preset="quick",
+        settings={"length": 64},
+        readings=readings,
+        documents=(),
+        text_sha256="",
+        seconds=1.0,
+        provenance={},
+    )
+
+
+def answer(claim: Claim, *readings: LabReading) -> tuple[str, str]:
+    (found,) = verdicts(result_of(*readings), [claim])
+    return found.answer, found.why
+
+
+BETTER = Claim(says="a beats b", source="a paper", better="a", worse="b")
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [(2.0, 2.2, "reproduced"), (2.2, 2.0, "contradicted"), (2.0, 2.0, "not at this size")],
+)
+def test_a_difference_beyond_its_error_decides(own: float, other: float, expected: str) -> None:
+    assert answer(BETTER, of_text("a", own), of_text("b", other, seed=5)) == (expected, "")
+
+
+def test_a_difference_within_its_error_decides_nothing() -> None:
+    apart = (of_text("a", 2.0, size=2.0), of_text("b", 2.1, size=2.0, seed=5))
+    assert answer(BETTER, *apart)[0] == "not at this size"
+
+
+def test_who_did_not_learn_order_proves_nothing() -> None:
+    found, why = answer(BETTER, of_text("a", 2.0), of_text("b", 2.2, order=0.01))
+    assert (found, why) == ("not at this size", "b did not learn order inside the window")
+    assert answer(BETTER, of_text("a", 2.0), of_text("b", 2.2, order=0.1))[0] == "reproduced"
+    extended = replace(BETTER, better="b + pi")
+    assert answer(extended, of_text("b + pi", 2.0), of_text("b", 2.2, order=0.01))[1] == why, "named once"
+
+
+def test_who_is_missing_is_named() -> None:
+    assert answer(BETTER, of_text("a", 2.0)) == ("not measured", "without b")
+    assert answer(BETTER, of_parity("a", 1.0, 1.0)) == ("not measured", "without text")
+    assert answer(BETTER, of_text("c", 2.0)) == ("not measured", "without a and b")
+    cliff = Claim(says="c breaks", source="a paper", better=ITSELF_TRUNCATED, worse="c", multiple=2)
+    assert answer(cliff, of_text("a", 2.0)) == ("not measured", "without c")
+
+
+def test_a_cliff_is_held_against_dropping_the_old_text() -> None:
+    cliff = Claim(says="c breaks", source="a paper", better=ITSELF_TRUNCATED, worse="c", multiple=2)
+    assert answer(cliff, of_text("c", 2.6, truncated=2.3))[0] == "reproduced"
+    assert answer(cliff, of_text("c", 2.2, truncated=2.3))[0] == "contradicted"
+
+
+ALONE = Claim(says="p alone", source="a paper", better="p", worse=EVERY_OTHER, tasks=("parity",), multiple=4)
+
+
+def test_alone_is_judged_against_the_best_of_the_others() -> None:
+    others = [of_parity("x", 0.6, 0.5), of_parity("y", 0.5, 0.5)]
+    assert answer(ALONE, of_parity("p", 1.0, 0.9), *others)[0] == "reproduced"
+    assert answer(ALONE, of_parity("p", 1.0, 0.9), *others, of_parity("z", 1.0, 0.95))[0] == "contradicted"
+
+
+def test_kin_recurrent_models_and_extensions_are_no_rivals() -> None:
+    no_rivals = [
+        of_parity("p_with_gate", 1.0, 1.0),
+        of_parity("m", 1.0, 1.0, kind="recurrent"),
+        of_parity("x", 0.6, 0.5),
+    ]
+    extended = of_parity("x + pi", 1.0, 1.0)
+    assert answer(ALONE, of_parity("p", 1.0, 0.9), *no_rivals, extended)[0] == "reproduced"
+
+
+def test_that_it_did_not_learn_the_puzzle_itself_is_no_success() -> None:
+    found, why = answer(ALONE, of_parity("p", 0.51, 0.51), of_parity("x", 0.5, 0.45))
+    assert (found, why) == ("not at this size", "p did not learn order inside the window")
+
+
+def test_the_names_in_the_claims_exist() -> None:
+    known = {*subjects(), ITSELF_TRUNCATED, EVERY_OTHER, "path"}
+    named = {side.split(" + ")[0] for claim in CLAIMS for side in (claim.better, claim.worse)}
+    assert named - known == set()
+    assert len(CLAIMS) >= 10
+
+
+def test_the_error_adds_seeds_and_windows() -> None:
+    values = noise(4, 9, seed=3, size=1.0) + torch.arange(4).double()[:, None]
+    found = paired(values)
+    by_window, by_seed = values.numpy().mean(0), values.numpy().mean(1)
+    parts = [by_window.var(ddof=1) / 9, by_seed.var(ddof=1) / 4]
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 8 + parts[1] ** 2 / 3)
+    assert found.mean == pytest.approx(values.mean().item())
+    assert found.standard_error == pytest.approx(math.sqrt(sum(parts)))
+    assert found.margin == pytest.approx(students_quantile(0.05, int(freedom)) * found.standard_error)
+    assert found.over == "windows and seeds"
+
+
+def test_seeds_that_disagree_ask_for_more() -> None:
+    agree = noise(2, 50, size=0.1) + 1.0
+    disagree = agree + torch.tensor([[-0.9], [0.9]])
+    assert judge(paired(agree)) == "reproduced"
+    assert judge(paired(disagree)) == "not at this size"
+    assert judge(paired(disagree[:1] + 1)) == "reproduced", "one seed alone has no error over seeds"
+    assert paired(disagree[:1]).over == "windows"
+
+
+def test_a_difference_without_any_spread_is_certain() -> None:
+    assert judge(PairedDifference(0.5, 0.0, 20, 10)) == "reproduced"
+    assert judge(paired(torch.zeros(2, 5))) == "not at this size"
+
+
+def test_the_mean_over_a_doubling_weighs_bytes_alike() -> None:
+    result = result_of(of_text("a", 2.0))
+    edges = blocks_of(64)
+    widths = [stop - start for start, stop in itertools.pairwise(edges)]
+    by_position = torch.cat([torch.full((width,), float(place)) for place, width in enumerate(widths)])
+    reading = of_text("a", 0.0, size=0.0)
+    values = torch.arange(BLOCKS).double().expand(SEEDS, WINDOWS, BLOCKS)
+    object.__setattr__(reading, "scores", nested(values))
+    for multiple in (0.5, 1, 2, 4, 8):
+        stop = int(64 * multiple)
+        expected = by_position[stop // 2 : stop].mean().item()
+        assert result.at(reading, multiple).mean().item() == pytest.approx(expected)
+
+
+def test_the_blocks_double_and_reach_eight_times_as_far() -> None:
+    for length in (8, 16, 64, 100, 128, 256):
+        edges = blocks_of(length)
+        assert (edges[0], edges[-1]) == (0, 8 * length)
+        assert list(edges) == sorted(set(edges))
+        assert {length // 2, length, 2 * length, 4 * length} <= set(edges)
+    assert blocks_of(128)[:9] == (0, 16, 24, 32, 48, 64, 96, 128, 160)
+    assert len(blocks_of(128)) == 20
+
+
+def test_written_and_read_again() -> None:
+    result = result_of(of_text("a", 2.0), of_parity("a", 0.9, 0.6))
+    assert LabResult.from_dict(result.to_dict()) == result

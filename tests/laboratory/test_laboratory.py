@@ -1,0 +1,335 @@
+"""The laboratory itself, at the smallest size: who is measured, what is kept, what a kill costs, the page, mistakes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import Result
+
+from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
+from ctxext.laboratory import run as work
+from ctxext.laboratory.report import page, write_page
+from ctxext.laboratory.result import LabResult
+from ctxext.laboratory.run import PRESETS, LabCell, Laboratory, LabSettings, prepare
+from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subject_named, subjects
+from ctxext.laboratory.tasks import TASKS
+from ctxext.methods import METHODS, EncodingMethod, Method
+from ctxext.registry import discover
+
+Cli = Callable[..., Result]
+SMALL = Body(hidden=16, layers=1, heads=2)
+PAIR = Body(hidden=16, layers=2, heads=2)
+TINY = LabSettings(
+    text=SMALL,
+    puzzle=SMALL,
+    length=16,
+    text_steps=3,
+    text_rows=4,
+    windows=4,
+    puzzle_steps=2,
+    puzzle_tokens=100,
+    puzzle_rows=4,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words in a rhythm, so that order can be learned, but no stretch is like another."""
+    generator = torch.Generator().manual_seed(0)
+    words = ["the", "rain", "falls", "and", "a", "river", "runs"]
+    drawn = torch.randint(0, len(words), (3000,), generator=generator).tolist()
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(words[place] for place in drawn), encoding="utf-8")
+    return path
+
+
+def laboratory(output: Path | None, text: Path, settings: LabSettings = TINY, **asked: Any) -> Laboratory:
+    given: dict[str, Any] = {"only": ("rope", "alibi"), "tasks": ("text", "parity"), "seeds": 2, "workers": 1} | asked
+    return prepare(output, text=[text] if "text" in given["tasks"] else (), settings=settings, **given)
+
+
+def found(result: LabResult) -> Any:
+    """Everything but what a clock says."""
+    readings = [replace(reading, seconds=0.0) for reading in result.readings]
+    return readings, result.settings, result.text_sha256, result.provenance | {"date": ""}
+
+
+def readable(result: LabResult) -> str:
+    """The page without what a clock says."""
+    still = replace(
+        result,
+        readings=tuple(replace(reading, seconds=0.0) for reading in result.readings),
+        seconds=0.0,
+        provenance=result.provenance | {"date": "2026-01-01"},
+    )
+    return page(still)
+
+
+@pytest.fixture(scope="module")
+def result(text: Path) -> LabResult:
+    return laboratory(None, text).run()
+
+
+# Who is measured
+
+
+def test_everybody_who_can_take_the_place_of_rotation_is_here() -> None:
+    found = subjects()
+    encodings = {name for name, kind in METHODS.items() if issubclass(kind, EncodingMethod)}
+    assert len(encodings) >= 8
+    assert set(found) == encodings | {"rope", "alibi", "nope"} | set(RECURRENT)
+    assert {name for name, one in found.items() if one.is_slow} == {"sinusoidal", "learned", "nope"}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_models_have_about_as_many_weights_and_any_length(name: str) -> None:
+    body = PRESETS["quick"].settings.text
+    ours, theirs = (
+        sum(weight.numel() for weight in one.build(body, vocabulary=256, trained_length=128, seed=0).parameters())
+        for one in (subject_named("rope"), subject_named(name))
+    )
+    assert 0.8 < theirs / ours < 1.25
+    model = subject_named(name).build(PAIR, vocabulary=7, trained_length=8, seed=0).eval()
+    tokens = torch.randint(0, 7, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, part = (model(input_ids=each, use_cache=False).logits for each in (tokens, tokens[:, :33]))
+    torch.testing.assert_close(whole[:, :33], part, atol=1e-4, rtol=1e-4)  # and what comes later changes nothing
+
+
+NEW = '''
+"""A method of somebody."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ctxext.methods.encoding import Encoding, EncodingMethod
+
+
+class Fading(Encoding):
+    def added(self, positions):
+        return positions[..., None].float().neg().exp().expand(*positions.shape, self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backwards(EncodingMethod):
+    """Add what fades."""
+
+    name: ClassVar[str] = "backwards"
+    summary: ClassVar[str] = "fades"
+    source: ClassVar[str] = "nowhere"
+    form: ClassVar[Literal["added", "columns", "rows"]] = "added"
+
+    def build(self, spec):
+        module = Fading()
+        module.size = spec.hidden_size
+        return module
+'''
+
+
+@pytest.fixture
+def new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One more file in the folder of methods, as whoever starts Python then finds it."""
+    package = importlib.import_module("ctxext.methods")
+    (tmp_path / "backwards.py").write_text(NEW, encoding="utf-8")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    for name, kind in discover(package, Method).items():
+        if name not in METHODS:
+            monkeypatch.setitem(METHODS, name, kind)
+    yield
+    del sys.modules["ctxext.methods.backwards"]
+    vars(package).pop("backwards", None)
+
+
+@pytest.mark.usefixtures("new_file")
+def test_a_new_file_among_the_methods_is_measured_and_shown(text: Path) -> None:
+    """Not another line is touched."""
+    assert subjects()["backwards"].is_slow
+    measured = laboratory(None, text, only=("backwards", "rope"), seeds=1).run()
+    assert measured.find("text", "backwards") is not None
+    assert measured.find("parity", "backwards") is not None
+    shown = page(measured)
+    figures = re.findall(r"<svg.*?</svg>", shown, flags=re.DOTALL)
+    assert len(figures) == 2
+    assert all("backwards" in figure for figure in figures)
+
+
+# What is measured
+
+
+def test_what_is_kept_of_a_cell(result: LabResult) -> None:
+    assert [reading.name for reading in result.of("text")] == [
+        "rope",
+        *(f"rope + {name}" for name in EXTENSIONS),
+        "alibi",
+    ]
+    for reading in result.of("text"):
+        assert reading.values.shape == (2, 4, len(work.blocks_of(16)) - 1)
+        assert reading.steps == 3
+        assert 3 < result.at(reading, 8).mean() < 8, "about log 256 after three steps"
+    rope = result.find("text", "rope")
+    assert rope is not None
+    assert torch.tensor(rope.truncated).shape == (2, 4, 3)
+    assert torch.tensor(rope.order).shape == (2, 4)
+    parity = result.find("parity", "alibi")
+    assert parity is not None
+    assert parity.values.shape == (2, 4, 5)
+
+
+def test_who_is_slow_gets_three_times_the_steps_and_the_page_says_so(text: Path) -> None:
+    measured = laboratory(None, text, only=("rope", "nope"), tasks=("text",), seeds=1).run()
+    steps = {reading.name: reading.steps for reading in measured.readings}
+    assert (steps["rope"], steps["nope"]) == (3, 9)
+    assert "is trained longer" in page(measured)
+
+
+def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
+    """What follows the byte ``a`` here depends on the one before it."""
+    path = tmp_path / "rhythm.txt"
+    path.write_text("aab" * 4000, encoding="utf-8")
+    settings = replace(TINY, text=PAIR, text_steps=250, windows=16, rate=0.01)
+    asked: dict[str, Any] = {"only": ("alibi",), "tasks": ("text",), "seeds": 1}
+    learned, blank = (
+        laboratory(None, path, each, **asked).run() for each in (settings, replace(settings, text_steps=1))
+    )
+    assert learned.evidence(learned.of("text")[0]).mean > 0.1
+    assert learned.has_learned(learned.of("text")[0])
+    assert not blank.has_learned(blank.of("text")[0])
+
+
+def test_extensions_leave_the_next_one_a_plain_model(text: Path) -> None:
+    """The same seeds without any extension give the same model and the same scores."""
+    cell = LabCell(task="parity", subject=subject_named("rope"), seed=0, settings=TINY)
+    whole = cell.measure(None)["readings"]
+    assert list(whole) == ["", *EXTENSIONS]
+    again = replace(cell, subject=replace(cell.subject)).measure(None)["readings"]
+    assert whole == again
+
+
+# What is kept
+
+
+def test_a_kill_costs_one_cell_and_changes_nothing(
+    result: LabResult, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    real = LabCell.measure
+
+    def killed_at_the_third(cell: LabCell, text: Any) -> Any:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(cell.name)
+        return real(cell, text)
+
+    monkeypatch.setattr(LabCell, "measure", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        laboratory(tmp_path, text, only=("alibi",)).run()
+    journal = tmp_path / work.JOURNAL
+    journal.write_text(journal.read_text() + '{"key": "torn', encoding="utf-8")
+    after: list[str] = []
+
+    def counted(cell: LabCell, text: Any) -> Any:
+        after.append(cell.name)
+        return real(cell, text)
+
+    monkeypatch.setattr(LabCell, "measure", counted)
+    resumed = laboratory(tmp_path, text, only=("alibi",))
+    with pytest.raises(ResultsError, match="2 cells are not finished"):
+        resumed.result()
+    again = resumed.run()
+    assert len(after) == 2
+    assert set(after).isdisjoint(measured)
+    at_once = replace(result, readings=tuple(one for one in result.readings if one.subject == "alibi"))
+    assert found(again) == found(at_once)
+    assert readable(again) == readable(at_once)
+
+
+@pytest.mark.slow
+def test_processes_find_what_one_process_finds(result: LabResult, text: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    both = laboratory(tmp_path, text, only=("rope",), tasks=("parity",), workers=2)
+    measured = both.run(lambda name, cost: told.append(name))
+    assert sorted(told) == ["rope, parity, seed 0", "rope, parity, seed 1"]
+    assert found(measured)[0] == [one for one in found(result)[0] if (one.task, one.subject) == ("parity", "rope")]
+
+
+def test_other_settings_are_other_cells(text: Path, tmp_path: Path) -> None:
+    one = laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=1)
+    one.run()
+    assert one.left == []
+    assert laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=2).left[0].seed == 1
+    more = replace(TINY, puzzle_steps=3)
+    assert len(laboratory(tmp_path, text, more, tasks=("parity",), only=("rope",), seeds=1).left) == 1
+
+
+def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> None:
+    (tmp_path / work.JOURNAL).write_text('{"made_by": "ctxext choose", "format": 1}\n', encoding="utf-8")
+    with pytest.raises(ResultsError, match="holds no cells of `ctxext lab`"):
+        laboratory(tmp_path, text, tasks=("parity",)).run()
+
+
+# What is shown
+
+
+def test_the_page_says_who_learned_order_before_anything_beyond(result: LabResult, tmp_path: Path) -> None:
+    written = write_page(result, tmp_path)
+    assert [path.name for path in written] == ["lab.html", "lab.json", "figures"]
+    assert sorted(path.name for path in written[2].iterdir()) == ["loss-by-position.png", "right-by-length.png"]
+    shown = written[0].read_text(encoding="utf-8")
+    places = [shown.index(part) for part in ("Did it learn order at all?", "<svg", "What was published", "All numbers")]
+    assert places == sorted(places)
+    assert shown.count("<svg") == 2
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]+"', "", shown), "it needs nothing else"
+    for claim in ("not measured", "not at this size"):
+        assert claim in shown
+
+
+def test_the_presets_are_sound() -> None:
+    assert set(PRESETS) == {"quick", "full"}
+    for preset in PRESETS.values():
+        assert {"text", "parity"} <= set(preset.tasks) <= {"text", *TASKS}
+        assert preset.seeds >= 2, "an error over seeds"
+        assert preset.settings.length % 8 == 0
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "message"),
+    [
+        ({"only": ("alibbi",)}, UnknownNameError, "Unknown encoding or baseline 'alibbi'. Did you mean 'alibi'"),
+        ({"tasks": ("sort",)}, UnknownNameError, "Unknown task 'sort'.*order"),
+        ({"preset": "slow"}, UnknownNameError, "Unknown preset 'slow'.*full, quick"),
+        ({"seeds": 0}, InvalidParameterError, "seeds must be at least 1, found 0"),
+        ({"workers": 0}, InvalidParameterError, "workers must be at least 1, found 0"),
+        ({"only": ("rope", "rope")}, InvalidParameterError, "Give each encoding once; found rope, rope"),
+        ({"tasks": ("copy", "copy")}, InvalidParameterError, "Give each task once; found copy, copy"),
+        ({"tasks": ("copy",), "text": ("a.txt",)}, InvalidParameterError, "read by the task 'text' alone, found copy"),
+        ({"text": ("no-such.txt",)}, InvalidParameterError, "Cannot read the text 'no-such.txt'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(
+    asked: dict[str, Any], kind: type[CtxextError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        prepare(None, **asked)
+
+
+def test_the_command_trains_and_shows(cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "quick", replace(PRESETS["quick"], settings=TINY))
+    said = cli(
+        "lab", "--only", "rope,alibi", "-t", "text", "--text", text, "--seeds", 1, "--workers", 1, "-o", tmp_path
+    )
+    assert said.exit_code == 0, said.stderr
+    assert said.stdout.index("learn order") < said.stdout.index("published claims")
+    assert (tmp_path / "lab.html").is_file()
+    wrong = cli("lab", "--task", "sort", "-o", tmp_path)
+    assert (wrong.exit_code, "Unknown task 'sort'" in wrong.stderr) == (1, True)
