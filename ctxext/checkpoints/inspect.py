@@ -20,7 +20,7 @@ from ctxext.checkpoints.export import TARGETS, export_config
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.base import require
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
 from ctxext.runtimes.base import Export
@@ -70,6 +70,11 @@ class MethodCheck:
     stored_as: str = ""
     stock: bool = False
     refused: str | None = None
+
+    def of(self, method: Method) -> MethodCheck:
+        """The same said of another method that is put in likewise, with the same factor."""
+        refused = self.refused and self.refused.replace(repr(self.method), repr(method.name))
+        return replace(self, method=method.name, refused=refused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +241,14 @@ def _positions(
 def _verdicts(
     model: PreTrainedModel, trained_length: int | None, spec: RopeSpec | None, caps: bool, progress: Progress | None
 ) -> tuple[MethodCheck, ...]:
-    verdicts = []
-    for done, method in enumerate(METHODS.values(), start=1):
-        verdicts.append(_verdict(model, method.example(spec or LLAMA), trained_length, caps))
+    verdicts, alike = [], dict[Any, MethodCheck]()
+    for done, kind in enumerate(METHODS.values(), start=1):
+        method = kind.example(spec or LLAMA)
+        # Encodings of one form are put in by the same hand, which looks at the model for a second or two.
+        form = (method.form, method.carries) if isinstance(method, EncodingMethod) else method
+        if form not in alike:
+            alike[form] = _verdict(model, method, trained_length, caps)
+        verdicts.append(alike[form].of(method))
         if progress is not None:
             progress(done, len(METHODS))
     return tuple(verdicts)

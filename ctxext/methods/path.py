@@ -17,7 +17,7 @@ from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.methods.householder import Transitions
 from ctxext.spec import Carried, EncodingSpec, Pairs, PairScore
 
-__all__ = ["PaTH", "TransitionsOfTokens"]
+__all__ = ["PaTH"]
 
 WIDTH = 3
 """Tokens that a direction is mixed from: its own, and those before it."""
@@ -56,6 +56,7 @@ class PaTH(EncodingMethod):
     shared: ClassVar[bool] = False
     carries: ClassVar[bool] = True
     form: ClassVar[EncodingForm] = "rows"
+    forgets: ClassVar[bool] = False
 
     rank: int = 32
     strength: float = 0.01
@@ -67,10 +68,10 @@ class PaTH(EncodingMethod):
         require(is_inside, "strength", self.strength, "a number above 0 and below 2")
 
     def build(self, spec: EncodingSpec) -> Encoding:
-        return TransitionsOfTokens(spec, self.rank, self.strength, forgets=False)
+        return _TransitionsOfTokens(spec, self.rank, self.strength, forgets=self.forgets)
 
 
-class TransitionsOfTokens(Encoding):
+class _TransitionsOfTokens(Encoding):
     """What a layer's transitions are made by; with gates of query heads beside them where it also forgets."""
 
     def __init__(self, spec: EncodingSpec, rank: int, strength: float, *, forgets: bool) -> None:

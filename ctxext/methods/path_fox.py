@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ctxext.methods.encoding import Encoding
-from ctxext.methods.path import PaTH, TransitionsOfTokens
-from ctxext.spec import EncodingSpec
+from ctxext.methods.path import PaTH
 
 __all__ = ["PaTHFoX"]
 
@@ -33,6 +31,4 @@ class PaTHFoX(PaTH):
 
     name: ClassVar[str] = "path_fox"
     summary: ClassVar[str] = "path, and scores fall by what the tokens in between let a head forget"
-
-    def build(self, spec: EncodingSpec) -> Encoding:
-        return TransitionsOfTokens(spec, self.rank, self.strength, forgets=True)
+    forgets: ClassVar[bool] = True

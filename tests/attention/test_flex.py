@@ -138,7 +138,6 @@ def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, m
 
     With the settings for CUDA; the code generator, which needs the device, is left out.
     """
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     kernel = flex._compiled.__wrapped__("cuda")
@@ -146,7 +145,7 @@ def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, m
     found = 0
     for name, dtype, biased in itertools.product(layouts, (torch.float32, torch.bfloat16), (True, False)):
         one = cases.case(name, dtype, biased=biased)
-        with torch.no_grad():
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=limit):
             call = Call.of(*one.tensors(), one.layout, scale=one.scale, slopes=one.slopes)
             out = Flex().attend(call)
         (right,), (plain,) = cases.truth(one, backward=False), cases.naive(one, backward=False)

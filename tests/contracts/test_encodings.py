@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.attention import BACKENDS, Call, Layout, named, select
+from ctxext.checkpoints.inspect import MethodCheck, inspect_checkpoint
 from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.methods.encoding import Encoding, EncodingMethod
@@ -461,3 +462,25 @@ def test_a_file_is_enough(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert re.search(r"^4 passed", ran.stdout, re.MULTILINE), ran.stdout[-3000:]
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, MethodCheck]]:
+    """What is said of every method, although of those of one form a single one is tried."""
+    found = {}
+    for kind in ("llama", "gemma2"):
+        folder = tmp_path_factory.mktemp(kind)
+        tiny(kind).config.save_pretrained(folder)
+        found[kind] = {one.method: one for one in inspect_checkpoint(folder).verdicts}
+    return found
+
+
+@every_encoding
+def test_inspect_says_what_patching_does(name: str, inspected: dict[str, dict[str, MethodCheck]]) -> None:
+    found = inspected["llama"][name]
+    said = ctxext.describe(ctxext.patch(tiny(), name, factor=found.factor))
+    about = {"target_length": said.target_length, "stored_as": said.stored_as, "stock": said.stock}
+    assert found == MethodCheck(method=name, factor=found.factor, **about)
+    with pytest.raises(IncompatibleError) as refusal:
+        ctxext.patch(tiny("gemma2"), name, factor=found.factor)
+    assert inspected["gemma2"][name].refused == str(refusal.value)
