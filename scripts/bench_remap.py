@@ -4,17 +4,13 @@
     python scripts/bench_remap.py --device cuda --tokens 65536 --markdown table.md
 
 Three numbers for each method, each beside stock transformers with SDPA: a whole text read at once (two layers, no
-head), one attention call of it alone, and one step of decoding after it.
-Stock and remapped take turns, round after round, and
-medians are divided, so that a busy machine slows both alike. Memory is what the attention call adds at its peak,
-output included. Weights are random: neither time nor memory depends on them.
+head), one attention call of it alone, and one step of decoding after it. Stock and remapped take turns, round after
+round, and medians are divided, so that a busy machine slows both alike. Memory is what the attention call adds at its
+peak, output included. Weights are random: neither time nor memory depends on them.
 """
 
 from __future__ import annotations
 
-import copy
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +18,9 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
+from measuring import DTYPES, added_memory, in_fresh_process, in_turns, machine, markdown_table
 from rich.console import Console
-from shapes import SHAPES
+from shapes import two_layers
 from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
@@ -36,34 +32,11 @@ METHODS = ("self_extend", "self_extend window=0.25", "rerope", "dual_chunk", "st
 COLUMNS = ("method", "dtype", "text", "attention", "step", "memory")
 
 
-def build(dtype: torch.dtype, device: str) -> LlamaForCausalLM:
-    """Two layers of SmolLM2-135M's shape."""
-    config = copy.deepcopy(SHAPES["smollm2"])
-    config.num_hidden_layers, config.vocab_size = 2, 256
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(device, dtype).eval()
-
-
-def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int, device: str) -> tuple[float, float]:
-    """The ratio of the second to the first, and seconds of the first: medians of ``rounds`` turns but the first."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds + 1):
-        for call, found in zip((one, other), times, strict=True):
-            synchronize(device)
-            start = time.perf_counter()
-            call()
-            synchronize(device)
-            if turn:
-                found.append(time.perf_counter() - start)
-    first, second = map(statistics.median, times)
-    return second / first, first
-
-
 def remapped(method: str, dtype: str, tokens: int, device: str) -> LlamaForCausalLM:
     """The model with a method of ``METHODS`` on it."""
     name, *parameters = method.split()
     given = {key: float(value) for key, value in (part.split("=") for part in parameters)}
-    return ctxext.patch(build(DTYPES[dtype], device), name, factor=tokens / TRAINED, **given)
+    return ctxext.patch(two_layers(DTYPES[dtype], device), name, factor=tokens / TRAINED, **given)
 
 
 def calls(method: str, dtype: str, tokens: int, device: str) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -91,7 +64,7 @@ def memory(which: int, method: str, dtype: str, tokens: int, device: str) -> flo
 @torch.no_grad()
 def measure(method: str, dtype: str, tokens: int, rounds: int, device: str) -> list[str]:
     """One row of the table."""
-    models = build(DTYPES[dtype], device), remapped(method, dtype, tokens, device)
+    models = two_layers(DTYPES[dtype], device), remapped(method, dtype, tokens, device)
     ids = torch.randint(256, (1, tokens), device=device)
 
     def read(model: LlamaForCausalLM) -> Callable[[], object]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -14,7 +16,16 @@ import torch
 from ctxext.evaluation import provenance
 from ctxext.evaluation.checkpoint import DTYPES
 
-__all__ = ["DTYPES", "added_memory", "in_fresh_process", "machine", "markdown_table", "peak_resident", "synchronize"]
+__all__ = [
+    "DTYPES",
+    "added_memory",
+    "in_fresh_process",
+    "in_turns",
+    "machine",
+    "markdown_table",
+    "peak_resident",
+    "synchronize",
+]
 
 
 Given = ParamSpec("Given")
@@ -35,6 +46,21 @@ def in_fresh_process(measure: Callable[Given, Found], *args: Given.args, **kwarg
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         return fresh.submit(measure, *args, **kwargs).result()
+
+
+def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int, device: str) -> tuple[float, float]:
+    """The ratio of the second to the first, and seconds of the first: medians of ``rounds`` turns but the first."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for call, found in zip((one, other), times, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            if turn:
+                found.append(time.perf_counter() - start)
+    first, second = map(statistics.median, times)
+    return second / first, first
 
 
 def added_memory(device: str, call: Callable[[], object]) -> float | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import BloomConfig, LlamaConfig, PreTrainedConfig
+import copy
 
-__all__ = ["SHAPES"]
+import torch
+from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+
+__all__ = ["SHAPES", "two_layers"]
 
 SHAPES: dict[str, PreTrainedConfig] = {
     "smollm2": LlamaConfig(
@@ -38,3 +41,11 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
     "bloom-560m": BloomConfig(vocab_size=250880, hidden_size=1024, n_layer=24, n_head=16),
 }
+
+
+def two_layers(dtype: torch.dtype, device: str) -> LlamaForCausalLM:
+    """Two layers of SmolLM2-135M's shape, with few words: attention is what is measured."""
+    config = copy.deepcopy(SHAPES["smollm2"])
+    config.num_hidden_layers, config.vocab_size = 2, 256
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(device, dtype).eval()

@@ -64,6 +64,7 @@ def test_a_table_gets_its_own_methods_and_one_of_each_other_group() -> None:
     assert "ntk" not in found, "of a group that is for another kind, one method is enough"
 
 
+@pytest.mark.slow
 def test_what_is_a_decoder_and_an_encoder_decoder_is_walked_as_both() -> None:
     line = walked("bart", "tile")
     assert line["kind"] == "causal, seq2seq"
@@ -71,6 +72,7 @@ def test_what_is_a_decoder_and_an_encoder_decoder_is_walked_as_both() -> None:
     assert walked("bert", "tile")["kind"] == "masked", "its causal form is a copy of it"
 
 
+@pytest.mark.slow
 def test_each_side_of_an_encoder_decoder_is_walked() -> None:
     line = walked("t5gemma", "pi", "nope")
     sides = ("encoder", "decoder")
