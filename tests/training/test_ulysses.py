@@ -19,9 +19,13 @@ from tests._models import logits, tiny, tokens
 from tests._programs import ROOT, ran
 from tests.training._recipe import CONFIG, SMALL, words_of
 
-pytestmark = pytest.mark.skipif(
-    find_spec("deepspeed") is None or shutil.which("c++") is None, reason="needs deepspeed and a C++ compiler"
-)
+# Slow: DeepSpeed starts in two processes again and again. The launches of test_engines are in every run.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None or shutil.which("c++") is None, reason="needs deepspeed and a C++ compiler"
+    ),
+]
 
 RECIPE = ROOT / "recipes" / "finetune.py"
 LAUNCH = [
