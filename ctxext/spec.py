@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,8 +31,12 @@ __all__ = [
     "Region",
     "Request",
     "RopeSpec",
+    "ScoreForm",
     "Sinks",
 ]
+
+ScoreForm = Literal["none", "columns", "places", "rows", "own"]
+"""How what an encoding adds to scores reaches a kernel: see ``PairScore``."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, in_turns, machine, markdown_table
+from measuring import DTYPES, added_memory, in_fresh_process, in_turns, machine, markdown_table, show_table
 from rich.console import Console
 from shapes import two_layers
 from transformers import DynamicCache, LlamaForCausalLM
@@ -118,9 +118,7 @@ def main(
         f"one more after them; `memory`: what reading them adds at its peak, and how much more that is than for half.",
     ]
     table = markdown_table("# Encodings: what they cost", COLUMNS, rows, notes)
-    console.print(table, markup=False)
-    if markdown is not None:
-        markdown.write_text(table, encoding="utf-8")
+    show_table(table, markdown)
 
 
 if __name__ == "__main__":

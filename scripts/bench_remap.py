@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, in_turns, machine, markdown_table
+from measuring import DTYPES, added_memory, in_fresh_process, in_turns, machine, markdown_table, show_table
 from rich.console import Console
 from shapes import two_layers
 from transformers import DynamicCache, LlamaForCausalLM
@@ -113,9 +113,7 @@ def main(
         "on a cache of the text; `memory`: what the attention call adds at its peak.",
     ]
     table = markdown_table("# Position remapping: time and memory", COLUMNS, rows, notes)
-    console.print(table, markup=False)
-    if markdown is not None:
-        markdown.write_text(table, encoding="utf-8")
+    show_table(table, markdown)
 
 
 if __name__ == "__main__":

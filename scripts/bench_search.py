@@ -19,7 +19,7 @@ from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
+from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, show_table, synchronize
 from rich.console import Console
 from shapes import SHAPES
 from transformers import LlamaForCausalLM
@@ -125,9 +125,7 @@ def main(
         "Peak memory is what is added to the weights; the first call of each process, so that seconds are rough.",
     ]
     table = markdown_table("# A step of the search: time and memory", COLUMNS, rows, notes)
-    console.print(table, markup=False)
-    if markdown is not None:
-        markdown.write_text(table, encoding="utf-8")
+    show_table(table, markdown)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
+from rich.console import Console
 
 from ctxext.evaluation import provenance
 from ctxext.evaluation.checkpoint import DTYPES
@@ -24,6 +25,7 @@ __all__ = [
     "machine",
     "markdown_table",
     "peak_resident",
+    "show_table",
     "synchronize",
 ]
 
@@ -104,3 +106,10 @@ def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[s
     lines = [title, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
+
+
+def show_table(table: str, markdown: Path | None) -> None:
+    """Print a table of ``markdown_table``, and write it where a file is named."""
+    Console().print(table, markup=False)
+    if markdown is not None:
+        markdown.write_text(table, encoding="utf-8")

@@ -24,11 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
-from ctxext.spec import OwnAttention, PairScore
+from ctxext.spec import OwnAttention, PairScore, ScoreForm
 
-__all__ = ["AttentionBackend", "Call", "Need", "ScoreForm", "expand_heads"]
-
-ScoreForm = Literal["none", "columns", "places", "rows", "own"]
+__all__ = ["AttentionBackend", "Call", "Need", "expand_heads"]
 
 # Queries whose weights the plain form of ``gradients`` writes out at a time.
 ROWS = 256

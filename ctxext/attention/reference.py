@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Call, Need, ScoreForm, expand_heads
-from ctxext.spec import OwnAttention
+from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
+from ctxext.spec import OwnAttention, ScoreForm
 
 __all__ = ["Reference"]
 

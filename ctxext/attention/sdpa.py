@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ctxext.attention.base import AttentionBackend, Call, Need, ScoreForm, expand_heads
+from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
 from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
-from ctxext.spec import OwnAttention
+from ctxext.spec import OwnAttention, ScoreForm
 
 __all__ = ["Sdpa", "kernel_order"]
 

@@ -9,12 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ctxext.errors import ResultsError
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.report.comparison import terminal_table
 from ctxext.evaluation.report.comparison_tables import NONE, TextTable
-from ctxext.evaluation.report.style import rendered, require_report
-from ctxext.files import write_whole
+from ctxext.evaluation.report.style import rendered, require_report, write_pages
 from ctxext.laboratory.claims import LabVerdict, verdicts
 from ctxext.laboratory.figures import CLASSIC, drawings, name_of
 from ctxext.laboratory.result import LEAST, LabReading, LabResult, over_seeds
@@ -23,7 +21,7 @@ from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
 
 __all__ = ["page", "show_result", "write_page"]
 
-PAGE, DATA, FIGURES = "lab.html", "lab.json", "figures"
+PAGE, DATA = "lab.html", "lab.json"
 LONGER = (1, 2, 4, REACH)
 # Perplexity at 3512 words of WikiText-103 after training on 512: Press et al., arXiv:2108.12409.
 PUBLISHED = {"alibi": 18.4, "t5_bias": 22.9, ROPE: 35.5, "sinusoidal": 179.0}
@@ -37,20 +35,8 @@ def write_page(result: LabResult, output: Path) -> list[Path]:
         InvalidParameterError: matplotlib or jinja2 is not installed.
     """
     require_report()
-    data = json.dumps(result.to_dict(), ensure_ascii=False) + "\n"
-    figures = drawings(result)
-    try:
-        for name, text in ((PAGE, page(result)), (DATA, data)):
-            write_whole(output / name, text)
-        (output / FIGURES).mkdir(exist_ok=True)
-        for figure in figures:
-            figure.save(output / FIGURES / f"{figure.name}.png")
-    except OSError as error:
-        raise ResultsError(
-            f"Cannot write the page to {str(output)!r}: {error.strerror}. All cells are kept; make room there and run "
-            f"the same command again."
-        ) from error
-    return [output / PAGE, output / DATA, output / FIGURES]
+    texts = {PAGE: page(result), DATA: json.dumps(result.to_dict(), ensure_ascii=False) + "\n"}
+    return write_pages(output, texts, drawings(result))
 
 
 def page(result: LabResult) -> str:

@@ -180,9 +180,9 @@ class LabCell:
             text.tested,
         )
         octaves = [edge - settings.length for edge in octaves_of(settings.length)]
+        edges = blocks_of(settings.length)
         readings = {
             name: {"scores": _means(_in_parts(lambda part: loss_by_position(model, part), text.tested), edges)}
-            for edges in [blocks_of(settings.length)]
             for name in self._extended(model)
         }
         readings[""] |= {

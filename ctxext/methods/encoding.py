@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.methods.base import Method
-from ctxext.spec import EncodingSpec, OwnAttention, Pairs, PairScore
+from ctxext.spec import EncodingSpec, OwnAttention, Pairs, PairScore, ScoreForm
 
 __all__ = ["ByDistance", "Encoding", "EncodingForm", "EncodingMethod"]
 
@@ -77,7 +77,7 @@ class EncodingMethod(Method):
         return False
 
     @property
-    def score_form(self) -> Literal["none", "columns", "places", "rows", "own"]:
+    def score_form(self) -> ScoreForm:
         """The form of what attention is asked to add."""
         return "none" if self.form == "added" else self.form
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
-from ctxext.evaluation.report.style import NOTE, Drawing
-from ctxext.pictures.picture import AFTER, BEFORE, GRADED, Picture, as_numbers, quiet, wrapped
+from ctxext.evaluation.report.style import NOTE
+from ctxext.pictures.picture import AFTER, BEFORE, GRADED, Picture, quiet
 from ctxext.surgery.edits import Edits
 
 __all__ = ["Looks", "attention_of", "by_distance", "edges_of", "picture_of_attention"]
@@ -144,15 +144,16 @@ def picture_of_attention(found: Looks, *, label: str, name: str, saved: dict[str
         saved: the method's saved form.
     """
     size, said = (11.5, 4.9), _said(found, label, name)
-    drawing = Drawing(
-        name=f"show-{saved['method']}-attention",
-        title=wrapped(said, size[0]),
+    return Picture.of(
+        found,
+        "attention",
+        saved=saved,
+        said=said,
         caption=CAPTION,
-        alternative=said,
         size=size,
         draw=lambda figure: _draw(figure, found, label),
+        model=name,
     )
-    return Picture({"kind": "attention", "method": saved, "model": name, **as_numbers(found)}, drawing)
 
 
 def _said(found: Looks, label: str, name: str) -> str:

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.report.style import INK, NOTE, Drawing
+from ctxext.evaluation.report.style import INK, NOTE
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import Encoding
-from ctxext.pictures.picture import GRADED, Picture, as_numbers, distances_to, mark_trained, quiet, tokens_axis, wrapped
+from ctxext.pictures.picture import GRADED, Picture, distances_to, mark_trained, quiet, tokens_axis
 from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
 
 __all__ = ["Bias", "bias_of_encoding", "bias_of_slopes", "pairs_at", "picture_of_bias"]
@@ -93,15 +93,16 @@ def picture_of_bias(found: Bias, *, label: str, saved: dict[str, Any], name: str
     """
     size = (9.6, 4.1)
     said = _said(found, label, name, state)
-    drawing = Drawing(
-        name=f"show-{saved['method']}",
-        title=wrapped(said, size[0]),
+    return Picture.of(
+        found,
+        "bias",
+        saved=saved,
+        said=said,
         caption=CAPTION,
-        alternative=said,
         size=size,
         draw=lambda figure: _draw(figure, found),
+        weights=state or None,
     )
-    return Picture({"kind": "bias", "method": saved, "weights": state or None, **as_numbers(found)}, drawing)
 
 
 def _said(found: Bias, label: str, name: str, state: str) -> str:

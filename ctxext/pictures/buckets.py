@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.evaluation.report.style import Drawing
 from ctxext.methods import BucketMethod
 from ctxext.methods.formulas import buckets_of
-from ctxext.pictures.picture import AFTER, BEFORE, Picture, as_numbers, distances_to, quiet, tokens_axis, wrapped
+from ctxext.pictures.picture import AFTER, BEFORE, Picture, distances_to, quiet, tokens_axis
 from ctxext.spec import BucketSpec
 
 __all__ = ["BucketsSeen", "buckets_seen", "picture_of_buckets"]
@@ -72,15 +71,15 @@ def picture_of_buckets(method: BucketMethod, spec: BucketSpec, *, label: str, na
     found, size = buckets_seen(method, spec), (8.4, 4.2)
     of = f"{name}: " if name else ""
     said = f"{of}with {label} the last bucket begins at {found.last:,} tokens back, not at {found.trained_last:,}"
-    drawing = Drawing(
-        name=f"show-{method.name}",
-        title=wrapped(said, size[0]),
+    return Picture.of(
+        found,
+        "buckets",
+        saved=method.to_dict(),
+        said=said,
         caption=CAPTION,
-        alternative=said,
         size=size,
         draw=lambda figure: _draw(figure, found, label),
     )
-    return Picture({"kind": "buckets", "method": method.to_dict(), **as_numbers(found)}, drawing)
 
 
 def _draw(figure: Any, found: BucketsSeen, label: str) -> None:

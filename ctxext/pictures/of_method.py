@@ -15,13 +15,13 @@ from ctxext.checkpoints.inspect import rope_of_checkpoint
 from ctxext.checkpoints.load import load, meta_model, model_class
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from ctxext.evaluation.readings import name_for
+from ctxext.evaluation.readings import known_trained_length, name_for
 from ctxext.methods import METHODS, BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
 from ctxext.methods.encoding import Encoding
 from ctxext.methods.pi import PI
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.sinusoidal import Sinusoidal
-from ctxext.patching import patch, trained_length_of, unpatch
+from ctxext.patching import patch, unpatch
 from ctxext.pictures.attention import QUERIES, Looks, attention_of, by_distance, edges_of, picture_of_attention
 from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes, picture_of_bias
 from ctxext.pictures.buckets import picture_of_buckets
@@ -171,12 +171,7 @@ def _of_slopes(method: BiasMethod, subject: ShownOn) -> Picture:
         config = _config(subject)
         model = meta_model(config, trust_remote_code=subject.trust)
         heads = text_of(config).num_attention_heads
-        known = subject.trained_length or trained_length_of(model)
-        if known is None:
-            raise IncompatibleError(
-                f"The config of {subject.checkpoint} does not say its trained length; give --trained-length."
-            )
-        length = known
+        length = known_trained_length(model, subject.trained_length)
     found = bias_of_slopes(method, AlibiSpec(heads, length))
     return picture_of_bias(found, label=method.name, saved=method.to_dict(), name=subject.name)
 
@@ -242,7 +237,8 @@ def _of_encoding(method: EncodingMethod, subject: ShownOn) -> Picture:
             raise InvalidParameterError(
                 f"There is no layer {subject.layer} with an encoding of its own: this model has {len(encodings)}."
             )
-        encoding, spec = encodings[subject.layer].double(), spec_of(model, _trained_length(model, subject))
+        encoding = encodings[subject.layer].double()
+        spec = spec_of(model, known_trained_length(model, subject.trained_length))
         layer = f", layer {subject.layer}" if len(encodings) > 1 else ""
     state = state if any(True for _ in encoding.parameters()) else ""
     found = bias_of_encoding(encoding, spec, method.target_length(spec.trained_length))
@@ -260,15 +256,6 @@ def _with_encoding(method: EncodingMethod, subject: ShownOn) -> tuple[PreTrained
     return _loaded(subject, method, trained_length=subject.trained_length), method, UNTRAINED
 
 
-def _trained_length(model: PreTrainedModel, subject: ShownOn) -> int:
-    found = subject.trained_length or trained_length_of(model)
-    if found is None:
-        raise IncompatibleError(
-            f"The config of {subject.checkpoint} does not say its trained length; give --trained-length."
-        )
-    return found
-
-
 def _of_added(method: EncodingMethod, subject: ShownOn) -> Picture:
     """Vectors that are added: a checkpoint's own table where it has one, else those of the method."""
     if _lives(subject) == "table":
@@ -282,7 +269,7 @@ def _of_added(method: EncodingMethod, subject: ShownOn) -> Picture:
         encoding, of = method.build(spec), "an example"
     else:
         model, method, state = _with_encoding(method, subject)
-        spec, of = spec_of(model, _trained_length(model, subject)), subject.name
+        spec, of = spec_of(model, known_trained_length(model, subject.trained_length)), subject.name
         encoding = next(module for module in model.modules() if isinstance(module, Encoding))
     target = method.target_length(spec.trained_length)
     with torch.no_grad():

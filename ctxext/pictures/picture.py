@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -45,6 +46,35 @@ class Picture:
 
     numbers: dict[str, Any]
     drawing: Drawing
+
+    @classmethod
+    def of(
+        cls,
+        found: Any,
+        kind: str,
+        *,
+        saved: dict[str, Any],
+        said: str,
+        caption: str,
+        size: tuple[float, float],
+        draw: Callable[[Any], None],
+        **more: Any,
+    ) -> Picture:
+        """The picture of one method.
+
+        Args:
+            found: a dataclass with the numbers that are drawn.
+            kind: what is drawn, in a word.
+            saved: the method's saved form.
+            said: the title, and what is said where the picture cannot be seen.
+            caption: how to read it.
+            size: width and height, inches.
+            draw: on a figure of this size.
+            more: numbers beside those of ``found``.
+        """
+        name = f"show-{saved['method']}" + ("-attention" if kind == "attention" else "")
+        drawing = Drawing(name, title=wrapped(said, size[0]), caption=caption, alternative=said, size=size, draw=draw)
+        return cls({"kind": kind, "method": saved, **as_numbers(found), **more}, drawing)
 
 
 def as_numbers(value: Any) -> Any:

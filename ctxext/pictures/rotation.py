@@ -10,19 +10,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.report.style import INK, NOTE, Drawing
+from ctxext.evaluation.report.style import INK, NOTE
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.pictures.picture import (
     AFTER,
     BEFORE,
     Picture,
-    as_numbers,
     distances_to,
     mark_trained,
     quiet,
     tokens_axis,
-    wrapped,
 )
 from ctxext.spec import RopeSpec
 
@@ -112,16 +110,17 @@ def picture_of_rotation(method: RopeMethod, rope: RopeSpec, *, label: str, name:
     """
     found, size = rotation_of(method, rope), (9.6, 4.1)
     said = _said(found, label, name)
-    drawing = Drawing(
-        name=f"show-{method.name}",
-        title=wrapped(said, size[0]),
+    counts = {"pairs_at_new_angles": found.beyond, "pairs_at_new_angles_without": found.plain_beyond}
+    return Picture.of(
+        found,
+        "rotation",
+        saved=method.to_dict(),
+        said=said,
         caption=CAPTION,
-        alternative=said,
         size=size,
         draw=lambda figure: _draw(figure, found, label),
+        **counts,
     )
-    counts = {"pairs_at_new_angles": found.beyond, "pairs_at_new_angles_without": found.plain_beyond}
-    return Picture({"kind": "rotation", "method": method.to_dict(), **as_numbers(found), **counts}, drawing)
 
 
 def _said(found: Rotation, label: str, name: str) -> str:

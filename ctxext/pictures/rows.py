@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.report.style import INK, NOTE, Drawing
-from ctxext.pictures.picture import AFTER, GRADED, Picture, as_numbers, quiet, wrapped
+from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.pictures.picture import AFTER, GRADED, Picture, quiet
 
 __all__ = ["RowsSeen", "picture_of_rows", "rows_seen", "similarity"]
 
@@ -105,15 +105,15 @@ def _from_fast_to_slow(rows: Float[Tensor, "trained size"], count: int = 4) -> I
 def picture_of_rows(found: RowsSeen, *, title: str, kind: str, saved: dict[str, Any]) -> Picture:
     """The table, its similarities, its waves and its plane."""
     size = (9.6, 7.4)
-    drawing = Drawing(
-        name=f"show-{saved['method']}",
-        title=wrapped(title, size[0]),
+    return Picture.of(
+        found,
+        kind,
+        saved=saved,
+        said=title,
         caption=CAPTION,
-        alternative=title,
         size=size,
         draw=lambda figure: _draw(figure, found),
     )
-    return Picture({"kind": kind, "method": saved, **as_numbers(found)}, drawing)
 
 
 def _draw(figure: Any, found: RowsSeen) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.report.style import INK, NOTE, Drawing
+from ctxext.evaluation.report.style import INK, NOTE
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.pictures.bias import pairs_at
-from ctxext.pictures.picture import Picture, as_numbers, wrapped
+from ctxext.pictures.picture import Picture
 from ctxext.pictures.rows import DIVERGING
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 from ctxext.surgery.edits import Edits
@@ -149,15 +149,15 @@ def picture_of_sentence(found: SentenceSeen, *, label: str, saved: dict[str, Any
     side = min(max(2.3, 0.2 * len(found.tokens)), 4.2)
     size = (max(heads * side + 1.9, 8.0), side + 1.1)
     said = f"{label}: {found.what}, in layer {found.layer} of {of}"
-    drawing = Drawing(
-        name=f"show-{saved['method']}",
-        title=wrapped(said, size[0]),
+    return Picture.of(
+        found,
+        "sentence",
+        saved=saved,
+        said=said,
         caption=CAPTION,
-        alternative=said,
         size=size,
         draw=lambda figure: _draw(figure, found, heads),
     )
-    return Picture({"kind": "sentence", "method": saved, **as_numbers(found)}, drawing)
 
 
 def _draw(figure: Any, found: SentenceSeen, heads: int) -> None:

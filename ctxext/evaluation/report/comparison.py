@@ -10,19 +10,17 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
-from ctxext.errors import ResultsError
 from ctxext.evaluation.comparison.result import ComparisonResult
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.comparison_figures import drawings
 from ctxext.evaluation.report.comparison_tables import TextTable, csv_rows, main_table, other_tables, passkey_grids
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line, windows_in_words
-from ctxext.evaluation.report.style import plain_table, rendered, require_report
+from ctxext.evaluation.report.style import plain_table, rendered, require_report, write_pages
 from ctxext.evaluation.truncation import windows_of
-from ctxext.files import write_whole
 
 __all__ = ["page", "terminal_table", "write_report"]
 
-PAGE, DATA, ROWS, MARKDOWN, FIGURES = "report.html", "report.json", "report.csv", "report.md", "figures"
+PAGE, DATA, ROWS, MARKDOWN = "report.html", "report.json", "report.csv", "report.md"
 
 
 def write_report(result: ComparisonResult, output: Path) -> list[Path]:
@@ -40,18 +38,7 @@ def write_report(result: ComparisonResult, output: Path) -> list[Path]:
         ROWS: _csv(result),
         MARKDOWN: _rendered("comparison.md.jinja", result, figures=figures, escape=False),
     }
-    try:
-        for name, text in texts.items():
-            write_whole(output / name, text)
-        (output / FIGURES).mkdir(exist_ok=True)
-        for figure in figures:
-            figure.save(output / FIGURES / f"{figure.name}.png")
-    except OSError as error:
-        raise ResultsError(
-            f"Cannot write the report to {str(output)!r}: {error.strerror}. All cells are kept; make room there and "
-            f"run the same command again."
-        ) from error
-    return [*(output / name for name in texts), output / FIGURES]
+    return write_pages(output, texts, figures)
 
 
 def page(result: ComparisonResult) -> str:

@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ctxext.errors import require_package
+from ctxext.errors import ResultsError, require_package
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.statistics import PairedDifference
+from ctxext.files import write_whole
 from ctxext.version import __version__
 
 __all__ = [
@@ -43,7 +44,10 @@ __all__ = [
     "require_report",
     "saved_figure",
     "say",
+    "write_pages",
 ]
+
+FIGURES = "figures"  # the folder of a report's pictures
 
 
 def plain_table(
@@ -318,3 +322,29 @@ class Drawing:
         for variable, (light, _) in VARIABLES.items():
             text = text.replace(light.lower(), f"var(--{variable})")
         return text.strip()
+
+
+def write_pages(output: Path, texts: Mapping[str, str], figures: Sequence[Drawing]) -> list[Path]:
+    """Write the files of a report, its figures in a folder of their own, and return their paths, that folder last.
+
+    Args:
+        output: a folder.
+        texts: of each file, by its name.
+        figures: saved as PNG files.
+
+    Raises:
+        ResultsError: a file cannot be written.
+    """
+    folder = output / FIGURES
+    try:
+        for name, text in texts.items():
+            write_whole(output / name, text)
+        folder.mkdir(exist_ok=True)
+        for figure in figures:
+            figure.save(folder / f"{figure.name}.png")
+    except OSError as error:
+        raise ResultsError(
+            f"Cannot write the report to {str(output)!r}: {error.strerror}. All cells are kept; make room there and "
+            f"run the same command again."
+        ) from error
+    return [*(output / name for name in texts), folder]
