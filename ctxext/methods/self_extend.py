@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -37,7 +38,8 @@ class SelfExtend(RemapMethod):
         thinning: by how much the tokens of a far group count for less than near ones, since so many of them stand where
             the model has seen one each: a token counts for group^-thinning. From 0 (each for one, as the authors have
             it) to 1 (a whole group for one). More of it serves the prediction of ordinary text, the more the longer a
-            text is; less of it serves finding single things far back.
+            text is; less of it serves finding single things far back. None for what was measured to serve both: 0 up
+            to factor 2, 0.5 from factor 4 on, and in between in proportion to the factor's logarithm.
         sinks: how many of the first tokens of a text count for one all the same, at least 0: on them rests the
             attention that a model has no use for (Xiao et al., arXiv:2309.17453).
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
@@ -56,7 +58,7 @@ class SelfExtend(RemapMethod):
     window: float = 0.5
     group: int | None = None
     reach: float | None = None
-    thinning: float = 0.5
+    thinning: float | None = None
     sinks: int = 4
     exact: bool = True
 
@@ -64,7 +66,7 @@ class SelfExtend(RemapMethod):
         super().__post_init__()
         given = self.group is None or (type(self.group) is int and self.group >= 1)
         require(given, "group", self.group, "a whole number of tokens, at least 1")
-        require(0 <= self.thinning <= 1, "thinning", self.thinning, "from 0 to 1")
+        require(self.thinning is None or 0 <= self.thinning <= 1, "thinning", self.thinning, "from 0 to 1")
         require(
             type(self.sinks) is int and self.sinks >= 0, "sinks", self.sinks, "a whole number of tokens, at least 0"
         )
@@ -84,12 +86,18 @@ class SelfExtend(RemapMethod):
         offset = float(window - window // group)
         near, far = near_and_far(window, rope, exact=self.exact)
         query, key = PositionMap(group=group, offset=offset), PositionMap(group=group)
-        if self.thinning == 0 or group == 1:
+        thinning = usual_thinning(self.factor) if self.thinning is None else self.thinning
+        if thinning == 0 or group == 1:
             return (Piece(region=near), Piece(region=far, query=query, key=key))
         first = Sinks(self.sinks, window, far.plain_before)
         whole = (Piece(region=first, query=query, key=key),) if self.sinks else ()
         rest = replace(far, skip=self.sinks)
-        return (Piece(region=near), *whole, Piece(region=rest, query=query, key=key, weight=group**-self.thinning))
+        return (Piece(region=near), *whole, Piece(region=rest, query=query, key=key, weight=group**-thinning))
+
+
+def usual_thinning(factor: float) -> float:
+    """What serves both prediction and finding things: nothing at factor 2, half of it at factor 4, as measured."""
+    return 0.5 * min(max(math.log2(factor) - 1, 0.0), 1.0)
 
 
 def largest_relative_position(length: int, window: int, group: int) -> int:

@@ -66,8 +66,14 @@ def test_a_token_of_a_far_group_counts_for_less_but_the_first_ones_of_a_text() -
 def test_the_authors_let_every_token_count_for_one() -> None:
     near, far = SelfExtend(factor=2, window=16, group=4, thinning=0).pieces(ROPE, 128)
     assert near.weight == far.weight == 1
-    alone = SelfExtend(factor=2, window=16, group=4, sinks=0).pieces(ROPE, 128)
+    alone = SelfExtend(factor=2, window=16, group=4, thinning=0.5, sinks=0).pieces(ROPE, 128)
     assert [piece.weight for piece in alone] == [1, 0.5], "no piece for no tokens"
+
+
+@pytest.mark.parametrize(("factor", "exponent"), [(1.5, 0), (2, 0), (2**1.5, 0.25), (4, 0.5), (6, 0.5)])
+def test_tokens_are_thinned_out_by_how_far_a_text_is_extended(factor: float, exponent: float) -> None:
+    *_, far = SelfExtend(factor=factor, window=16, group=8).pieces(ROPE, int(factor * 64))
+    assert far.weight == pytest.approx(8**-exponent, rel=1e-12)
 
 
 def test_shares_of_the_trained_length_are_tokens() -> None:
