@@ -66,11 +66,11 @@ def frequencies(
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
     check_output(output)
-    from ctxext.patching import method as build
+    from ctxext.evaluation.readings import named_method
     from ctxext.pictures.frequencies import plot_spectrum, shown_by_default
 
     rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
-    chosen = [build(name, factor=factor) for name in method] if method else shown_by_default(factor)
+    chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor)
     name = Path(checkpoint).name if checkpoint else ""
     _write_picture(output, lambda half: plot_spectrum(chosen, rope, half, name=name))
 
@@ -110,16 +110,15 @@ def positions(
     """
     check_output(output)
     from ctxext.checkpoints.inspect import rope_of_checkpoint
-    from ctxext.evaluation.readings import name_and_parameters
-    from ctxext.patching import method as build
+    from ctxext.evaluation.readings import named_method
     from ctxext.pictures.positions import picture_of_positions
     from ctxext.spec import RopeSpec
 
     rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=16 if trained_length is None else trained_length)
     if checkpoint is not None:
         rope = rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
-    asked = [name_and_parameters(text) for text in method or ("self_extend", "rerope", "dual_chunk", "streaming")]
-    chosen = [build(name, factor=factor, **parameters) for name, parameters in asked]
+    asked = method or ("self_extend", "rerope", "dual_chunk", "streaming")
+    chosen = [named_method(text, factor) for text in asked]
     _write_picture(output, picture_of_positions(chosen, rope).drawing.save)
 
 
@@ -174,14 +173,10 @@ def show(
         check_output(picture)
     from transformers.utils.logging import disable_progress_bar
 
-    from ctxext.evaluation.readings import name_and_parameters
-    from ctxext.patching import method as build
+    from ctxext.evaluation.readings import named_method
     from ctxext.pictures.of_method import PLAIN, ShownOn, picture_of
 
-    chosen = None
-    if method != PLAIN:
-        name, parameters = name_and_parameters(method)
-        chosen = build(name, factor=factor, **parameters)
+    chosen = None if method == PLAIN else named_method(method, factor)
     subject = ShownOn(
         checkpoint=model,
         text=None if text is None else _text_of(text),

@@ -53,8 +53,8 @@ __all__ = [
     "ignores_factor",
     "known_trained_length",
     "label_for",
-    "name_and_parameters",
     "name_for",
+    "named_method",
     "patched",
     "require_reached",
 ]
@@ -314,8 +314,8 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
     Args:
         model: decides what an empty ``wanted`` means: every method for its kind of positions (rotary or ALiBi) that
             needs nothing but a factor. Replacing rotation by ALiBi needs training and has to be named.
-        wanted: names, with parameters behind them where needed (``"yarn ramp=turns truncate=false"``), or objects and
-            files of ``ctxext choose`` (``choice.json``), which bring their own factor.
+        wanted: names, with parameters where needed (``"yarn ramp=turns truncate=false"``), which may hold a factor of
+            their own; or objects and files of ``ctxext choose`` (``choice.json``), which bring theirs.
         factors: each at least 1.
 
     Raises:
@@ -329,8 +329,7 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
         if isinstance(item, Method) or is_choice(item):
             found.append(item if isinstance(item, Method) else method_in(item))
             continue
-        name, parameters = name_and_parameters(item)
-        built = [patching.method(name, factor=factor, **parameters) for factor in sorted(set(factors))]
+        built = list(dict.fromkeys(named_method(item, factor) for factor in sorted(set(factors))))
         found += built[-1:] if ignores_factor(built[-1]) else built
     if len(set(found)) != len(found):
         twice = next(method for method in found if found.count(method) > 1)
@@ -381,12 +380,17 @@ def ignores_factor(method: Method) -> bool:
     return all(one is not None and one == another for one, another in pairs)
 
 
-def name_and_parameters(text: str) -> tuple[str, dict[str, Any]]:
-    """``name key=value ...`` as a shell would split it."""
+def named_method(text: str, factor: float) -> Method:
+    """The method that ``name key=value ...`` means, as a shell would split it; a factor of its own goes first.
+
+    Raises:
+        UnknownNameError: an unknown method or parameter.
+        InvalidParameterError: a value out of range.
+    """
     name, *rest = shlex.split(text) or [""]
     if name not in METHODS:
         raise UnknownNameError.of("method", name, METHODS)
-    return name, dict(parameter_of(part) for part in rest)
+    return patching.method(name, **{"factor": factor, **dict(parameter_of(part) for part in rest)})
 
 
 def name_for(method: Method) -> str:
