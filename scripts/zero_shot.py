@@ -50,9 +50,8 @@ from ctxext.progress import StageBar
 ROUNDING = 1e-4
 METHODS = (
     "self_extend",
-    "self_extend thinning=1",
-    "self_extend thinning=0",
-    "self_extend thinning=0 window=0.25 reach=0.67",
+    "self_extend thinning=0.5",
+    "self_extend window=0.25 reach=0.67",
     "rerope",
     "rerope window=0.5",
     "dual_chunk",
@@ -151,6 +150,7 @@ class Found:
         inside: loss minus the unextended model's inside the trained window.
         largest: the largest of those differences at one token, nats.
         end: loss minus the best truncation's at the end.
+        by_text: the same of each text.
         key_tokens: the same on key tokens alone, against the longest truncation. Found by the second longest, since
             whatever finds them predicts them better than it does others like them. None where fewer than two texts
             have any.
@@ -163,6 +163,7 @@ class Found:
     inside: PairedDifference
     largest: float
     end: PairedDifference
+    by_text: tuple[float, ...]
     key_tokens: PairedDifference | None
     keys: tuple[int, ...]
     asked: int
@@ -203,6 +204,7 @@ class Results:
                     inside=paired_difference(own[:, :trained], plain, block=block),
                     largest=(own[:, :trained] - plain).abs().max().item(),
                     end=paired_difference(own[:, -quarter:], cut[window], block=block, baselines=len(cut)),
+                    by_text=tuple((own[:, -quarter:] - cut[window]).mean(1).tolist()),
                     key_tokens=on_key_tokens(own[:, -quarter:], longest, is_key),
                     keys=tuple(sum(one) for one in keys),
                     asked=self.study.trials,
@@ -276,9 +278,9 @@ def draw(path: Path, results: Results, lengths: Sequence[int]) -> None:
     heights, columns = [len(rows) + 1.6 for _, rows in found.values()], 2 if results.study.trials else 1
     title = "What a longer context is worth without training"
     with saved_figure(path, (9.6, 0.36 * sum(heights) + 0.5), title) as figure:
-        shares = (3, 1)[:columns]
+        shares = (2.4, 1)[:columns]
         grid = figure.subplots(
-            len(lengths), columns, squeeze=False, sharey="row", height_ratios=heights, width_ratios=shares
+            len(lengths), columns, squeeze=False, sharex="col", sharey="row", height_ratios=heights, width_ratios=shares
         )
         for panels, (length, (window, rows)) in zip(grid, found.items(), strict=True):
             draw_losses(
@@ -289,28 +291,37 @@ def draw(path: Path, results: Results, lengths: Sequence[int]) -> None:
 
 
 def draw_losses(panel: Any, rows: Sequence[Found], window: int, span: str) -> None:
-    """Losses at the end with 95 percent intervals; named on the left."""
+    """Losses at the end with 95 percent intervals, and a ring for each text; named on the left."""
     panel.axvline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED, zorder=1)
     for place, one in enumerate(rows):
         panel.errorbar(one.end.mean, place, xerr=one.end.margin, fmt="o", ms=6, lw=1.6, color=colour_of(one))
+        if len(one.by_text) > 1:
+            places = [place + 0.24] * len(one.by_text)
+            panel.scatter(one.by_text, places, s=22, facecolor="none", edgecolor=colour_of(one), lw=0.9, alpha=0.7)
     panel.set_yticks(range(len(rows)), [one.reading.label for one in rows])
     panel.set_ylim(len(rows) - 0.4, -0.6)
     panel.tick_params(axis="y", length=0)
-    panel.set_xlabel(f"loss minus that of the last {tokens_label(window)} tokens, nats per token")
+    several = "; rings: each text" if len(rows[0].by_text) > 1 else ""
+    panel.set_xlabel(f"loss minus that of the last {tokens_label(window)} tokens, nats per token{several}")
+    panel.tick_params(axis="x", labelbottom=True)
     draw_grid(panel, f"{span}: left of the line is better than dropping the old text", axis="x")
 
 
 def draw_keys(panel: Any, rows: Sequence[Found]) -> None:
-    """Passkeys found by depth: a circle that is the fuller, the more of them."""
+    """Passkeys by depth: a dot for each, a ring where it was not found."""
     for place, one in enumerate(rows):
+        colour, apart = colour_of(one), 0.75 / one.asked
         for depth, count in enumerate(one.keys):
-            panel.scatter(depth, place, s=90, facecolor="white", edgecolor=colour_of(one), lw=1.2)
-            panel.scatter(depth, place, s=90 * count / one.asked, color=colour_of(one), lw=0)
+            for trial in range(one.asked):
+                across = depth + apart * (trial - (one.asked - 1) / 2)
+                filled = colour if trial < count else "white"
+                panel.scatter(across, place, s=40, facecolor=filled, edgecolor=colour, lw=1.2)
     panel.set_xticks(range(len(DEPTHS)), [f"{100 * depth:g}" for depth in DEPTHS])
     panel.set_xlim(-0.7, len(DEPTHS) - 0.3)
     panel.tick_params(axis="y", length=0)
+    panel.tick_params(axis="x", labelbottom=True)
     panel.set_xlabel("depth, percent")
-    draw_grid(panel, f"passkeys found, of {rows[0].asked}", axis="x")
+    draw_grid(panel, "passkeys; ring: lost", axis="x")
 
 
 def colour_of(one: Found) -> str:
@@ -324,7 +335,7 @@ def main(
     texts: TextOptions,
     output: Annotated[Path, Option("--output", "-o", help="Folder for what is finished, the table and the figure.")],
     method: Annotated[
-        list[str] | None, Option("--method", "-m", help="With its parameters. Repeatable. Default: thirteen of them.")
+        list[str] | None, Option("--method", "-m", help="With its parameters. Repeatable. Default: twelve of them.")
     ] = None,
     factor: Annotated[list[float] | None, Option("--factor", "-f", help="Repeatable. Default: 2.")] = None,
     trials: Annotated[int, Option(min=0, help="Passkeys per depth.")] = 1,
