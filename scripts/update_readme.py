@@ -78,7 +78,7 @@ def parameters_markdown() -> str:
 
 
 def told_on() -> dict[str, list[Path]]:
-    """The pages of the tour that link to the file of each method of ctxext's own, by the method's name."""
+    """The pages of the tour that link to the file of each method of this repository, by the method's name."""
     found = (page for page in sorted(ENCODINGS.glob("*.md")) if page.name != "README.md")  # their index
     pages = {page: page.read_text(encoding="utf-8") for page in found}
     files = {name: f"](../../{_file(kind)})" for name, kind in METHODS.items() if _file(kind)}
@@ -86,18 +86,19 @@ def told_on() -> dict[str, list[Path]]:
 
 
 def _file(kind: type[Any]) -> str:
-    """Where a method of ctxext's own is defined, from the root; empty for one that was registered from elsewhere."""
+    """Where a method of this repository is defined, from the root; empty for one that was registered from elsewhere."""
     path = f"{kind.__module__.replace('.', '/')}.py"
-    return path if path.startswith("ctxext/methods/") else ""
+    return path if (ROOT / path).is_file() and path.startswith("ctxext/methods/") else ""
 
 
 def encodings_markdown() -> str:
-    """A table of the pages that tell of each method; a method without one has its file and what it says of itself."""
+    """A table of the pages that tell of each method; one that no page tells of stands with what it says of itself."""
+    told = told_on()
     lines = ["| method | what it does | told on | file |", "|---|---|---|---|"]
-    for name, pages in told_on().items():
-        links = ", ".join(f"[{page.stem}]({page.relative_to(ROOT)})" for page in pages) or "-"
-        file = _file(METHODS[name])
-        lines.append(f"| `{name}` | {_cell(METHODS[name].summary)} | {links} | [{Path(file).name}]({file}) |")
+    for name, kind in METHODS.items():
+        pages = ", ".join(f"[{page.stem}]({page.relative_to(ROOT)})" for page in told.get(name, ())) or "-"
+        file = f"[{Path(_file(kind)).name}]({_file(kind)})" if _file(kind) else "-"
+        lines.append(f"| `{name}` | {_cell(kind.summary)} | {pages} | {file} |")
     return "\n".join(lines)
 
 

@@ -76,6 +76,12 @@ def test_every_method_has_its_place_in_the_tour() -> None:
     assert [name for name, pages in told.items() if not pages] == []
 
 
+def test_a_method_from_elsewhere_is_in_the_table_of_the_tour_and_needs_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "mine", type("Mine", (METHODS["yarn"],), {"name": "mine", "summary": "as mine does"}))
+    assert "| `mine` | as mine does | - | - |" in blocks()["encodings"][0].splitlines()
+    assert "mine" not in told_on()
+
+
 def test_every_picture_of_the_tour_is_drawn_by_the_command_under_it() -> None:
     pictures = set()
     for page in sorted(ENCODINGS.glob("*.md")):
