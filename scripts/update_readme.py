@@ -29,6 +29,7 @@ from ctxext.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+ENCODINGS = ROOT / "docs" / "encodings"
 CONFIGS = ROOT / "recipes" / "configs"
 FACTOR = "target_length / trained_length"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
@@ -36,7 +37,7 @@ LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
 def pages() -> list[Path]:
     """README.md and the pages of docs/; what lies in docs/results is what was measured, and has no blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ENCODINGS.glob("*.md"))]
 
 
 def blocks() -> dict[str, tuple[str, Path]]:
@@ -46,6 +47,7 @@ def blocks() -> dict[str, tuple[str, Path]]:
     made = {
         "abf": f"```python\n{source.rstrip()}\n```",
         "commands": commands_markdown(),
+        "encodings": encodings_markdown(),
         "methods": methods_markdown(),
         "parameters": parameters_markdown(),
         "recipes": recipes_markdown(),
@@ -72,6 +74,31 @@ def parameters_markdown() -> str:
             if field.name != "factor" or not meanings["factor"].startswith(FACTOR):
                 default = "-" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
                 lines.append(f"| `{name}` | `{field.name}` | {default} | {_cell(meanings[field.name])} |")
+    return "\n".join(lines)
+
+
+def told_on() -> dict[str, list[Path]]:
+    """The pages of the tour that link to the file of each method of this repository, by the method's name."""
+    found = (page for page in sorted(ENCODINGS.glob("*.md")) if page.name != "README.md")  # their index
+    pages = {page: page.read_text(encoding="utf-8") for page in found}
+    files = {name: f"](../../{_file(kind)})" for name, kind in METHODS.items() if _file(kind)}
+    return {name: [page for page, text in pages.items() if link in text] for name, link in files.items()}
+
+
+def _file(kind: type[Any]) -> str:
+    """Where a method of this repository is defined, from the root; empty for one that was registered from elsewhere."""
+    path = f"{kind.__module__.replace('.', '/')}.py"
+    return path if (ROOT / path).is_file() and path.startswith("ctxext/methods/") else ""
+
+
+def encodings_markdown() -> str:
+    """A table of the pages that tell of each method; one that no page tells of stands with what it says of itself."""
+    told = told_on()
+    lines = ["| method | what it does | told on | file |", "|---|---|---|---|"]
+    for name, kind in METHODS.items():
+        pages = ", ".join(f"[{page.stem}]({page.relative_to(ROOT)})" for page in told.get(name, ())) or "-"
+        file = f"[{Path(_file(kind)).name}]({_file(kind)})" if _file(kind) else "-"
+        lines.append(f"| `{name}` | {_cell(kind.summary)} | {pages} | {file} |")
     return "\n".join(lines)
 
 

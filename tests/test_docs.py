@@ -32,7 +32,8 @@ from tests._models import tiny
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "scripts")]  # they are not part of the installed package
 
-from scripts.update_readme import blocks, filled, pages  # noqa: E402
+from scripts import draw_encodings  # noqa: E402
+from scripts.update_readme import ENCODINGS, blocks, filled, pages, told_on  # noqa: E402
 
 PAGES = [*pages(), *sorted((ROOT / "docs" / "results").rglob("*.md"))]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -67,6 +68,28 @@ def test_everything_that_can_be_filled_in_stands_somewhere() -> None:
     assert shown == set(blocks())
     assert len(METHODS) >= 12
     assert [name for name in METHODS if f"| `{name}` |" not in text_of(ROOT / "docs" / "methods.md")] == []
+
+
+def test_every_method_has_its_place_in_the_tour() -> None:
+    told = told_on()
+    assert {"yarn", "shaw", "path_fox"} <= set(told)
+    assert [name for name, pages in told.items() if not pages] == []
+
+
+def test_a_method_from_elsewhere_is_in_the_table_of_the_tour_and_needs_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "mine", type("Mine", (METHODS["yarn"],), {"name": "mine", "summary": "as mine does"}))
+    assert "| `mine` | as mine does | - | - |" in blocks()["encodings"][0].splitlines()
+    assert "mine" not in told_on()
+
+
+def test_every_picture_of_the_tour_is_drawn_by_the_command_under_it() -> None:
+    pictures = set()
+    for page in sorted(ENCODINGS.glob("*.md")):
+        shown = re.findall(r"^!\[[^\]]+\]\((\w+\.png)\)$", text_of(page), re.MULTILINE)
+        assert list(draw_encodings.commands(page)) == shown, page.name
+        pictures |= set(shown)
+    assert {path.name for path in ENCODINGS.glob("*.png")} == pictures
+    assert sum(path.stat().st_size for path in ENCODINGS.glob("*.png")) < 1_200_000
 
 
 # Commands
@@ -319,7 +342,10 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [place for place in places if not (ROOT / place).exists()] == []
 
 
-@pytest.mark.parametrize(("index", "folder"), [("README.md", "docs"), ("docs/results/README.md", "docs/results")])
+@pytest.mark.parametrize(
+    ("index", "folder"),
+    [("README.md", "docs"), ("docs/results/README.md", "docs/results"), ("docs/encodings/README.md", "docs/encodings")],
+)
 def test_every_page_is_linked_from_the_index(index: str, folder: str) -> None:
     start = ROOT / index
     linked = {(start.parent / link).resolve() for link in re.findall(r"\]\(([\w/-]+\.md)", text_of(start))}
