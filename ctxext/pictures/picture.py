@@ -133,6 +133,7 @@ def mark_trained(axes: Any, trained_length: int, *, above: bool = True) -> None:
         va="top" if above else "bottom",
         fontsize=8,
         color=NOTE,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
     )
 
 

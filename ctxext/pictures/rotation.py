@@ -181,4 +181,4 @@ def _draw_turns(axes: Any, found: Rotation, label: str, is_plain: bool) -> None:
     axes.annotate("one turn", (len(found.turns) - 0.5, 1), ha="right", va="bottom", fontsize=8, color=NOTE)
     axes.margins(x=0.02)
     quiet(axes, "Turns of each pair of dimensions", x="pair, fast to slow", y="turns in the text")
-    axes.legend(fontsize=8.5, frameon=False, loc="lower left")
+    axes.legend(fontsize=8.5, frameon=False, loc="best")

@@ -22,7 +22,8 @@ from ctxext.surgery.edits import Edits
 __all__ = ["MOST_TOKENS", "SentenceSeen", "depends_on_text", "picture_of_sentence", "sentence_seen", "toy"]
 
 MOST_TOKENS = 48  # more have no room for their names
-HEADS = 4
+HEADS = 4  # of the toy
+SHOWN = 2  # heads that stand side by side, so that the number of each cell can be read
 NUMBERED = 18  # tokens up to which cells are large enough to hold their number
 DEEPER = "YlGnBu"  # light for none, dark for much, as in the matrix of positions
 CAPTION = "Queries down, keys across. Each row is what one token, when it reads, is told of all tokens before it."
@@ -145,8 +146,8 @@ def picture_of_sentence(found: SentenceSeen, *, label: str, saved: dict[str, Any
         saved: its saved form.
         of: whose queries and keys these are, as a title ends.
     """
-    heads = min(HEADS, len(found.values))
-    side = min(max(2.3, 0.2 * len(found.tokens)), 4.2)
+    heads = min(SHOWN, len(found.values))
+    side = min(max(3.0, 0.27 * len(found.tokens)), 4.6)
     size = (max(heads * side + 1.9, 8.0), side + 1.1)
     said = f"{label}: {found.what}, in layer {found.layer} of {of}"
     return Picture.of(
@@ -199,4 +200,4 @@ def _number(panel: Any, values: Float[Tensor, "query key"], limits: tuple[float,
         for key, value in enumerate(row[: query + 1]):
             depth = abs(value) / max(abs(least), abs(most), 1e-9)
             ink = "white" if depth > (0.7 if both else 0.55) else "#222222"
-            panel.text(key, query, f"{round(value, 1) + 0.0:.1f}", ha="center", va="center", fontsize=4.6, color=ink)
+            panel.text(key, query, f"{round(value, 1) + 0.0:.1f}", ha="center", va="center", fontsize=5.8, color=ink)
