@@ -150,6 +150,8 @@ def served(path: Path, flags: tuple[str, ...], tokens: list[int]) -> torch.Tenso
                 said.yarn_orig_ctx = int(value)
             case "--rope-freq-base" | "--yarn-beta-fast" | "--yarn-beta-slow" | "--yarn-ext-factor":
                 setattr(said, flag.removeprefix("--").replace("-", "_"), float(value))
+            case "--flash-attn" if value == "off":
+                pass  # as above
             case _:
                 raise ValueError(f"This script knows no flag {flag}.")
     request = {"prompt": tokens, "n_predict": 1, "n_probs": VOCABULARY, "temperature": 0.0, "cache_prompt": False}

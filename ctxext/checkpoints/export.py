@@ -18,11 +18,11 @@ from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
-from ctxext.methods import Method, TableMethod
+from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.methods.formulas import NEVER
-from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
-from ctxext.runtimes.llama_cpp import architecture_of, in_file, to_llama_cpp
-from ctxext.runtimes.vllm import to_vllm
+from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
+from ctxext.runtimes.llama_cpp import alibi_to_llama_cpp, architecture_of, in_file, to_llama_cpp
+from ctxext.runtimes.vllm import alibi_to_vllm, to_vllm
 from ctxext.saved import (
     already_extended,
     choices,
@@ -41,6 +41,7 @@ from ctxext.surgery.wrappers import base_model
 __all__ = ["TARGETS", "export", "export_config", "read_extended"]
 
 RUNTIMES = {"vllm": to_vllm, "llama.cpp": to_llama_cpp}
+ALIBI = {"vllm": alibi_to_vllm, "llama.cpp": alibi_to_llama_cpp}
 TARGETS = tuple(RUNTIMES)
 
 
@@ -155,6 +156,8 @@ def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code
     _check_target(to)
     if (longer := _longer_table(config, served, to)) is not None:
         return longer
+    if (own := _own_alibi(config, served)) is not None:
+        return ALIBI[to](own)
     return RUNTIMES[to](_extension_of(config, served, trust_remote_code))
 
 
@@ -188,6 +191,15 @@ def _longer_table(config: Any, served: Any, to: str) -> Export | None:
         f"else to be told. That {to} runs a {config.model_type} so was not tried here."
     )
     return Export(target=to, flags=flags, notes=(note,), exact=False)
+
+
+def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:
+    """A model that was trained with ALiBi and keeps its slopes; None for any other extension."""
+    saved = saved_extension(config, f"this {config.model_type}")
+    if saved is None or not isinstance(saved_method(saved), METHODS["alibi"]) or not saved["stock"]:
+        return None
+    unsaid = {} if served is None else _changed(config, served)
+    return OwnALiBi(model_type=config.model_type, target_length=saved["target_length"], unsaid=unsaid)
 
 
 def _require_consistent(config: Any, trust_remote_code: bool) -> None:

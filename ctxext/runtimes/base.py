@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STOCK_TYPES", "Export", "ExtensionInConfig", "read_table"]
+__all__ = ["STOCK_TYPES", "Export", "ExtensionInConfig", "OwnALiBi", "read_table"]
 
 STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -46,6 +46,21 @@ class Export:
         """The flags in one line, and which file they are for where it is not any file of the model."""
         flags = " ".join(self.flags)
         return f"{flags} (with a GGUF file that ctxext export --gguf writes)" if self.in_file else flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnALiBi:
+    """A model that was trained with ALiBi and is to read further, with the slopes that it has.
+
+    Args:
+        model_type: as its config says it.
+        target_length: tokens that the extended model is meant for.
+        unsaid: config fields that the files to be served do not hold yet.
+    """
+
+    model_type: str
+    target_length: int
+    unsaid: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,14 @@ from typing import Any
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import NEVER
-from ctxext.runtimes.base import Export, ExtensionInConfig, read_table
+from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, read_table
 
-__all__ = ["CLASSES", "TABLE", "to_vllm"]
+__all__ = ["CLASSES", "TABLE", "alibi_to_vllm", "to_vllm"]
 
 TABLE = Path(__file__).with_name("vllm.json")
 
+# Model types whose slopes vLLM computes as the checkpoint was trained with them.
+ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and not looked at
 # vLLM multiplies max_position_embeddings by `factor` for these, although the config already holds the new length.
 MULTIPLIED = ("linear", "dynamic")
 
@@ -65,6 +67,22 @@ def to_vllm(extended: ExtensionInConfig) -> Export:
     flags = ("--hf-overrides", json.dumps(_nested(extended, overrides))) if overrides else ()
     flags = (*flags, "--max-model-len", str(extended.target_length))
     return Export(target="vllm", flags=flags, notes=tuple(notes), exact=exact)
+
+
+def alibi_to_vllm(extended: OwnALiBi) -> Export:
+    """Flags for a model that has ALiBi of its own and keeps its slopes.
+
+    Raises:
+        IncompatibleError: if it is not known that vLLM computes the same slopes.
+    """
+    if extended.model_type not in ALIBI:
+        raise IncompatibleError(
+            f"What vLLM does with the ALiBi of a {extended.model_type} was not looked at, only with that of "
+            f"{', '.join(ALIBI)}. Serve it with transformers."
+        )
+    flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
+    note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
+    return Export(target="vllm", flags=(*flags, "--max-model-len", str(extended.target_length)), notes=(note,))
 
 
 def _without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
