@@ -80,6 +80,8 @@ class Converter:
     def __init__(self, tree: Path) -> None:
         sys.path[:0] = [str(tree), str(tree / "gguf-py")]
         self.tree = tree
+        for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+            del sys.modules[name]  # an installed one may be older than the converter
         self.gguf = importlib.import_module("gguf")
         package = importlib.import_module("conversion")
         for module in pkgutil.iter_modules(package.__path__):
