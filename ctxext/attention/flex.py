@@ -84,6 +84,8 @@ class Flex(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.device not in ("cpu", "cuda"):
             return f"it compiles for CPU and CUDA, found {need.device!r}."
+        if need.device == "cuda" and need.head_dim < 16:
+            return f"its CUDA kernels need a head_dim of at least 16, found {need.head_dim}."
         if need.device == "cpu" and need.lse:
             return "on CPU it compiles anew, for about 10 s, for every shape that attention in pieces asks for."
         if need.device == "cpu" and need.training:

@@ -29,12 +29,29 @@ BIAS_BYTES = 64 * 2**20
 def kernel_order(need: Need) -> list[SDPBackend]:
     """Return the fused kernels that may serve ``need`` on CUDA, best first.
 
-    cuDNN leads on compute capability 9.0 (published there: 1.7 to 2.3x over flash; 0.82x on 8.0). The math path is
-    only allowed where it can be right: it multiplies q and k by the root of ``scale``, which rounds ALiBi columns.
+    cuDNN is the last: it was faster than flash on compute capability 9.0 (published: 1.7 to 2.3x), but builds a plan
+    for every shape, which is every step of decoding, and torch itself takes it there only from a version on that is
+    known not to read beyond lengths that are no multiple of 128 (pytorch#169849; wrong gradients with a mask:
+    pytorch#196678). The math path is only allowed where it can be right: it multiplies q and k by the root of
+    ``scale``, which rounds ALiBi columns.
     """
-    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    order = [SDPBackend.CUDNN_ATTENTION, *fused] if need.capability == (9, 0) else [*fused, SDPBackend.CUDNN_ATTENTION]
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     return order if need.widened and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
+
+
+def _no_fused_kernel(need: Need) -> str | None:
+    """Why none of CUDA's fused kernels takes a call that the math path must not compute; None where one does."""
+    if need.dtype == torch.float64:
+        return None
+    if need.dtype == torch.bfloat16 and need.capability is not None and need.capability < (8, 0):
+        return f"its fused kernels for bfloat16 need compute capability 8.0, found {need.capability}. Use float16."
+    half = need.dtype != torch.float32
+    # Without a mask flash attention serves 16-bit heads of any size: torch pads them.
+    masked = need.order == "free" or need.window is not None or need.cached or need.sees == "both"
+    step = 8 if half else 4
+    if need.head_dim % step and (masked or not half):
+        return f"its fused kernels need a head_dim that is a multiple of {step}, found {need.head_dim}."
+    return None
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,8 @@ class Sdpa(AttentionBackend):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
         if need.dropout and need.score == "own":
             return "this encoding has an attention of its own, without dropout. Set attention_dropout to 0."
+        if need.device == "cuda" and need.widened and (reason := _no_fused_kernel(need)):
+            return reason
         if need.order == "external" and need.window is not None:
             return "a window needs a mask, and the engine around a sharded layout forbids masks."
         if need.order == "external" and need.cached:

@@ -18,11 +18,12 @@ from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
-from ctxext.methods import Method, TableMethod
+from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.methods.formulas import NEVER
-from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig
-from ctxext.runtimes.llama_cpp import architecture_of, in_file, to_llama_cpp
-from ctxext.runtimes.vllm import to_vllm
+from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
+from ctxext.runtimes.llama_cpp import alibi_to_llama_cpp, architecture_of, in_file, to_llama_cpp
+from ctxext.runtimes.sglang import alibi_to_sglang, to_sglang
+from ctxext.runtimes.vllm import alibi_to_vllm, to_vllm
 from ctxext.saved import (
     already_extended,
     choices,
@@ -40,7 +41,8 @@ from ctxext.surgery.wrappers import base_model
 
 __all__ = ["TARGETS", "export", "export_config", "read_extended"]
 
-RUNTIMES = {"vllm": to_vllm, "llama.cpp": to_llama_cpp}
+RUNTIMES = {"vllm": to_vllm, "llama.cpp": to_llama_cpp, "sglang": to_sglang}
+ALIBI = {"vllm": alibi_to_vllm, "llama.cpp": alibi_to_llama_cpp, "sglang": alibi_to_sglang}
 TARGETS = tuple(RUNTIMES)
 
 
@@ -57,13 +59,13 @@ def export(
     """Say which flags make another runtime serve an extended checkpoint, and what it cannot express.
 
     Pick it before deploying: runtimes disagree on rope scaling, and none of them says so when it computes something
-    else. ``exact`` is said only of what was seen to be right in the versions named here; about other runtimes (SGLang,
-    MLX, ...) nothing is known. No weights are loaded, nothing is started; only ``gguf`` lets a file be written.
+    else. ``exact`` is said only of what was run, or read to be right, in the versions named here. No weights are
+    loaded, nothing is started; only ``gguf`` lets a file be written.
 
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``save_pretrained``).
             With ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
-        to: "vllm" or "llama.cpp".
+        to: "vllm", "llama.cpp" or "sglang".
         method: for a checkpoint that is to be served extended while its files stay as they are; as for
             ``ctxext.patch``. None exports the extension that the checkpoint carries.
         gguf: for llama.cpp: a GGUF file of this model, in any quantisation, and the path of a copy to write that holds
@@ -82,7 +84,7 @@ def export(
         InvalidParameterError: a GGUF file for another runtime.
 
     Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
-        llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp).
+        llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp); sglang 0.5.23 (srt/layers).
     """
     _check_target(to)
     if gguf is not None and to != "llama.cpp":
@@ -155,6 +157,8 @@ def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code
     _check_target(to)
     if (longer := _longer_table(config, served, to)) is not None:
         return longer
+    if (own := _own_alibi(config, served)) is not None:
+        return ALIBI[to](own)
     return RUNTIMES[to](_extension_of(config, served, trust_remote_code))
 
 
@@ -182,12 +186,21 @@ def _longer_table(config: Any, served: Any, to: str) -> Export | None:
             f"ctxext patch SOURCE NEW --method {saved['method']['method']} --factor {saved['method']['factor']:g}."
         )
     target = saved["target_length"]
-    flags = {"vllm": ("--max-model-len", str(target)), "llama.cpp": ("-c", str(target))}[to]
+    name = {"vllm": "--max-model-len", "llama.cpp": "-c", "sglang": "--context-length"}[to]
     note = (
         f"The longer table of positions is among the weights, and config.json says how long it is: there is nothing "
         f"else to be told. That {to} runs a {config.model_type} so was not tried here."
     )
-    return Export(target=to, flags=flags, notes=(note,), exact=False)
+    return Export(target=to, flags=(name, str(target)), notes=(note,), exact=False)
+
+
+def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:
+    """A model that was trained with ALiBi and keeps its slopes; None for any other extension."""
+    saved = saved_extension(config, f"this {config.model_type}")
+    if saved is None or not isinstance(saved_method(saved), METHODS["alibi"]) or not saved["stock"]:
+        return None
+    unsaid = {} if served is None else _changed(config, served)
+    return OwnALiBi(model_type=config.model_type, target_length=saved["target_length"], unsaid=unsaid)
 
 
 def _require_consistent(config: Any, trust_remote_code: bool) -> None:
@@ -229,8 +242,8 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     saved = getattr(config, "ctxext", None)
     if saved is not None and saved_sides(saved):
         raise IncompatibleError(
-            f"This {config.model_type} is an encoder-decoder whose sides have an extension each; neither vLLM nor "
-            f"llama.cpp has flags for that. Serve it with transformers."
+            f"This {config.model_type} is an encoder-decoder whose sides have an extension each; no runtime here has "
+            f"flags for that. Serve it with transformers."
         )
     rotary = saved is None or "rope_parameters" in saved["original"]  # an ALiBi Falcon has a rope dict all the same
     reaching = [
@@ -238,8 +251,8 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     ]
     if not reaching:
         raise IncompatibleError(
-            f"The extension of this {config.model_type} is not one of rotary positions; neither vLLM nor llama.cpp has "
-            f"a flag for it. Serve it with transformers."
+            f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
+            f"for it. Serve it with transformers."
         )
     layer_type, rope = reaching[0]
     trained_length, target_length, unclear = _lengths(config, rope)

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from ctxext.errors import CheckpointError, require_package
 from ctxext.files import refuse_existing, whole_file
 
-__all__ = ["GGUFFile", "scaling_in_gguf"]
+__all__ = ["SCALING_TENSORS", "GGUFFile", "scaling_in_gguf"]
 
 SCALING_TENSORS = ("rope_freqs", "rope_factors")
 CHUNK = 16 * 2**20
@@ -96,34 +96,26 @@ class GGUFFile:
         *,
         keys: Mapping[str, Value],
         drop: Callable[[str], bool],
-        tensor: tuple[str, Float[np.ndarray, " n"]],
+        tensor: tuple[str, Float[np.ndarray, " n"]] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Write a copy with other keys and one other tensor; it appears at the end, whole, or not at all.
+        """Write a copy with other keys and at most one other tensor; it appears at the end, whole, or not at all.
 
         Args:
             out: a path where nothing exists yet.
             keys: what the copy says; these take the place of what stood there, or are added.
             drop: of the other keys, which to leave out.
-            tensor: a name and float32 numbers, which take the place of as many, or are added.
+            tensor: a name and float32 numbers, which take the place of as many, or are added; None for no other tensor.
             progress: called with (bytes copied, bytes to copy).
 
         Raises:
             CheckpointError: ``out`` is in the way or cannot be written; nothing is left behind.
         """
         refuse_existing(out)
-        name, numbers = tensor
-        data = numbers.astype("<f4").tobytes()
-        place = self._tensor(name)
-        if place is not None and place.n_bytes != len(data):
-            raise CheckpointError(
-                f"{name} in {self.path} has {place.n_bytes} bytes, where {len(data)} are to be: it is of another model."
-            )
         if self._reader.byte_order != "I":
             raise CheckpointError(f"{self.path} is for machines of the other byte order. Copy it on one of those.")
         start, size = int(self._reader.data_offset), self.path.stat().st_size
-        offset = self._padded(size - start) if place is None else int(place.data_offset) - start
-        info = b"" if place is not None else _tensor_info(name, len(numbers), offset)
+        info, data, offset = (b"", b"", 0) if tensor is None else self._placed(*tensor, size - start)
         head = self._head(keys, drop, info)
         try:
             with whole_file(out) as half, self.path.open("rb") as reading, half.open("wb") as writing:
@@ -141,6 +133,18 @@ class GGUFFile:
             raise CheckpointError(
                 f"Could not write {out}: {error.strerror or error}. Nothing was left behind; {self.path} is unchanged."
             ) from error
+
+    def _placed(self, name: str, numbers: Float[np.ndarray, " n"], size: int) -> tuple[bytes, bytes, int]:
+        """What is said about a tensor that is new, its bytes, and where in ``size`` bytes of data or after they go."""
+        data, place = numbers.astype("<f4").tobytes(), self._tensor(name)
+        if place is None:
+            offset = self._padded(size)
+            return _tensor_info(name, len(numbers), offset), data, offset
+        if place.n_bytes != len(data):
+            raise CheckpointError(
+                f"{name} in {self.path} has {place.n_bytes} bytes, where {len(data)} are to be: it is of another model."
+            )
+        return b"", data, int(place.data_offset) - int(self._reader.data_offset)
 
     def _head(self, keys: Mapping[str, Value], drop: Callable[[str], bool], info: bytes) -> bytes:
         """All that lies before the data: counts, keys, and what is said about the tensors."""

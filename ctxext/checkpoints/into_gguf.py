@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Float
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext.checkpoints.gguf_file import GGUFFile
+from ctxext.checkpoints.gguf_file import SCALING_TENSORS, GGUFFile
 from ctxext.errors import CheckpointError
 from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import ExtensionInConfig
-from ctxext.runtimes.llama_cpp import DIVISORS, is_scaling, keys_of
+from ctxext.runtimes.llama_cpp import DIVISORS, holds_divisors, is_scaling, keys_of
 from ctxext.surgery.texts import text_of
 
 __all__ = ["write_into_gguf"]
@@ -58,8 +58,19 @@ def write_into_gguf(
     divisors = _divisors(extended.text, base, extended.target_length)
     _refuse_other_model(file, architecture, extended, before, rotary_dim=2 * len(divisors))
     _refuse_other_scaling(file, [divisors, _divisors(before, base, extended.trained_length)])
-    keys = keys_of(extended, architecture)
-    file.copy(out, keys=keys, drop=is_scaling, tensor=(DIVISORS, divisors), progress=progress)
+    tensor = (DIVISORS, divisors) if holds_divisors(extended) else None
+    if tensor is None:
+        _refuse_tensors(file, extended)
+    file.copy(out, keys=keys_of(extended, architecture), drop=is_scaling, tensor=tensor, progress=progress)
+
+
+def _refuse_tensors(file: GGUFFile, extended: ExtensionInConfig) -> None:
+    """Refuse a file in which a tensor would divide beside the keys."""
+    if found := [name for name in file.tensors if name.startswith(SCALING_TENSORS)]:
+        raise CheckpointError(
+            f"{file.path} holds {found[0]}, which scales positions beside the keys that {extended.method} is said in. "
+            f"Give the GGUF file of a checkpoint whose positions are plain."
+        )
 
 
 def _divisors(text: Any, base: float, length: int) -> Float[np.ndarray, " half"]:

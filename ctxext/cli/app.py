@@ -164,7 +164,9 @@ def export(
     to: Annotated[
         str,
         Option(
-            "--to", help="The runtime that serves it: vllm or llama.cpp.", autocompletion=lambda: ["vllm", "llama.cpp"]
+            "--to",
+            help="The runtime that serves it: vllm, sglang or llama.cpp.",
+            autocompletion=lambda: ["vllm", "sglang", "llama.cpp"],
         ),
     ],
     method: Annotated[

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STOCK_TYPES", "Export", "ExtensionInConfig", "read_table"]
+from ctxext.methods.formulas import NEVER
+
+__all__ = [
+    "STOCK_TYPES",
+    "Export",
+    "ExtensionInConfig",
+    "OwnALiBi",
+    "longest",
+    "longrope_scale",
+    "nested",
+    "read_table",
+    "whole",
+    "without_endless_table",
+]
 
 STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -25,7 +40,7 @@ class Export:
     """What to tell another runtime.
 
     Args:
-        target: "vllm" or "llama.cpp".
+        target: "vllm", "llama.cpp" or "sglang".
         flags: command-line arguments, one string each, to pass on as they are.
         notes: sentences that the person who deploys must know.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
@@ -46,6 +61,21 @@ class Export:
         """The flags in one line, and which file they are for where it is not any file of the model."""
         flags = " ".join(self.flags)
         return f"{flags} (with a GGUF file that ctxext export --gguf writes)" if self.in_file else flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnALiBi:
+    """A model that was trained with ALiBi and is to read further, with the slopes that it has.
+
+    Args:
+        model_type: as its config says it.
+        target_length: tokens that the extended model is meant for.
+        unsaid: config fields that the files to be served do not hold yet.
+    """
+
+    model_type: str
+    target_length: int
+    unsaid: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +139,7 @@ class ExtensionInConfig:
 
     @property
     def loses_factor(self) -> bool:
-        """Whether its factor is one that vLLM and llama.cpp never look at."""
+        """Whether its factor is one that no runtime here looks at."""
         return self.rope_type == "proportional" and self.rope.get("factor", 1.0) != 1.0
 
     @property
@@ -117,3 +147,49 @@ class ExtensionInConfig:
         """The method's name, or the rope type where ctxext did not make the extension."""
         saved = getattr(self.config, "ctxext", None)
         return str(saved["method"]["method"]) if saved else self.rope_type
+
+
+def without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
+    """A factor that stops all rotation as one divisor for each frequency.
+
+    The linear scaling of vLLM and SGLang makes a table with as many rows as max_position_embeddings times the factor,
+    and would not start (vLLM: linear_scaling_rope.py, _compute_cos_sin_cache).
+    """
+    if extended.rope_type != "linear" or extended.rope["factor"] < NEVER or extended.pairs is None:
+        return extended
+    rope = {key: value for key, value in extended.rope.items() if key != "factor"} | {
+        "rope_type": "longrope",
+        "factor": extended.target_length / extended.trained_length,
+        "original_max_position_embeddings": extended.trained_length,
+        "attention_factor": 1.0,
+        "short_factor": [NEVER] * extended.pairs,
+        "long_factor": [NEVER] * extended.pairs,
+    }
+    config, parameters = copy.deepcopy(extended.config), whole(extended, rope)
+    config.get_text_config(decoder=True).rope_parameters = parameters
+    return replace(extended, config=config, unsaid=extended.unsaid | {"rope_parameters": parameters})
+
+
+def longest(extended: ExtensionInConfig) -> int:
+    """The longest text that the config promises."""
+    return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
+
+
+def longrope_scale(extended: ExtensionInConfig) -> float:
+    """What vLLM and SGLang compute where the config says nothing else: they look at the lengths only."""
+    original = extended.trained_length
+    stretch = max(longest(extended), extended.target_length) / original
+    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+
+
+def whole(extended: ExtensionInConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` complete, since an override replaces the whole dictionary."""
+    return rope if extended.layer_type is None else dict(extended.text.rope_parameters) | {extended.layer_type: rope}
+
+
+def nested(extended: ExtensionInConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides at the place of the decoder's config inside a composite one."""
+    if extended.text is extended.config:
+        return overrides
+    parts = [name for name in extended.config.sub_configs if getattr(extended.config, name, None) is extended.text]
+    return {parts[0]: overrides}

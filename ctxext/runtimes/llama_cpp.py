@@ -7,10 +7,14 @@ they do write (``yarn_beta_fast``, ``yarn_beta_slow``); flags replace what a GGU
 
 What no flag says can stand in the file: some architectures load a tensor of divisors, one for each frequency, and that
 expresses any frequencies. Beside it ``rope.scaling.type`` is "none", so that nothing else divides;
-``rope.scaling.attn_factor`` multiplies cos and sin. Other architectures refuse to load a file with one tensor too many.
+``rope.scaling.attn_factor`` multiplies cos and sin. Other architectures refuse to load a file with one tensor too many;
+their files can hold what flags say, in the keys that llama.cpp starts from where no flag is given.
+
+BLOOM has ALiBi there, with slopes that nothing changes.
 
 Source: llama.cpp 0c1e57098 as vendored by llama_cpp_python 0.3.36 (conversion/, common/arg.cpp,
-    src/llama-context.cpp:114-214, src/llama-model.cpp:1406-1432 and :2329-2350; for the tensor src/models/llama.cpp:66
+    src/llama-context.cpp:114-214, src/llama-model.cpp:1406-1432 and :2329-2350; for ALiBi src/models/bloom.cpp:18,
+    src/llama-graph.cpp:2620-2722; for the tensor src/models/llama.cpp:66
     and its like, get_rope_factors in src/llama-model.cpp:2337, ggml_rope_cache_init in ggml/src/ggml-cpu/ops.cpp:6204).
 """
 
@@ -22,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig, read_table
+from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, read_table
 
 __all__ = [
     "DIVISORS",
     "TABLE",
+    "alibi_to_llama_cpp",
     "architecture_of",
     "attention_factor",
     "flags_of",
+    "holds_divisors",
     "in_file",
     "is_scaling",
     "keys_of",
@@ -39,6 +45,8 @@ __all__ = [
 
 TABLE = Path(__file__).with_name("llama_cpp.json")
 CLOSE = 1e-3  # of what the extension changes: rounding in float32 reaches a twentieth of this
+# The model types whose ALiBi it computes and its converter knows; their names are those of their architectures.
+ALIBI = ("bloom",)
 # The tensor of divisors, half as many as dimensions rotate, in float32.
 DIVISORS = "rope_freqs.weight"
 
@@ -66,14 +74,37 @@ def _to_copy(extended: ExtensionInConfig) -> Export:
     return dataclasses.replace(made, notes=(_COPY, *made.notes))
 
 
-def in_file(extended: ExtensionInConfig) -> Export:
-    """Flags for a GGUF file that holds the extension in a tensor of divisors; see ``keys_of``.
+def alibi_to_llama_cpp(extended: OwnALiBi) -> Export:
+    """Flags for a model that has ALiBi of its own and keeps its slopes.
 
     Raises:
-        IncompatibleError: if llama.cpp does not load such a tensor for this model, or was not seen to.
+        IncompatibleError: if llama.cpp knows the model's rotary form only, or not at all.
+    """
+    if extended.model_type not in ALIBI:
+        raise IncompatibleError(
+            f"llama.cpp was not seen to run the ALiBi of {extended.model_type}, only that of {', '.join(ALIBI)}: the "
+            f"converter of {_version()} has no class for it, or one that rotates. Serve it with transformers."
+        )
+    flags: tuple[str, ...] = ("-c", str(extended.target_length), "--flash-attn", "off")
+    if extended.unsaid:
+        flags = ("--override-kv", f"{extended.model_type}.context_length=int:{extended.target_length}", *flags)
+    note = (
+        "Its slopes are the checkpoint's own and distances are exact. With flash attention they would be rounded to "
+        "float16, so to even numbers from 2,048 tokens on."
+    )
+    return Export(target="llama.cpp", flags=flags, notes=(note,))
+
+
+def in_file(extended: ExtensionInConfig) -> Export:
+    """Flags for a GGUF file that holds the extension, in a tensor of divisors or in keys; see ``keys_of``.
+
+    Raises:
+        IncompatibleError: if llama.cpp does not load such a file for this model, or was not seen to.
     """
     _refuse(extended)
-    if (why := _why_no_divisors(extended)) is not None:
+    by_keys = [] if holds_divisors(extended) else _why_no_keys(extended)
+    if by_keys:
+        why = f"{_why_no_divisors(extended)}; and keys do not say it, because {by_keys[0]}"
         raise IncompatibleError(
             f"A GGUF file of this {extended.text.model_type} cannot hold the extension: {why}. Leave --gguf out to see "
             f"what flags say."
@@ -88,6 +119,24 @@ def in_file(extended: ExtensionInConfig) -> Export:
         )
     flags = ("-c", str(extended.target_length))
     return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact, in_file=True)
+
+
+def holds_divisors(extended: ExtensionInConfig) -> bool:
+    """Whether the file gets a tensor of divisors, and not the keys that flags stand for."""
+    return _why_no_divisors(extended) is None
+
+
+def _why_no_keys(extended: ExtensionInConfig) -> list[str]:
+    """What speaks against saying the extension in keys of the file; nothing where they mean what proven flags mean."""
+    rope, kind = extended.rope, extended.rope_type
+    if extended.layer_type is not None:
+        return ["they serve all layers, and only some are extended"]
+    if kind not in ("default", "linear", "yarn") or rope.get("truncate") is False or _scales_scores(extended):
+        return [f"they have no word for this {kind}"]
+    if kind == "yarn" and (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1) != (32, 1):
+        return ["llama.cpp reads beta_fast and beta_slow from flags alone"]
+    proven, why = verdict(_line(extended), _form(extended), from_original=True)
+    return [] if proven else [why]
 
 
 def _why_no_divisors(extended: ExtensionInConfig) -> str | None:
@@ -111,12 +160,21 @@ def architecture_of(extended: ExtensionInConfig) -> str:
 
 
 def keys_of(extended: ExtensionInConfig, architecture: str) -> dict[str, str | int | float]:
-    """What a GGUF file says beside the tensor of divisors."""
-    return {
-        f"{architecture}.context_length": extended.target_length,
-        f"{architecture}.rope.scaling.type": "none",
-        f"{architecture}.rope.scaling.attn_factor": float(extended.scale),
+    """What a GGUF file says beside the tensor of divisors, or in its place."""
+    keys: dict[str, str | int | float] = {
+        "context_length": extended.target_length,
+        "rope.scaling.type": "none",
+        "rope.scaling.attn_factor": float(extended.scale),
     }
+    if not holds_divisors(extended):
+        keys["rope.freq_base"] = float(extended.rope["rope_theta"])
+        if extended.rope_type != "default":
+            keys["rope.scaling.type"] = extended.rope_type
+            keys["rope.scaling.factor"] = float(extended.rope["factor"])
+        if extended.rope_type == "yarn":  # whose own scale llama.cpp computes from the factor
+            keys["rope.scaling.original_context_length"] = extended.trained_length
+            keys["rope.scaling.attn_factor"] = float(attention_factor(extended))
+    return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
 def is_scaling(key: str) -> bool:
@@ -298,6 +356,8 @@ def _overrides(extended: ExtensionInConfig, line: dict[str, Any]) -> str:
         found.append(f"{arch}.context_length=int:{extended.target_length}")
     if arch and _form(extended) == "yarn_attention":
         found.append(f"{arch}.rope.scaling.attn_factor=float:{_number(attention_factor(extended))}")
+    if arch and extended.rope_type == "longrope" and abs(extended.scale - _baked(extended)) > 1e-6:
+        found.append(f"{arch}.rope.scaling.attn_factor=float:{_number(extended.scale)}")
     return ",".join(found)
 
 
@@ -320,13 +380,18 @@ def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
                 f"and --yarn-attn-factor say; rope.scaling.attn_factor={attention_factor(extended):.9g} in the GGUF "
                 f"(--override-kv) multiplies it back."
             )
-    if kind == "longrope":
-        stretch = extended.text.max_position_embeddings / extended.trained_length
-        baked = math.sqrt(1 + math.log(max(stretch, 1.0)) / math.log(extended.trained_length))
-        if abs(extended.scale - baked) > 1e-6:
-            losses.append(f"The converter bakes the attention factor {baked:.6g}, not {extended.scale:.6g}.")
-            exact = False
+    if kind == "longrope" and abs(extended.scale - _baked(extended)) > 1e-6:
+        losses.append(
+            f"The converter writes the attention factor {_baked(extended):.6g}, not {extended.scale:.6g}; "
+            f"--override-kv replaces it."
+        )
     return losses, exact
+
+
+def _baked(extended: ExtensionInConfig) -> float:
+    """The attention factor that the converter writes for longrope, whatever the config says."""
+    stretch = extended.text.max_position_embeddings / extended.trained_length
+    return math.sqrt(1 + math.log(max(stretch, 1.0)) / math.log(extended.trained_length))
 
 
 def _differences(extended: ExtensionInConfig) -> tuple[list[str], bool]:

@@ -10,22 +10,31 @@ Source: vLLM 0.33.0 (vllm/config/model.py:2545-2684, vllm/model_executor/layers/
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
-from ctxext.methods.formulas import NEVER
-from ctxext.runtimes.base import Export, ExtensionInConfig, read_table
+from ctxext.runtimes.base import (
+    Export,
+    ExtensionInConfig,
+    OwnALiBi,
+    longest,
+    longrope_scale,
+    nested,
+    read_table,
+    whole,
+    without_endless_table,
+)
 
-__all__ = ["CLASSES", "TABLE", "to_vllm"]
+__all__ = ["CLASSES", "TABLE", "alibi_to_vllm", "to_vllm"]
 
 TABLE = Path(__file__).with_name("vllm.json")
 
+# Model types whose slopes vLLM computes as the checkpoint was trained with them.
+ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and not looked at
 # vLLM multiplies max_position_embeddings by `factor` for these, although the config already holds the new length.
 MULTIPLIED = ("linear", "dynamic")
 
@@ -47,7 +56,7 @@ def to_vllm(extended: ExtensionInConfig) -> Export:
             f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
             f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
         )
-    startable = _without_endless_table(extended)
+    startable = without_endless_table(extended)
     doubt = _model_class(startable)
     overrides, notes, exact = _overrides(startable)
     if startable is not extended:
@@ -62,45 +71,40 @@ def to_vllm(extended: ExtensionInConfig) -> Export:
     if not overrides:
         notes.insert(0, "config.json says it all; the flag only sets the length to serve.")
     notes += _notes(extended)
-    flags = ("--hf-overrides", json.dumps(_nested(extended, overrides))) if overrides else ()
+    flags = ("--hf-overrides", json.dumps(nested(extended, overrides))) if overrides else ()
     flags = (*flags, "--max-model-len", str(extended.target_length))
     return Export(target="vllm", flags=flags, notes=tuple(notes), exact=exact)
 
 
-def _without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
-    """A factor that stops all rotation as one divisor for each frequency.
+def alibi_to_vllm(extended: OwnALiBi) -> Export:
+    """Flags for a model that has ALiBi of its own and keeps its slopes.
 
-    vLLM's linear scaling makes a table with as many rows as max_position_embeddings times the factor, and would not
-    start (linear_scaling_rope.py, _compute_cos_sin_cache).
+    Raises:
+        IncompatibleError: if it is not known that vLLM computes the same slopes.
     """
-    if extended.rope_type != "linear" or extended.rope["factor"] < NEVER or extended.pairs is None:
-        return extended
-    rope = {key: value for key, value in extended.rope.items() if key != "factor"} | {
-        "rope_type": "longrope",
-        "factor": extended.target_length / extended.trained_length,
-        "original_max_position_embeddings": extended.trained_length,
-        "attention_factor": 1.0,
-        "short_factor": [NEVER] * extended.pairs,
-        "long_factor": [NEVER] * extended.pairs,
-    }
-    config, whole = copy.deepcopy(extended.config), _whole(extended, rope)
-    config.get_text_config(decoder=True).rope_parameters = whole
-    return replace(extended, config=config, unsaid=extended.unsaid | {"rope_parameters": whole})
+    if extended.model_type not in ALIBI:
+        raise IncompatibleError(
+            f"What vLLM does with the ALiBi of a {extended.model_type} was not looked at, only with that of "
+            f"{', '.join(ALIBI)}. Serve it with transformers."
+        )
+    flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
+    note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
+    return Export(target="vllm", flags=(*flags, "--max-model-len", str(extended.target_length)), notes=(note,))
 
 
 def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:
     """Config fields that vLLM needs to see otherwise than the files say, what to know about it, and whether exact."""
     rope, overrides = extended.rope, dict(extended.unsaid)
-    if extended.rope_type not in MULTIPLIED and extended.target_length > _longest(extended):
+    if extended.rope_type not in MULTIPLIED and extended.target_length > longest(extended):
         overrides["max_position_embeddings"] = extended.target_length  # vLLM serves no more than this
     if extended.text.model_type == "gpt_oss" and not {"beta_fast", "beta_slow"} <= rope.keys():
         usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-        overrides["rope_parameters"] = _whole(extended, usual | rope)
+        overrides["rope_parameters"] = whole(extended, usual | rope)
         return overrides, ["vLLM's gpt_oss does not start without beta_fast and beta_slow in the config."], True
     if extended.rope_type == "dynamic":
         rope["max_trained_positions"] = extended.trained_length
         overrides["max_position_embeddings"] = extended.target_length
-        overrides["rope_parameters"] = _whole(extended, rope)
+        overrides["rope_parameters"] = whole(extended, rope)
         return (
             overrides,
             [
@@ -113,9 +117,9 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
     if extended.rope_type != "longrope":
         return overrides, [], True
     notes = []
-    if abs(_longrope_scale(extended) - extended.scale) > 1e-6:
+    if abs(longrope_scale(extended) - extended.scale) > 1e-6:
         rope |= {"short_mscale": extended.scale, "long_mscale": extended.scale}
-        overrides["rope_parameters"] = _whole(extended, rope)
+        overrides["rope_parameters"] = whole(extended, rope)
         notes.append("vLLM does not read attention_factor for longrope; short_mscale and long_mscale carry it.")
     exact = rope["short_factor"] == rope["long_factor"]
     if not exact:
@@ -124,10 +128,6 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
             f"{extended.trained_length} every text gets long_factor, short ones included."
         )
     return overrides, notes, exact
-
-
-def _longest(extended: ExtensionInConfig) -> int:
-    return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
 
 
 def _model_class(extended: ExtensionInConfig) -> str | None:
@@ -222,26 +222,6 @@ CLASSES: dict[str, Callable[[ExtensionInConfig], str | None]] = {
 }
 
 
-def _longrope_scale(extended: ExtensionInConfig) -> float:
-    """What vLLM computes where the config says nothing else: it looks at the lengths only."""
-    original = extended.trained_length
-    stretch = max(_longest(extended), extended.target_length) / original
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-
-
-def _whole(extended: ExtensionInConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` complete, since an override replaces the whole dictionary."""
-    return rope if extended.layer_type is None else dict(extended.text.rope_parameters) | {extended.layer_type: rope}
-
-
-def _nested(extended: ExtensionInConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Overrides at the place of the decoder's config inside a composite one."""
-    if extended.text is extended.config:
-        return overrides
-    parts = [name for name in extended.config.sub_configs if getattr(extended.config, name, None) is extended.text]
-    return {parts[0]: overrides}
-
-
 def _notes(extended: ExtensionInConfig) -> list[str]:
     notes = [extended.length_note] if extended.length_note else []
     read_late = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if extended.rope.get(key) is not None]
@@ -250,7 +230,7 @@ def _notes(extended: ExtensionInConfig) -> list[str]:
             f"{' and '.join(read_late)}: read by vLLM from PR #56446 on (merged 2026-09-11); older versions drop it "
             f"and scale attention by the default."
         )
-    if extended.rope_type in MULTIPLIED and extended.target_length <= _longest(extended):
+    if extended.rope_type in MULTIPLIED and extended.target_length <= longest(extended):
         notes.append(
             f"--max-model-len is needed: vLLM multiplies max_position_embeddings by factor for rope_type "
             f"{extended.rope_type!r} and would otherwise promise a length {extended.rope['factor']:g} times too long."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings
 
-__all__ = ["load_base", "require_device", "with_all_weights"]
+__all__ = ["four_bits", "load_base", "require_device", "with_all_weights"]
 
 
 def require_device(settings: Settings) -> str:
@@ -81,18 +82,28 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
-            quantization_config=BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type=settings.quantisation,
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=dtype,
-            ),
+            quantization_config=BitsAndBytesConfig(**four_bits(settings.quantisation, dtype)),
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot load {source} in {settings.quantisation}: {error}") from error
     name = Path(str(source)).name if Path(str(source)).exists() else str(source)
     return Checkpoint(name, model.eval(), tokenizer, f"{settings.quantisation}, computed in {settings.dtype}")
+
+
+def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """How weights are held in 4 bits of a kind, and computed with in ``dtype``."""
+    found = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+    }
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        # FSDP shards only what is stored as floating numbers: bytes would lie whole on every device (accelerate 1.15,
+        # utils/fsdp_utils.py:792).
+        found["bnb_4bit_quant_storage"] = dtype
+    return found
 
 
 def _load_plain(settings: Settings, device: torch.device | str) -> Checkpoint:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,6 +19,8 @@ from tests.attention.cases import LAYOUTS, case, error, naive, truth
 
 READY = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
 CALLS: list[str] = []
+# What the real functions take, at one commit (scripts/flash_signatures.py).
+REAL = json.loads((Path(__file__).parents[1] / "golden" / "flash_attn.json").read_text())["functions"]
 
 
 def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes=None) -> Tensor:
@@ -61,11 +65,25 @@ def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(stub, name, function if backend is Flash else _without_alibi(function, pair=backend is Flash4))
         if backend.reads_cache:
             stub.flash_attn_with_kvcache = _kvcache if backend is Flash else _without_alibi(_kvcache, pair=False)
+        for name, function in list(vars(stub).items()):
+            if name.startswith("flash_attn_"):
+                setattr(stub, name, _as_real(function, **REAL[backend.name][name]))
         monkeypatch.setitem(INSTALLED, backend.name, True)
         parts = backend.module.split(".")
         for i in range(1, len(parts)):
             monkeypatch.setitem(sys.modules, ".".join(parts[:i]), SimpleNamespace(__path__=[]))
         monkeypatch.setitem(sys.modules, backend.module, stub)
+
+
+def _as_real(function, *, names: list[str], needed: list[str], keywords: list[str]):
+    def call(*args, **options):
+        given = names[: len(args)]
+        assert len(args) <= len(names)
+        assert set(options) <= set(names[len(args) :]) | set(keywords)
+        assert set(needed) <= set(given) | set(options)
+        return function(*args, **options)
+
+    return call
 
 
 def _without_alibi(function, *, pair: bool):
@@ -211,3 +229,9 @@ def test_the_call_itself_refuses() -> None:
     q = torch.zeros(1, 1, 4, 64)
     with pytest.raises(BackendUnavailableError, match="'flash' cannot serve this call: flash-attn runs on CUDA only"):
         Flash()(q, q, q, scale=1.0)
+
+
+@pytest.mark.parametrize("backend", [Flash, Flash3, Flash4], ids=lambda b: b.name)
+def test_the_log_sum_exp_is_asked_for_by_its_real_name(backend) -> None:
+    assert backend.asks_lse in REAL[backend.name]["flash_attn_func"]["names"]
+    assert backend.reads_cache == ("flash_attn_with_kvcache" in REAL[backend.name])

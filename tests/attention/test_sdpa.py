@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,10 +89,13 @@ def test_the_rounding_math_path_is_never_taken_for_columns() -> None:
     assert SDPBackend.MATH in kernel_order(Need(device="cuda"))
 
 
-def test_cudnn_leads_on_hopper_only() -> None:
-    assert kernel_order(Need(device="cuda", capability=(9, 0)))[0] == SDPBackend.CUDNN_ATTENTION
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        assert kernel_order(Need(device="cuda", capability=capability))[0] == SDPBackend.FLASH_ATTENTION
+def test_cudnn_is_the_last_of_the_fused() -> None:
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        for biased in (True, False):
+            order = kernel_order(Need(device="cuda", capability=capability, biased=biased))
+            fused = [kernel for kernel in order if kernel != SDPBackend.MATH]
+            assert fused[0] == SDPBackend.FLASH_ATTENTION
+            assert fused[-1] == SDPBackend.CUDNN_ATTENTION
 
 
 def test_layers_share_the_columns() -> None:
@@ -109,6 +113,29 @@ def test_why_not() -> None:
     assert Sdpa().why_not(Need(device="cuda", dropout=0.1)) is None
     assert "float64" in (Sdpa().why_not(Need(device="mps", biased=True)) or "")
     assert "forbids masks" in (Sdpa().why_not(Need(order="external", window=4)) or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"capability": (7, 5), "dtype": torch.bfloat16}, "compute capability 8.0"),
+        ({"capability": (7, 5), "dtype": torch.float16}, None),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 64}, None),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20, "order": "free"}, "multiple of 8, found 20"),
+        (
+            {"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20, "query_length": 3, "key_length": 9},
+            "found 20",
+        ),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20}, None),
+        ({"capability": (8, 0), "dtype": torch.float32, "head_dim": 18}, "multiple of 4, found 18"),
+        ({"capability": (8, 0), "dtype": torch.float32, "head_dim": 20, "order": "free"}, None),
+        ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20, "order": "free", "biased": False}, None),
+    ],
+)
+def test_why_no_fused_kernel_on_cuda(changes: dict[str, Any], reason: str | None) -> None:
+    """Where the plain path would round the columns, torch would only say that no kernel is available."""
+    found = Sdpa().why_not(Need(**({"device": "cuda", "biased": True} | changes)))
+    assert found is None if reason is None else reason in (found or "")
 
 
 @pytest.mark.parametrize("layout", ["both ways", "both ways, left padded", "both ways, packed"])

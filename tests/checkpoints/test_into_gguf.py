@@ -335,7 +335,7 @@ def test_architectures_that_do_not_load_the_tensor(
     places = {"qwen2": tmp_path / "qwen2", "gemma3_text": checkpoints["gemma3"]}
     for name, place in places.items():
         with pytest.raises(IncompatibleError, match=f"of this {name} cannot hold the extension"):
-            export(place, to="llama.cpp", method="pi", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
+            export(place, to="llama.cpp", method="llama3", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
     assert not (tmp_path / "out.gguf").exists()
 
 

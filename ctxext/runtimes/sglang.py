@@ -1,0 +1,113 @@
+"""What SGLang must be told, for the model classes that were read.
+
+It takes ``rope_parameters`` as transformers 5 has them, and reads YaRN's attention factor under another name
+(``attn_factor``, a multiple of its own) and longrope's as ``short_mscale`` and ``long_mscale``. Classes differ: Gemma's
+hands on the base and no scaling at all, so that only what was read is called exact. It was not run.
+
+Source: sglang 0.5.23 (srt/layers/rotary_embedding/factory.py:125-443, yarn.py:91-181 and rope_variant.py:37-130 there;
+    srt/utils/hf_transformers/common.py:501 and :677, config.py:405; srt/models/llama.py:322, mistral.py, qwen2.py:273,
+    qwen3.py:381, gemma.py:178; srt/configs/model_config.py:1291).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ctxext.errors import IncompatibleError
+from ctxext.runtimes.base import (
+    Export,
+    ExtensionInConfig,
+    OwnALiBi,
+    longest,
+    longrope_scale,
+    nested,
+    whole,
+    without_endless_table,
+)
+
+__all__ = ["READ", "alibi_to_sglang", "to_sglang"]
+
+VERSION = "0.5.23"
+# Model types whose classes hand the config's rope parameters on as they are.
+READ = ("llama", "mistral", "qwen2", "qwen3")
+# Those that hand on the base alone.
+BASE_ONLY = ("gemma",)
+
+
+def to_sglang(extended: ExtensionInConfig) -> Export:
+    """Arguments for ``python -m sglang.launch_server``.
+
+    Raises:
+        IncompatibleError: if SGLang refuses the rope type, or would drop the scaling.
+    """
+    _refuse(extended)
+    extended = without_endless_table(extended)
+    rope, overrides = extended.rope, dict(extended.unsaid)
+    notes, exact = [extended.length_note] if extended.length_note else [], True
+    if extended.rope_type not in ("linear", "dynamic") and extended.target_length > longest(extended):
+        overrides["max_position_embeddings"] = extended.target_length
+    if extended.rope_type == "dynamic":
+        overrides["max_position_embeddings"] = extended.trained_length
+        notes.append("Dynamic scaling is static in SGLang: every text gets the base that transformers uses at the end.")
+        exact = False
+    if said := _scale(extended):
+        overrides["rope_parameters"] = whole(extended, rope | said)
+        notes.append(f"SGLang does not read attention_factor; {' and '.join(said)} carry it.")
+    if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
+        notes.append(
+            f"SGLang chooses between short_factor and long_factor once for all texts that are computed together: one "
+            f"position above {extended.trained_length} gives long_factor to all."
+        )
+        exact = False
+    if extended.text.model_type not in READ or extended.layer_type is not None:
+        notes.append(
+            f"Not proven: what SGLang {VERSION} does for {extended.text.model_type} was not read, only for "
+            f"{', '.join(READ)}."
+        )
+        exact = False
+    flags = ("--json-model-override-args", json.dumps(nested(extended, overrides))) if overrides else ()
+    flags = (*flags, "--context-length", str(extended.target_length))
+    return Export(target="sglang", flags=flags, notes=tuple(notes), exact=exact)
+
+
+def alibi_to_sglang(extended: OwnALiBi) -> Export:
+    """Nothing is known of ALiBi there.
+
+    Raises:
+        IncompatibleError: always.
+    """
+    raise IncompatibleError(
+        f"What SGLang {VERSION} does with the ALiBi of a {extended.model_type} was not read. Serve it with vLLM or "
+        f"llama.cpp where they have it, or with transformers."
+    )
+
+
+def _refuse(extended: ExtensionInConfig) -> None:
+    model_type = extended.text.model_type
+    if not extended.stock:
+        raise IncompatibleError(
+            f"SGLang cannot run {extended.method!r}: the config says rope_type={extended.rope_type!r}, which SGLang "
+            f"refuses as unknown. Extend the checkpoint by a method with a stock form instead (ctxext methods lists "
+            f"them), or serve it with transformers."
+        )
+    if extended.loses_factor or (model_type in BASE_ONLY and extended.rope_type != "default"):
+        raise IncompatibleError(
+            f"SGLang {VERSION} would run this {model_type} unextended: it reads the base of it and no factor. Extend "
+            f"it by another base (ntk or abf), or serve it with transformers."
+        )
+
+
+def _scale(extended: ExtensionInConfig) -> dict[str, Any]:
+    """The keys under which SGLang reads the scale of cos and sin, where its own would be another one."""
+    rope = extended.rope
+    if extended.rope_type == "longrope" and abs(longrope_scale(extended) - extended.scale) > 1e-6:
+        return {"short_mscale": extended.scale, "long_mscale": extended.scale}
+    if extended.rope_type != "yarn":
+        return {}
+    own = 0.1 * math.log(max(rope["factor"], 1.0)) + 1
+    if rope.get("mscale") is not None and rope.get("mscale_all_dim") is not None:
+        above, below = (0.1 * rope[name] * math.log(rope["factor"]) + 1 for name in ("mscale", "mscale_all_dim"))
+        own = above / below
+    return {"attn_factor": extended.scale / own} if abs(extended.scale / own - 1) > 1e-6 else {}

@@ -1,0 +1,145 @@
+"""The tables of docs/runtimes.md: from what was measured, from ``export``, and from what others were read to do.
+
+What ``READERS`` says of programs that read ``config.json`` by themselves was read at the places that the page names.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from transformers import LlamaConfig
+
+from ctxext.checkpoints.export import export_config
+from ctxext.checkpoints.load import extended_config
+from ctxext.errors import IncompatibleError
+from ctxext.methods import METHODS, BiasMethod, EncodingMethod, Method, RopeMethod, TableMethod
+from ctxext.spec import RopeSpec
+from scripts.llama_cpp_proof import CLOSE, RESULTS, SHAPES, VARIANTS
+
+__all__ = ["by_formula_markdown", "llama_cpp_markdown"]
+
+TRAINED = 2048
+SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
+SHORT = {"extended": "extended", "original": "flags", "file": "file"}
+
+
+def llama_cpp_markdown() -> str:
+    """For each method, the ways in which a real llama.cpp computed what the patched model does, and how closely."""
+    stored = json.loads(RESULTS.read_text())
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for proof in stored["proofs"]:
+        cells.setdefault((proof["method"], proof["shape"]), []).append(proof)
+    names = list(
+        dict.fromkeys(name for name, shape in cells if any(p["exact"] is not None for p in cells[name, shape]))
+    )
+    lines = [f"| method | {' | '.join(SHAPES)} |", f"|---|{'---|' * len(SHAPES)}"]
+    lines += [
+        f"| {_code(name)} | {' | '.join(_ways(cells.get((name, shape))) for shape in SHAPES)} |" for name in names
+    ]
+    made = stored["versions"]
+    libraries = f"transformers {made['transformers']}, torch {made['torch']}"
+    by = f"{made['ran']}, the converter of {made['converter']}, {libraries}"
+    return "\n".join([*lines, "", f"Measured on {made['date']} with {by}."])
+
+
+def _ways(proofs: list[dict[str, Any]] | None) -> str:
+    if proofs is None:
+        return "not a method for it"
+    exact = [proof for proof in proofs if proof["exact"]]
+    told = [proof for proof in proofs if proof["exact"] is False]
+    right = exact or [proof for proof in told if proof["error"] <= CLOSE * proof["matters"]]
+    if not right:
+        return f"not exact ({min(proof['error'] for proof in told):.1g})" if told else "refused"
+    ways = f"{', '.join(SHORT[proof['way']] for proof in right)} ({max(proof['error'] for proof in right):.1g})"
+    return ways if exact else f"long texts: {ways}"
+
+
+def _code(name: str) -> str:
+    method, _, rest = name.partition(", ")
+    return f"`{method}`" + (f" ({rest})" if rest else "")
+
+
+@functools.cache
+def by_formula_markdown() -> str:
+    """For each method, what other programs make of a Llama that ctxext extended."""
+    plain = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=TRAINED)
+    others: list[str] = []
+    tables: list[str] = []
+    lines = [f"| method | vLLM | SGLang | {' | '.join(READERS)} |", f"|---|---|---|{'---|' * len(READERS)}"]
+    for name, method in _methods().items():
+        if not isinstance(method, RopeMethod):
+            if isinstance(method, BiasMethod | EncodingMethod):
+                others.append(name)
+            elif isinstance(method, TableMethod):
+                tables.append(name)
+            continue
+        config = extended_config(plain, method)
+        if config.rope_parameters["rope_type"].startswith("ctxext"):
+            others.append(name)
+            continue
+        told = [_exported(config, to) for to in ("vllm", "sglang")]
+        read = [rule(dict(config.rope_parameters)) for rule in READERS.values()]
+        lines.append(f"| {_code(name)} | {' | '.join([*told, *read])} |")
+    rest = "On a rotary model all others are saved under a rope type that each of these refuses: "
+    more = "Longer tables of positions are in the weights, which any of these reads that knows the model: "
+    return "\n".join([*lines, "", f"{rest}{_list(others)}. {more}{_list(tables)}."])
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(map(_code, names))
+
+
+def _methods() -> dict[str, Method]:
+    named = {name: kind.example(SPEC) for name, kind in METHODS.items()}
+    return named | {name: METHODS[kind].from_dict({"factor": 4.0, **given}) for name, (kind, given) in VARIANTS.items()}
+
+
+def _exported(config: Any, to: str) -> str:
+    try:
+        made = export_config(config, to=to)
+    except IncompatibleError:
+        return "refused"
+    told = "flags" if any(flag.startswith(("--hf", "--json")) for flag in made.flags) else "config"
+    return f"exact ({told})" if made.exact else f"nearly ({told})"
+
+
+def _own_scale(rope: dict[str, Any]) -> bool:
+    usual = 0.1 * math.log(rope.get("factor", 1.0)) + 1
+    return abs(rope.get("attention_factor", usual) - usual) > 1e-6
+
+
+def _mlx(rope: dict[str, Any]) -> str:
+    if rope["rope_type"] == "longrope":
+        return "stops"
+    if rope["rope_type"] == "dynamic":
+        return "nearly"
+    lost = rope["rope_type"] == "yarn" and (_own_scale(rope) or rope.get("truncate") is False)
+    return "**wrong**" if lost else "exact"
+
+
+def _exllama(rope: dict[str, Any]) -> str:
+    if rope["rope_type"] == "dynamic":
+        return "stops"
+    if rope["rope_type"] != "longrope":
+        return "exact"
+    usual = math.sqrt(1 + math.log(rope["factor"]) / math.log(rope["original_max_position_embeddings"]))
+    if abs(rope.get("attention_factor", usual) - usual) > 1e-6:
+        return "**wrong**"
+    return "exact" if rope["short_factor"] == rope["long_factor"] else "nearly"
+
+
+def _tgi(rope: dict[str, Any]) -> str:
+    kind = rope["rope_type"]
+    betas = (rope.get("beta_fast", 32), rope.get("beta_slow", 1)) != (32, 1)
+    if kind == "longrope":
+        return "stops"
+    if kind == "linear" or (kind == "yarn" and (betas or _own_scale(rope) or rope.get("truncate") is False)):
+        return "**wrong**"
+    return "nearly" if kind == "dynamic" else "exact"
+
+
+READERS: dict[str, Callable[[dict[str, Any]], str]] = {"mlx-lm": _mlx, "exllamav3": _exllama, "TGI": _tgi}

@@ -1,0 +1,185 @@
+"""What a real llama.cpp was seen to do, against what ``export`` says today; and, slow, the seeing itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import BloomConfig, FalconConfig, LlamaConfig, LlamaForCausalLM, MptConfig, Qwen2Config
+
+from ctxext.checkpoints.export import export, export_config
+from ctxext.checkpoints.load import extended_config
+from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.methods import METHODS
+from ctxext.runtimes.base import Export
+from scripts.llama_cpp_proof import CLOSE, RESULTS, SHAPES, Bench, all_methods, methods_for, prove, tiny
+from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
+from tests._checkpoints import SHAPE, TRAINED
+from tests._gguf import write_gguf
+
+STORED = json.loads(RESULTS.read_text())
+PROOFS: list[dict[str, Any]] = STORED["proofs"]
+# Where make llama-cpp put the converter.
+TREE = os.environ.get("CTXEXT_LLAMA_CPP")
+
+
+def pairs(made: Export) -> dict[str, str]:
+    return dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+
+
+# --- what was measured -----------------------------------------------------------------------------------------------
+
+
+def test_whatever_is_called_exact_was_measured_to_be() -> None:
+    exact = [proof for proof in PROOFS if proof["exact"]]
+    assert {proof["shape"] for proof in exact} == set(SHAPES)
+    assert len(exact) > 80
+    for proof in exact:
+        assert proof["error"] <= CLOSE * proof["matters"], proof
+        assert proof["matters"] > 0.1, f"{proof} would not show an error"
+
+
+@pytest.mark.slow
+def test_every_method_of_every_shape_was_tried() -> None:
+    for shape in SHAPES:
+        assert {proof["method"] for proof in PROOFS if proof["shape"] == shape} == set(methods_for(shape)), shape
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [shape if shape in ("llama", "phi3", "bloom") else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES],
+)
+def test_export_says_today_what_was_measured(shape: str) -> None:
+    """Of the extended checkpoint; a verdict that changes needs the measurement anew (make llama-cpp)."""
+    methods, config = all_methods(tiny(shape)), tiny_config(shape)
+    told = [proof for proof in PROOFS if proof["shape"] == shape and proof["way"] == "extended"]
+    assert told
+    for proof in told:
+        extended = extended_config(config, methods[proof["method"]], trained_length=TRAINED_LENGTH)
+        try:
+            made = export_config(extended, to="llama.cpp")
+        except IncompatibleError:
+            assert proof["exact"] is None, proof
+        else:
+            assert (None if made.in_file else made.exact) == proof["exact"], proof
+
+
+# --- ALiBi that a model has already ----------------------------------------------------------------------------------
+
+
+def test_alibi_of_its_own_needs_a_length_and_no_more() -> None:
+    config = BloomConfig(seq_length=TRAINED)
+    extended = extended_config(config, "alibi", factor=4.0)
+    after, before = (export_config(extended, to="llama.cpp", served=served) for served in (None, config))
+    assert after.exact
+    assert before.exact
+    assert pairs(after) == {"-c": str(4 * TRAINED), "--flash-attn": "off"}
+    assert pairs(before)["--override-kv"] == f"bloom.context_length=int:{4 * TRAINED}"
+    made = export_config(extended, to="vllm", served=config)
+    assert json.loads(pairs(made)["--hf-overrides"]) == {"seq_length": 4 * TRAINED}
+    assert export_config(extended, to="vllm").flags == ("--max-model-len", str(4 * TRAINED))
+
+
+def test_other_slopes_and_other_families_are_refused() -> None:
+    for target in ("vllm", "llama.cpp"):
+        with pytest.raises(IncompatibleError, match="not one of rotary positions"):
+            export_config(extended_config(BloomConfig(seq_length=TRAINED), "pi", factor=4.0), to=target)
+        others = (FalconConfig(alibi=True, max_position_embeddings=TRAINED), MptConfig(max_seq_len=TRAINED))
+        for config in others:
+            with pytest.raises(IncompatibleError, match=f"the ALiBi of (a )?{config.model_type}"):
+                export_config(extended_config(config, "alibi", factor=4.0), to=target)
+
+
+# --- a file that needs no flags, where no tensor divides -------------------------------------------------------------
+
+
+def qwen(folder: Path, **keys: Any) -> tuple[Path, Path]:
+    """A checkpoint, and a GGUF file with its numbers; what its tensors are does not matter here."""
+    Qwen2Config(**SHAPE).save_pretrained(folder / "qwen2")
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    return folder / "qwen2", write_gguf(model, folder / "in.gguf", architecture="qwen2", **keys)
+
+
+def said(path: Path) -> dict[str, Any]:
+    import gguf
+
+    fields = gguf.GGUFReader(path).fields.items()
+    return {name.partition(".")[2]: one.contents() for name, one in fields if name.startswith("qwen2.")}
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "wanted"),
+    [
+        ("pi", {}, {"type": "linear", "factor": 4.0, "attn_factor": 1.0}),
+        ("ntk", {}, {"type": "none", "attn_factor": 1.0}),
+        ("yarn", {}, {"type": "yarn", "factor": 4.0, "original_context_length": TRAINED, "attn_factor": 1.0}),
+        ("yarn", {"attention_factor": 1.3}, {"type": "yarn", "factor": 4.0, "original_context_length": TRAINED}),
+    ],
+    ids=["pi", "ntk", "yarn", "yarn, attention_factor"],
+)
+def test_keys_say_what_flags_would(
+    tmp_path: Path, method: str, parameters: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    place, source = qwen(tmp_path)
+    made = export(
+        place, to="llama.cpp", method=METHODS[method].from_dict({"factor": 4.0, **parameters}),
+        gguf=(source, tmp_path / "out.gguf"),
+    )  # fmt: skip
+    assert made.exact
+    assert made.flags == ("-c", str(4 * TRAINED))
+    found = said(tmp_path / "out.gguf")
+    scaling = {name.removeprefix("rope.scaling."): one for name, one in found.items() if "rope.scaling." in name}
+    if parameters:  # llama.cpp multiplies its own scale by it
+        wanted = wanted | {"attn_factor": pytest.approx(1.3 / 1.138629436)}
+    assert scaling == wanted
+    base = 10000.0 * (4 ** (16 / 14) if method == "ntk" else 1)
+    assert found["rope.freq_base"] == pytest.approx(base)
+    assert found["context_length"] == 4 * TRAINED
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "message"),
+    [
+        ("yarn", {"beta_fast": 16.0}, "reads beta_fast and beta_slow from flags alone"),
+        ("yarn", {"truncate": False}, "no word for this yarn"),
+        ("llama3", {}, "no word for this llama3"),
+    ],
+    ids=["betas", "truncate", "llama3"],
+)
+def test_what_keys_cannot_say(tmp_path: Path, method: str, parameters: dict[str, Any], message: str) -> None:
+    place, source = qwen(tmp_path)
+    with pytest.raises(IncompatibleError, match=message):
+        export(
+            place, to="llama.cpp", method=METHODS[method].from_dict({"factor": 4.0, **parameters}),
+            gguf=(source, tmp_path / "out.gguf"),
+        )  # fmt: skip
+
+
+def test_a_tensor_that_would_divide_beside_the_keys(tmp_path: Path) -> None:
+    place, source = qwen(tmp_path, rope_freqs=np.ones(8, dtype=np.float32))
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight, which scales positions beside the keys"):
+        export(place, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
+    assert not (tmp_path / "out.gguf").exists()
+
+
+# --- the measurement -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_real_llama_cpp_computes_what_export_calls_exact(shape: str, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="make llama-cpp brings a llama.cpp for CPUs")
+    if TREE is None:
+        pytest.skip("CTXEXT_LLAMA_CPP does not name llama.cpp's tree: run make llama-cpp")
+    from scripts.llama_cpp_table import Converter
+
+    bench = Bench(shape, Converter(Path(TREE).resolve()), tmp_path)
+    found = [proof for name, method in methods_for(shape).items() for proof in prove(bench, name, method)]
+    stored = {(p["method"], p["way"]): p["exact"] for p in PROOFS if p["shape"] == shape}
+    assert {(proof.method, proof.way): proof.exact for proof in found} == stored, "docs/results/runtimes are old"
+    for proof in found:
+        assert not proof.exact or proof.right, proof

@@ -1,0 +1,76 @@
+"""Arguments for SGLang, against what its rotary classes compute, rewritten here in float64 from sglang 0.5.23."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import GemmaConfig, LlamaConfig
+
+from ctxext.checkpoints.export import export_config
+from ctxext.checkpoints.load import extended_config
+from ctxext.errors import IncompatibleError
+from ctxext.methods import Method
+from tests._checkpoints import SHAPE, TRAINED
+from tests.checkpoints.test_export import TARGET, VARIANTS, Spectrum, label, same, wanted, yarn_ramp
+
+
+def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:
+    config = config | json.loads(flags.get("--json-model-override-args", "{}"))
+    rope, longest = config["rope_parameters"], config["max_position_embeddings"]
+    kind, factor = rope["rope_type"], rope.get("factor", 1.0)
+    promised = longest * (1 if "original_max_position_embeddings" in rope or kind == "llama3" else factor)
+    assert int(flags["--context-length"]) <= promised, "SGLang refuses a longer one"
+    assert longest * (factor if kind == "linear" else 1) < 1e9, "a table of so many rows"
+    plain = rope["rope_theta"] ** (-np.arange(0, 16, 2) / 16)
+    if kind in ("default", "linear"):
+        return plain / factor, 1.0
+    if kind == "dynamic":
+        stretch = factor * (longest * factor) / longest - (factor - 1)
+        return (rope["rope_theta"] * stretch ** (16 / 14)) ** (-np.arange(0, 16, 2) / 16), 1.0
+    original = rope["original_max_position_embeddings"]
+    if kind == "llama3":
+        turns = original * plain / (2 * math.pi)
+        keep = np.clip((turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"]), 0, 1)
+        return plain * keep + plain / factor * (1 - keep), 1.0
+    if kind == "yarn":
+        ramp = yarn_ramp(original, rope.get("beta_fast", 32), rope.get("beta_slow", 1), rope.get("truncate", True))
+        own = 0.1 * math.log(factor) + 1
+        if rope.get("mscale") is not None and rope.get("mscale_all_dim") is not None:
+            own = (0.1 * rope["mscale"] * math.log(factor) + 1) / (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1)
+        return plain / factor * ramp + plain * (1 - ramp), own * rope.get("attn_factor", 1)
+    assert kind == "longrope"
+    own = math.sqrt(1 + math.log(longest / original) / math.log(original))
+    return plain / np.array(rope["long_factor"]), rope.get("long_mscale", own)
+
+
+@pytest.mark.parametrize("on_disk", [True, False], ids=["extended", "original"])
+@pytest.mark.parametrize("method", VARIANTS, ids=label)
+def test_sglang_computes_what_the_method_says(llama: Path, method: Method, on_disk: bool) -> None:
+    plain = LlamaConfig.from_pretrained(llama)
+    extended = extended_config(plain, method)
+    served = None if on_disk else plain
+    if extended.rope_parameters["rope_type"].startswith("ctxext"):
+        with pytest.raises(IncompatibleError, match=f"SGLang cannot run '{method.name}'"):
+            export_config(extended, to="sglang", served=served)
+        return
+    made = export_config(extended, to="sglang", served=served)
+    flags = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    assert flags["--context-length"] == str(TARGET)
+    found = sglang((extended if on_disk else plain).to_dict(), flags)
+    assert same(found, wanted(method, TARGET))
+    assert made.exact == same(found, wanted(method, TRAINED))
+
+
+def test_classes_that_drop_the_scaling_or_were_not_read() -> None:
+    plain = GemmaConfig(**SHAPE, head_dim=16)
+    for method in ("pi", "yarn"):
+        with pytest.raises(IncompatibleError, match="would run this gemma unextended"):
+            export_config(extended_config(plain, method, factor=4.0), to="sglang")
+    base = export_config(extended_config(plain, "ntk", factor=4.0), to="sglang")
+    assert not base.exact
+    assert any("was not read" in note for note in base.notes)
