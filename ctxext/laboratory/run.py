@@ -94,7 +94,7 @@ PRESETS = {
             text_steps=250,
             text_rows=16,
             windows=32,
-            puzzle_steps=400,
+            puzzle_steps=1000,
             puzzle_tokens=1400,
             puzzle_rows=32,
         ),
