@@ -1,12 +1,31 @@
-"""What two runs of ``ctxext.choose`` must have in common."""
+"""What tests of ``ctxext choose`` share: what it is asked about, and what two runs of it must have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxext.choosing.choice import Choice
 
-__all__ = ["told"]
+__all__ = ["on_disk", "told"]
+
+
+def on_disk(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], folder: Path
+) -> list[str | Path]:
+    """The command's first words about a checkpoint and texts, which are written as files."""
+    source = folder / "checkpoint"
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    asked: list[str | Path] = ["choose", source]
+    for number, text in enumerate(texts):
+        path = folder / f"{number}.txt"
+        path.write_text(text, encoding="utf-8")
+        asked += ["-t", path]
+    return asked
 
 
 def told(choice: Choice) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateEr
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.methods import PI, SelfExtend, YaRN
-from tests._choices import told
+from tests._choices import on_disk, told
 from tests._models import byte_model, tiny
 from tests._programs import command
 
@@ -177,14 +177,9 @@ def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), FEW[3]))
-    source = tmp_path / "checkpoint"
-    model.save_pretrained(source)
-    bos_tokenizer.save_pretrained(source)
-    for number, text in enumerate(TEXTS):
-        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
-    texts = [word for number in range(4) for word in ("-t", tmp_path / f"{number}.txt")]
+    about = on_disk(model, bos_tokenizer, TEXTS[:4], tmp_path)
     outputs = [tmp_path / f"choice.{ending}" for ending in ("json", "csv", "md", "png")]
-    asked = ["choose", source, *texts, "--target", TARGET, "--dtype", "fp32", "--no-passkey", "--budget", "30 passes"]
+    asked = [*about, "--target", TARGET, "--dtype", "fp32", "--no-passkey", "--budget", "30 passes"]
     asked += [word for path in outputs for word in ("-o", path)]
     done = command(*asked, "--save", tmp_path / "extended")
     assert done.exit_code == 0, done.output
@@ -209,6 +204,6 @@ def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     before = (tmp_path / "choice.race" / "cells.jsonl").read_bytes()
     assert command(*asked).exit_code == 0
     assert (tmp_path / "choice.race" / "cells.jsonl").read_bytes() == before
-    wrong = command("choose", source, *texts, "--target", TARGET, "-o", tmp_path / "choice.docx")
+    wrong = command(*about, "--target", TARGET, "-o", tmp_path / "choice.docx")
     assert wrong.exit_code == 1
     assert "docx" in wrong.output

@@ -24,7 +24,7 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.methods import PI, LongRoPE, YaRN
-from tests._choices import told
+from tests._choices import on_disk, told
 from tests._models import byte_model
 from tests._programs import command
 
@@ -272,16 +272,8 @@ def test_what_cannot_be_searched_is_said_before_the_first_pass(
 def test_the_command_searches_and_shows_it(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    source = tmp_path / "checkpoint"
-    model.save_pretrained(source)
-    bos_tokenizer.save_pretrained(source)
-    for number, text in enumerate(TEXTS):
-        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
-    texts = [word for number in range(4) for word in ("-t", tmp_path / f"{number}.txt")]
-    asked = [
-        "choose",
-        source,
-        *texts,
+    asked = on_disk(model, bos_tokenizer, TEXTS[:4], tmp_path)
+    asked += [
         "--target",
         TARGET,
         "--dtype",
