@@ -1,4 +1,4 @@
-"""Write tests/golden/flash_attn.json: which arguments the functions of flash-attn 2, 3 and 4 take, at one commit.
+"""Write tests/attention/flash_attn.json: which arguments the functions of flash-attn 2, 3 and 4 take, at one commit.
 
     python -m scripts.flash_signatures path/to/flash-attention     # a checkout, or a bare git directory
 
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-GOLDEN = Path(__file__).parents[1] / "tests/golden/flash_attn.json"
+GOLDEN = Path(__file__).parents[1] / "tests/attention/flash_attn.json"
 FILES = {
     "flash": "flash_attn/flash_attn_interface.py",
     "flash3": "hopper/flash_attn_interface.py",

@@ -2,7 +2,7 @@
 
 For some model types and every method: the config and the flags go through vLLM's own check of the length, and its own
 rotary classes build their tables, in float64. They are imported from its source distribution, and only what they import
-from the rest of vLLM is a stand-in. What comes out is ``tests/golden/vllm.json``, which a test compares with the
+from the rest of vLLM is a stand-in. What comes out is ``tests/runtimes/vllm.json``, which a test compares with the
 methods' own mathematics; it needs no vLLM.
 
     VLLM_TARGET_DEVICE=empty pip download --no-deps --no-binary vllm vllm==0.33.0    # and unpack it
@@ -41,7 +41,7 @@ from ctxext.spec import RopeSpec
 
 __all__ = ["CONFIGS", "GOLDEN", "configs", "methods"]
 
-GOLDEN = Path(__file__).parents[1] / "tests/golden/vllm.json"
+GOLDEN = Path(__file__).parents[1] / "tests/runtimes/vllm.json"
 ROTARY = "vllm.model_executor.layers.rotary_embedding"
 TRAINED = 2048
 SHAPE = {

@@ -195,7 +195,11 @@ def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) ->
 def show_export(export: Export, checkpoint: str, console: Console) -> None:
     """Print the whole command that serves the checkpoint, ready to paste, then what to know about it."""
     file = export.file or ("OUT.gguf" if export.in_file else "MODEL.gguf")
-    starts = {"vllm": ("vllm", "serve", checkpoint), "llama.cpp": ("llama-server", "-m", file)}
+    starts = {
+        "vllm": ("vllm", "serve", checkpoint),
+        "llama.cpp": ("llama-server", "-m", file),
+        "sglang": ("python", "-m", "sglang.launch_server", "--model-path", checkpoint),
+    }
     console.print(Text(shlex.join((*starts[export.target], *export.flags))), soft_wrap=True)
     if export.file is not None:
         console.print(Text(f"  wrote {export.file}"), soft_wrap=True)

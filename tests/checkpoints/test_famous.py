@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import ctxext
+from ctxext.checkpoints.export import TARGETS
 from ctxext.checkpoints.inspect import inspect_checkpoint, rope_of_checkpoint
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS
@@ -208,10 +209,12 @@ def test_patch_on_disk_export_and_load(
     result = cli("patch", source, extended, "--method", method, "--factor", 4, *choice)
     assert result.exit_code == 0, result.output
     assert f"{window} -> {4 * window} tokens" in result.output
-    for target in ("vllm", "llama.cpp"):
+    for target in TARGETS:
         exported = cli("export", extended, "--to", target)
-        assert exported.exit_code == (0 if method == "yarn" else 1), exported.stderr
-        assert str(4 * window) in exported.stdout or "not one of rotary positions" in exported.stderr
+        if target != "sglang" and (method == "yarn" or name == "bigscience/bloom-560m"):
+            assert exported.exit_code == 0, exported.stderr
+        said = exported.stdout if exported.exit_code == 0 else exported.stderr
+        assert (str(4 * window) if exported.exit_code == 0 else "with transformers.") in said
     model = ctxext.load(extended)
     assert ctxext.describe(model).target_length == 4 * window
     if method == "yarn" and type(model.config) in AutoModelForCausalLM._model_mapping:

@@ -1,6 +1,6 @@
 """vLLM's own numbers for what ``export`` says, against the methods' mathematics; vLLM itself is not needed.
 
-``tests/golden/vllm.json`` holds what the rotary classes and the length check of vLLM's source made of configs and
+``tests/runtimes/vllm.json`` holds what the rotary classes and the length check of vLLM's source made of configs and
 flags, in float64 (``scripts/vllm_numbers.py``). Its engine was not run.
 """
 
