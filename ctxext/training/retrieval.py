@@ -36,6 +36,7 @@ LOCKERS, CHAINS, LINKS = 4, 2, 3  # the most sentences of a kind in a sequence, 
 PASSAGE = (16, 64)  # tokens of a passage to repeat
 BEGINNING = 8  # of which so many say which passage it is, and are not to be predicted
 MOST = 0.5  # of a piece of text that may give way to what is put into it
+BEFORE = "."
 NEAR = 64  # tokens within which the end of a sentence is looked for
 
 Insertion = tuple[int, Int[Tensor, " _"]]
@@ -76,30 +77,35 @@ class RetrievalSequences(Sequences):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """An item of ``whole``, its ``input_ids`` and ``labels`` with what is to be found."""
         item = self.whole[index]
-        kind, random = self._drawn(index)
-        if kind is None:
-            return item
-        ids = item["input_ids"]
-        made = {"keys": self._keys, "copies": self._copies, "chains": self._chains}[kind](ids, random)
-        placed = None if made is None else self._placed(item, *made)
-        return item if placed is None else item | placed
+        return item | (self._found(index, item) or {})
 
     def length_of(self, index: int) -> int:
         return self.whole.length_of(index)
 
     def origin_of(self, index: int) -> str:
         kind, _ = self._drawn(index)
-        return self.whole.origin_of(index) + (f", with {kind} to find" if kind else "")
+        is_there = kind is not None and self._found(index, self.whole[index]) is not None
+        return self.whole.origin_of(index) + (f", with {kind} to find" if is_there else "")
 
     def __str__(self) -> str:
         """For a report: what is read, and how much of it holds something to find."""
-        return f"{self.whole}; {self.share:.0%} of the sequences hold {', '.join(self.kinds)} to find again"
+        kinds = ", ".join(self.kinds)
+        return f"{self.whole}; {self.share:.0%} of the sequences, where there is room, hold {kinds} to find again"
 
     def _drawn(self, index: int) -> tuple[Retrieval | None, np.random.Generator]:
         """What is to be found in a sequence, and what decides all else about it."""
         random = np.random.default_rng([self.seed, 4, index])
         chosen, kind = random.random() < self.share, int(random.integers(len(self.kinds)))
         return self.kinds[kind] if chosen else None, random
+
+    def _found(self, index: int, item: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Ids and labels with something to find; None where nothing is to be, or there is no room for it."""
+        kind, random = self._drawn(index)
+        ids = item["input_ids"]
+        if kind is None or len(ids) - self.front < NEAR:
+            return None
+        made = {"keys": self._keys, "copies": self._copies, "chains": self._chains}[kind](ids, random)
+        return None if made is None else self._placed(item, *made)
 
     def _keys(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
         count = int(random.integers(1, LOCKERS, endpoint=True))
@@ -185,4 +191,8 @@ class RetrievalSequences(Sequences):
         return [NAMES[number] for number in random.permutation(len(NAMES))[:count]]
 
     def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
-        return torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long)
+        """Tokens of a text that stands behind another: some tokenizers put a space before whatever they are given."""
+        front, both = (self.tokenizer(one, add_special_tokens=False).input_ids for one in (BEFORE, BEFORE + text))
+        same = both[: len(front)] == front
+        ids = both[len(front) :] if same else self.tokenizer(text, add_special_tokens=False).input_ids
+        return torch.tensor(ids, dtype=torch.long)

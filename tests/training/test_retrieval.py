@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
@@ -84,7 +86,7 @@ def test_the_answer_stands_in_the_text_and_alone_is_to_be_predicted(
             body, passage = text.split("\n\nOnce more, what was said above:\n")
             assert passage in body
             assert predicted(tokenizer, item, "above:\n") == passage[BEGINNING:], "a token is a letter here"
-    assert changed > COUNT / 3
+    assert changed == COUNT if positions == "consecutive" else changed > COUNT / 3
     assert found.length_of(0) == LENGTH
     assert f"{kind} to find" in found.describe([0])
 
@@ -106,7 +108,7 @@ def test_a_share_of_all_the_same_at_every_reading(prose: TokenisedDocuments, tok
     for index in reversed(range(COUNT)):
         assert torch.equal(again[index]["input_ids"], found[index]["input_ids"])
         assert torch.equal(again[index]["labels"], found[index]["labels"])
-    assert "30% of the sequences hold keys, copies, chains" in str(found)
+    assert "30% of the sequences, where there is room, hold keys, copies, chains" in str(found)
     _, other = sequences(prose, tokenizer, share=0.3, seed=6)
     assert any(not torch.equal(other[index]["input_ids"], found[index]["input_ids"]) for index in range(COUNT))
 
@@ -115,6 +117,15 @@ def test_a_sequence_too_short_for_it_stays_as_it_is(documents: TokenisedDocument
     plain = TrainingSequences(documents, length=41, count=20, seed=5, target_length=128)
     found = RetrievalSequences(plain, tokenizer, share=1.0, seed=5)
     assert all(torch.equal(found[index]["labels"], plain[index]["labels"]) for index in range(20))
+    assert not any("to find" in found.origin_of(index) for index in range(20)), "nothing is said to be there"
+
+
+def test_no_space_is_doubled_where_a_tokenizer_puts_one_before_what_it_is_given(tokenizer: Any) -> None:
+    """As Llama 2's does: a text in the middle of another has to be read behind something."""
+    spaced = copy.deepcopy(tokenizer)
+    spaced.backend_tokenizer.normalizer = normalizers.Prepend("a")
+    found = RetrievalSequences(TrainingSequences.__new__(TrainingSequences), spaced, share=1.0, seed=0)
+    assert said(spaced, found._tokens(" bc.")) == " bc."
 
 
 def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, tokenizer: Any) -> None:
@@ -130,7 +141,7 @@ def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, t
 def test_the_recipe_reads_them(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(settings("--data.retrieval", "0.5", "--training.steps", "2"))
     report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
-    assert "50% of the sequences hold keys, copies, chains to find again" in report["data"]
+    assert "50% of the sequences, where there is room, hold keys, copies, chains to find again" in report["data"]
 
 
 @pytest.mark.parametrize(
