@@ -37,6 +37,7 @@ from ctxext.training.masked import MaskedSequences, shift_of
 from ctxext.training.memory import peak_memory
 from ctxext.training.parallel import launched_parallelism
 from ctxext.training.progress import TrainingProgress
+from ctxext.training.retrieval import RetrievalSequences
 from ctxext.training.sequences import require_separate
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.table import TrainedTable
@@ -89,6 +90,9 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     readers = arguments.world_size // launched_parallelism().non_data_parallel_size  # some may share a sequence
     per_step = training.batch * training.accumulation * readers
     sequences = sequences_of(settings, documents, per_step, description.trained_length)
+    if data.retrieval:
+        kinds = data.retrieval_kinds
+        sequences = RetrievalSequences(sequences, tokenizer, share=data.retrieval, kinds=kinds, seed=settings.seed)
     if data.masked is not None:
         shift = shift_of(model) if data.positions == "pose" else None
         sequences = MaskedSequences(sequences, tokenizer, share=data.masked, seed=settings.seed, shift=shift)

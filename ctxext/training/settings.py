@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods import is_choice, method_in
+from ctxext.training.retrieval import RETRIEVAL, Retrieval
 
 __all__ = [
     "Data",
@@ -107,6 +108,10 @@ class Data(Section):
             with ``packed`` none.
         masked: for a model that fills in masked tokens (BERT, RoBERTa, ModernBERT): the share of tokens that it is to
             fill in, above 0 and below 1 (0.15 as BERT was trained); None trains on predicting the next token.
+        retrieval: the share of the sequences that hold something to find again, from 0 to 1, so that the model does not
+            learn from prose alone; see ``retrieval_kinds``. Not with ``packed`` or ``masked``.
+        retrieval_kinds: what that is, in equal parts: ``keys`` (numbers told somewhere, one of them asked for at the
+            end), ``copies`` (a passage to repeat) and ``chains`` (numbers handed on from name to name).
     """
 
     train: Annotated[list[str], OneOrMore, Field(min_length=1)]
@@ -117,6 +122,16 @@ class Data(Section):
     positions: Literal["consecutive", "pose", "packed"] = "consecutive"
     shortest: int | None = Field(default=None, ge=1)
     masked: float | None = Field(default=None, gt=0, lt=1)
+    retrieval: Share = 0.0
+    retrieval_kinds: Annotated[list[Retrieval], OneOrMore, Field(min_length=1)] = list(RETRIEVAL)
+
+    @model_validator(mode="after")
+    def _retrieval_in_one_text(self) -> Data:
+        if self.retrieval and self.positions == "packed":
+            raise ValueError("retrieval needs one text in a sequence: choose other positions than packed")
+        if self.retrieval and self.masked:
+            raise ValueError("retrieval asks what comes next, which masked does not: leave out one of them")
+        return self
 
 
 class Stage(Section):

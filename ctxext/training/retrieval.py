@@ -1,0 +1,198 @@
+"""Sequences of prose with something in them to find again: keys, passages to repeat, chains to follow.
+
+Prose needs a long window only now and then, so that a model trained on prose alone may learn to predict in it and not
+to find anything. These sequences are the user's own texts with a few sentences between theirs, made on the fly: what
+becomes of sequence ``i`` follows from the seed and ``i`` alone, as everything about sequences.
+
+No sentence is one of those that ``ctxext eval passkey`` and ``ctxext eval ruler`` ask with, so that what they measure
+after training is whether a model finds things, not whether it knows the question.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ctxext.evaluation.corpus import special_prefix
+from ctxext.training.sequences import IGNORED, Sequences
+
+__all__ = ["RETRIEVAL", "Retrieval", "RetrievalSequences"]
+
+Retrieval = Literal["keys", "copies", "chains"]
+RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
+
+NAMES = (
+    *("Ada", "Bruno", "Clara", "Dario", "Edith", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Leo"),
+    *("Mina", "Nora", "Oscar", "Paula", "Ralf", "Sonja", "Theo", "Vera"),
+)
+LOCKERS, CHAINS, LINKS = 4, 2, 3  # the most sentences of a kind in a sequence, one of which is asked for
+PASSAGE = (16, 64)  # tokens of a passage to repeat
+BEGINNING = 8  # of which so many say which passage it is, and are not to be predicted
+MOST = 0.5  # of a piece of text that may give way to what is put into it
+BEFORE = "."
+NEAR = 64  # tokens within which the end of a sentence is looked for
+
+Insertion = tuple[int, Int[Tensor, " _"]]
+"""Before which token of the text, and what."""
+
+
+class RetrievalSequences(Sequences):
+    """The sequences of ``whole``, a share of them with something to find again at their ends.
+
+    What is put in takes the room of as many tokens of text, at the end of the piece that it stands in, so that lengths
+    and positions stay as they were; with skip-wise positions what is asked for lies as far back as positions say. Only
+    the text and the answer are to be predicted: nothing foretells a number that is told, or what will be asked.
+
+    * ``keys``: up to four numbers, each under a name, and one of them asked for.
+    * ``copies``: a passage of 16 to 64 tokens that stood somewhere, again from its first eight tokens on.
+    * ``chains``: two numbers that are handed on from name to name, up to three times, and the last name asked for.
+
+    A sequence too short for that stays as it is.
+
+    Args:
+        whole: sequences of one text each, in one piece or, with skip-wise positions, two.
+        tokenizer: a transformers tokenizer.
+        share: of the sequences, from 0 to 1.
+        kinds: of those, which, in equal parts.
+        seed: decides which and what.
+    """
+
+    def __init__(
+        self, whole: Sequences, tokenizer: Any, *, share: float, kinds: Sequence[Retrieval] = RETRIEVAL, seed: int
+    ) -> None:
+        self.whole, self.tokenizer, self.share, self.kinds, self.seed = whole, tokenizer, share, tuple(kinds), seed
+        self.front = len(special_prefix(tokenizer))
+        self._is_end = functools.cache(self._ends_sentence)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """An item of ``whole``, its ``input_ids`` and ``labels`` with what is to be found."""
+        item = self.whole[index]
+        return item | (self._found(index, item) or {})
+
+    def length_of(self, index: int) -> int:
+        return self.whole.length_of(index)
+
+    def origin_of(self, index: int) -> str:
+        kind, _ = self._drawn(index)
+        is_there = kind is not None and self._found(index, self.whole[index]) is not None
+        return self.whole.origin_of(index) + (f", with {kind} to find" if is_there else "")
+
+    def __str__(self) -> str:
+        """For a report: what is read, and how much of it holds something to find."""
+        kinds = ", ".join(self.kinds)
+        return f"{self.whole}; {self.share:.0%} of the sequences, where there is room, hold {kinds} to find again"
+
+    def _drawn(self, index: int) -> tuple[Retrieval | None, np.random.Generator]:
+        """What is to be found in a sequence, and what decides all else about it."""
+        random = np.random.default_rng([self.seed, 4, index])
+        chosen, kind = random.random() < self.share, int(random.integers(len(self.kinds)))
+        return self.kinds[kind] if chosen else None, random
+
+    def _found(self, index: int, item: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Ids and labels with something to find; None where nothing is to be, or there is no room for it."""
+        kind, random = self._drawn(index)
+        ids = item["input_ids"]
+        if kind is None or len(ids) - self.front < NEAR:
+            return None
+        made = {"keys": self._keys, "copies": self._copies, "chains": self._chains}[kind](ids, random)
+        return None if made is None else self._placed(item, *made)
+
+    def _keys(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
+        count = int(random.integers(1, LOCKERS, endpoint=True))
+        names, numbers = self._names(count, random), random.integers(10_000, 100_000, size=count).tolist()
+        told = [self._tokens(f" The locker of {name} opens with {n}.") for name, n in zip(names, numbers, strict=True)]
+        places = self._places(ids, count, random)
+        wanted = int(random.integers(count))
+        asked = self._tokens(f"\n\nWhich number opens the locker of {names[wanted]}? It is")
+        return list(zip(places, told, strict=True)), asked, self._tokens(f" {numbers[wanted]}.")
+
+    def _chains(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
+        links = int(random.integers(1, LINKS, endpoint=True))
+        names = self._names(CHAINS * (links + 1), random)
+        numbers = random.integers(10_000, 100_000, size=CHAINS).tolist()
+        told: list[Insertion] = []
+        for chain, number in enumerate(numbers):
+            own = names[chain * (links + 1) : (chain + 1) * (links + 1)]
+            said = [f" {own[0]} was given the number {number}."]
+            said += [f" {giver} told {taker} the same number." for giver, taker in itertools.pairwise(own)]
+            places = sorted(self._places(ids, len(said), random))
+            told += zip(places, map(self._tokens, said), strict=True)
+        wanted = int(random.integers(CHAINS))
+        last = names[wanted * (links + 1) + links]
+        asked = self._tokens(f"\n\nWhich number does {last} know in the end? It is")
+        return sorted(told, key=lambda one: one[0]), asked, self._tokens(f" {numbers[wanted]}.")
+
+    def _copies(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
+        size = int(random.integers(*PASSAGE, endpoint=True))
+        lead = self._tokens("\n\nOnce more, what was said above:\n")
+        room = len(ids) - self.front - 2 * size - len(lead)
+        if room < 1:
+            return None
+        start = self.front + int(random.integers(room))
+        passage = ids[start : start + size]
+        return [], torch.cat([lead, passage[:BEGINNING]]), passage[BEGINNING:]
+
+    def _placed(
+        self, item: dict[str, Tensor], told: Sequence[Insertion], asked: Tensor, answer: Tensor
+    ) -> dict[str, Tensor] | None:
+        """Ids and labels with all of that in them, as many as before; None where there is no room."""
+        ids, labels = item["input_ids"], item["labels"]
+        jumps = (item["position_ids"].diff() != 1).nonzero().flatten().tolist()
+        border = jumps[0] + 1 if jumps else len(ids)
+        pieces = [(self.front, border), (border, len(ids))] if jumps else [(self.front, border)]
+        found = {"input_ids": [ids[: self.front]], "labels": [labels[: self.front]]}
+        for number, (start, stop) in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            tail = torch.cat([asked, answer]) if is_last else ids[:0]
+            here = [(place, what) for place, what in told if start <= place < stop]
+            taken = len(tail) + sum(len(what) for _, what in here)
+            if taken > MOST * (stop - start):
+                return None
+            kept = stop - taken  # the text up to here stays
+            done = start
+            for place, what in here:
+                place = min(place, kept)
+                found["input_ids"] += [ids[done:place], what]
+                found["labels"] += [labels[done:place], torch.full_like(what, IGNORED)]
+                done = place
+            found["input_ids"] += [ids[done:kept], tail]
+            quiet = len(asked) if is_last else 0
+            found["labels"] += [labels[done:kept], torch.cat([torch.full_like(tail[:quiet], IGNORED), tail[quiet:]])]
+        joined = {name: torch.cat(parts) for name, parts in found.items()}
+        if jumps:  # what stands behind the border may have gone on from text that has given way
+            joined["labels"][border] = IGNORED
+        return joined
+
+    def _places(self, ids: Tensor, count: int, random: np.random.Generator) -> list[int]:
+        """Where sentences begin, as near behind places drawn at random as one does; in ascending order."""
+        drawn = sorted(random.integers(self.front + 1, len(ids), size=count).tolist())
+        return [self._sentence_from(ids, place) for place in drawn]
+
+    def _sentence_from(self, ids: Tensor, place: int) -> int:
+        near = ids[place - 1 : place - 1 + NEAR].tolist()
+        found = place + next((number for number, token in enumerate(near) if self._is_end(token)), 0)
+        return min(found, len(ids) - 1)
+
+    def _ends_sentence(self, token: int) -> bool:
+        said: str = self.tokenizer.decode([token])
+        return "\n" in said or said.rstrip(" \"'\u201d\u2019)").endswith((".", "!", "?"))
+
+    def _names(self, count: int, random: np.random.Generator) -> list[str]:
+        return [NAMES[number] for number in random.permutation(len(NAMES))[:count]]
+
+    def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
+        """Tokens of a text that stands behind another: some tokenizers put a space before whatever they are given."""
+        front, both = (self.tokenizer(one, add_special_tokens=False).input_ids for one in (BEFORE, BEFORE + text))
+        same = both[: len(front)] == front
+        ids = both[len(front) :] if same else self.tokenizer(text, add_special_tokens=False).input_ids
+        return torch.tensor(ids, dtype=torch.long)

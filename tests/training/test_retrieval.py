@@ -1,0 +1,157 @@
+"""What stands in a sequence that holds something to find again, and that what is asked for is there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import normalizers
+from torch import Tensor
+
+from ctxext.errors import InvalidParameterError
+from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.retrieval import BEGINNING, RETRIEVAL, RetrievalSequences
+from ctxext.training.sequences import IGNORED, TrainingSequences
+from tests.training._recipe import recipe
+
+LENGTH, TARGET, COUNT = 900, 3600, 60
+
+
+@pytest.fixture
+def prose(tokenizer: Any, tmp_path: Path) -> TokenisedDocuments:
+    """Sentences that say their own number, so that each place of a text is known."""
+    file = tmp_path / "prose.txt"
+    file.write_text(
+        " ".join(f"This is sentence number {number} of the book." for number in range(400)), encoding="utf-8"
+    )
+    return TokenisedDocuments.read([str(file)], tokenizer)
+
+
+def sequences(documents: TokenisedDocuments, tokenizer: Any, **changes: Any) -> tuple[TrainingSequences, Any]:
+    positions = changes.pop("positions", "consecutive")
+    plain = TrainingSequences(documents, length=LENGTH, count=COUNT, seed=5, target_length=TARGET, positions=positions)
+    return plain, RetrievalSequences(plain, tokenizer, **({"share": 1.0, "seed": 5} | changes))
+
+
+def said(tokenizer: Any, ids: Tensor) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def predicted(tokenizer: Any, item: dict[str, Tensor], last: str) -> str:
+    """What is to be predicted behind the last occurrence of some words."""
+    text = said(tokenizer, item["input_ids"])
+    behind = len(text) - text.rindex(last) - len(last)
+    labels = item["labels"][-behind:]
+    return said(tokenizer, labels[labels != IGNORED])
+
+
+@pytest.mark.parametrize("positions", ["consecutive", "pose"])
+@pytest.mark.parametrize("kind", RETRIEVAL)
+def test_the_answer_stands_in_the_text_and_alone_is_to_be_predicted(
+    prose: TokenisedDocuments, tokenizer: Any, kind: Any, positions: str
+) -> None:
+    plain, found = sequences(prose, tokenizer, kinds=[kind], positions=positions)
+    changed = 0
+    for index in range(COUNT):
+        item, before = found[index], plain[index]
+        assert all(len(item[name]) == LENGTH for name in ("input_ids", "labels", "position_ids", "attention_mask"))
+        assert torch.equal(item["position_ids"], before["position_ids"])
+        told = item["labels"] != IGNORED
+        assert torch.equal(item["labels"][told], item["input_ids"][told]), "each label is its own token"
+        if torch.equal(item["input_ids"], before["input_ids"]):
+            continue  # a piece was too small
+        changed += 1
+        jumps = (item["position_ids"].diff() != 1).nonzero().flatten() + 1
+        assert bool((item["labels"][jumps] == IGNORED).all()), "no continuation of text that has given way"
+        text = said(tokenizer, item["input_ids"])
+        if kind == "keys":
+            name, number = re.search(r"opens the locker of (\w+)\? It is (\d{5})\.$", text).groups()  # type: ignore[union-attr]
+            assert f"The locker of {name} opens with {number}." in text
+            assert predicted(tokenizer, item, "It is") == f" {number}."
+        elif kind == "chains":
+            name, number = re.search(r"does (\w+) know in the end\? It is (\d{5})\.$", text).groups()  # type: ignore[union-attr]
+            givers = dict(re.findall(r"(\w+) told (\w+) the same", text))
+            takers = {taker: giver for giver, taker in givers.items()}
+            while name in takers:
+                assert text.index(f"{takers[name]} told {name}") < text.index("\n\nWhich")
+                name = takers[name]
+            assert f"{name} was given the number {number}." in text
+            assert predicted(tokenizer, item, "It is") == f" {number}."
+        else:
+            body, passage = text.split("\n\nOnce more, what was said above:\n")
+            assert passage in body
+            assert predicted(tokenizer, item, "above:\n") == passage[BEGINNING:], "a token is a letter here"
+    assert changed == COUNT if positions == "consecutive" else changed > COUNT / 3
+    assert found.length_of(0) == LENGTH
+    assert f"{kind} to find" in found.describe([0])
+
+
+def test_prose_stays_prose_but_for_what_gives_way(prose: TokenisedDocuments, tokenizer: Any) -> None:
+    plain, found = sequences(prose, tokenizer, kinds=["keys"])
+    for index in range(COUNT):
+        text, before = said(tokenizer, found[index]["input_ids"]), said(tokenizer, plain[index]["input_ids"])
+        without = re.sub(r" The locker of \w+ opens with \d{5}\.", "", text).split("\n\nWhich")[0]
+        assert before.startswith(without)
+        assert re.search(r"\. The locker of", text), "between two sentences"
+
+
+def test_a_share_of_all_the_same_at_every_reading(prose: TokenisedDocuments, tokenizer: Any) -> None:
+    plain, found = sequences(prose, tokenizer, share=0.3)
+    _, again = sequences(prose, tokenizer, share=0.3)
+    changed = [not torch.equal(found[index]["input_ids"], plain[index]["input_ids"]) for index in range(COUNT)]
+    assert 0.1 < sum(changed) / COUNT < 0.5
+    for index in reversed(range(COUNT)):
+        assert torch.equal(again[index]["input_ids"], found[index]["input_ids"])
+        assert torch.equal(again[index]["labels"], found[index]["labels"])
+    assert "30% of the sequences, where there is room, hold keys, copies, chains" in str(found)
+    _, other = sequences(prose, tokenizer, share=0.3, seed=6)
+    assert any(not torch.equal(other[index]["input_ids"], found[index]["input_ids"]) for index in range(COUNT))
+
+
+def test_a_sequence_too_short_for_it_stays_as_it_is(documents: TokenisedDocuments, tokenizer: Any) -> None:
+    plain = TrainingSequences(documents, length=41, count=20, seed=5, target_length=128)
+    found = RetrievalSequences(plain, tokenizer, share=1.0, seed=5)
+    assert all(torch.equal(found[index]["labels"], plain[index]["labels"]) for index in range(20))
+    assert not any("to find" in found.origin_of(index) for index in range(20)), "nothing is said to be there"
+
+
+def test_no_space_is_doubled_where_a_tokenizer_puts_one_before_what_it_is_given(tokenizer: Any) -> None:
+    """As Llama 2's does: a text in the middle of another has to be read behind something."""
+    spaced = copy.deepcopy(tokenizer)
+    spaced.backend_tokenizer.normalizer = normalizers.Prepend("a")
+    found = RetrievalSequences(TrainingSequences.__new__(TrainingSequences), spaced, share=1.0, seed=0)
+    assert said(spaced, found._tokens(" bc.")) == " bc."
+
+
+def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, tokenizer: Any) -> None:
+    from ctxext.evaluation import passkey
+
+    _, found = sequences(prose, tokenizer)
+    texts = " ".join(said(tokenizer, found[index]["input_ids"]) for index in range(COUNT)).lower()
+    assert passkey.QUESTION.strip().lower() not in texts
+    for words in ("pass key", "passkey", "special magic", "VAR "):
+        assert words.lower() not in texts
+
+
+def test_the_recipe_reads_them(settings: Any, tmp_path: Path) -> None:
+    recipe.finetune(settings("--data.retrieval", "0.5", "--training.steps", "2"))
+    report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert "50% of the sequences, where there is room, hold keys, copies, chains to find again" in report["data"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--data.retrieval", "0.2", "--data.positions", "packed", "--training.batch", "1"], "one text in a sequence"),
+        (["--data.retrieval", "1.2"], "less than or equal to 1"),
+        (["--data.retrieval", "0.2", "--data.retrieval_kinds", "riddles"], "keys"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: Any, changes: list[str], message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        settings(*changes)
