@@ -4,9 +4,9 @@
     python scripts/bench_encodings.py --device cuda --dtypes bf16,fp32 --tokens 32768 --markdown table.md
 
 Each encoding and plain rotation with SDPA take turns, round after round, and medians are divided, so that a busy
-machine slows both alike. Memory is what reading the text adds at its peak, at the whole length and at half of it: what
-is written out for all pairs of tokens would take four times as much at the whole. Weights are random: neither time nor
-memory depends on them. A new file in ``ctxext/methods`` has its row without another line.
+machine slows both alike. Memory is what the tensors of reading the text take at its peak, at the whole length and at
+half of it: what is written out for all pairs of tokens would take four times as much at the whole. Weights are random:
+neither time nor memory depends on them. A new file in ``ctxext/methods`` has its row without another line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, in_turns, machine, markdown_table, show_table
+from measuring import DTYPES, allocated_memory, in_turns, machine, markdown_table, show_table
 from rich.console import Console
 from shapes import two_layers
 from transformers import DynamicCache, LlamaForCausalLM
@@ -76,11 +76,6 @@ def decoding(model: LlamaForCausalLM, tokens: int) -> Callable[[], object]:
     return step
 
 
-def memory(name: str, dtype: str, tokens: int, device: str) -> float | None:
-    """MiB that reading a text adds at its peak; for a process of its own, which has freed nothing yet."""
-    return added_memory(device, reading(encoded(name, dtype, device), tokens))
-
-
 def measure(name: str, dtype: str, tokens: int, train: int, rounds: int, device: str) -> list[str]:
     """One row of the table."""
     models = [encoded(one, dtype, device) for one in (ROPE, name)]
@@ -88,9 +83,8 @@ def measure(name: str, dtype: str, tokens: int, train: int, rounds: int, device:
     for kind, length in ((training, train), (reading, tokens), (decoding, tokens)):
         ratio, seconds = in_turns(*(kind(model, length) for model in models), rounds, device)
         cells.append(f"{ratio:.2f} ({1e3 * seconds:.0f} ms)")
-    whole, half = (in_fresh_process(memory, name, dtype, length, device) for length in (tokens, tokens // 2))
-    known = whole is not None and half
-    return [name, dtype, *cells, f"{whole:.0f} MiB" if known else "", f"{whole / half:.1f}" if known else ""]
+    whole, half = (allocated_memory(device, reading(models[1], length)) for length in (tokens, tokens // 2))
+    return [name, dtype, *cells, f"{whole:.0f} MiB", f"{whole / half:.1f}"]
 
 
 def main(
@@ -115,7 +109,8 @@ def main(
         f"SmolLM2-135M's shape with 2 layers; {machine(device)}; {torch.get_num_threads()} threads.",
         "Ratios to rotation with SDPA in the same run; rotation's own time in brackets.",
         f"`training step`: forward and backward on {train:,} tokens; `text`: {tokens:,} tokens at once; `new token`: "
-        f"one more after them; `memory`: what reading them adds at its peak, and how much more that is than for half.",
+        f"one more after them; `memory`: what the tensors of reading them take at its peak, and how much more than for "
+        f"half of them.",
     ]
     table = markdown_table("# Encodings: what they cost", COLUMNS, rows, notes)
     show_table(table, markdown)

@@ -5,8 +5,8 @@
 
 Three numbers for each method, each beside stock transformers with SDPA: a whole text read at once (two layers, no
 head), one attention call of it alone, and one step of decoding after it. Stock and remapped take turns, round after
-round, and medians are divided, so that a busy machine slows both alike. Memory is what the attention call adds at its
-peak, output included. Weights are random: neither time nor memory depends on them.
+round, and medians are divided, so that a busy machine slows both alike. Memory is what the tensors of the attention
+call take at its peak, output included. Weights are random: neither time nor memory depends on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, in_turns, machine, markdown_table, show_table
+from measuring import DTYPES, allocated_memory, in_turns, machine, markdown_table, show_table
 from rich.console import Console
 from shapes import two_layers
 from transformers import DynamicCache, LlamaForCausalLM
@@ -56,12 +56,6 @@ def calls(method: str, dtype: str, tokens: int, device: str) -> tuple[Callable[[
 
 
 @torch.no_grad()
-def memory(which: int, method: str, dtype: str, tokens: int, device: str) -> float | None:
-    """MiB that one of ``calls`` adds at its peak; for a process of its own, which has freed nothing yet."""
-    return added_memory(device, calls(method, dtype, tokens, device)[which])
-
-
-@torch.no_grad()
 def measure(method: str, dtype: str, tokens: int, rounds: int, device: str) -> list[str]:
     """One row of the table."""
     models = two_layers(DTYPES[dtype], device), remapped(method, dtype, tokens, device)
@@ -76,17 +70,17 @@ def measure(method: str, dtype: str, tokens: int, rounds: int, device: str) -> l
         return lambda: model.model(ids[:, -1:], past_key_values=cache)
 
     text, seconds = in_turns(*map(read, models), rounds, device)
-    alone, _ = in_turns(*calls(method, dtype, tokens, device), rounds, device)
+    plain, in_pieces = calls(method, dtype, tokens, device)
+    alone, _ = in_turns(plain, in_pieces, rounds, device)
+    least, most = (allocated_memory(device, call) for call in (plain, in_pieces))
     decoding, step_seconds = in_turns(*map(step, models), 5 * rounds, device)
-    plain, in_pieces = (in_fresh_process(memory, which, method, dtype, tokens, device) for which in (0, 1))
-    share = "unknown" if not plain or in_pieces is None else f"{in_pieces / plain:.2f} ({plain:.0f} MiB)"
     return [
         method,
         dtype,
         f"{text:.2f} ({seconds:.1f} s)",
         f"{alone:.2f}",
         f"{decoding:.2f} ({1e3 * step_seconds:.1f} ms)",
-        share,
+        f"{most / least:.2f} ({least:.0f} MiB)",
     ]
 
 
@@ -110,7 +104,7 @@ def main(
         f"{tokens:,} tokens, trained length {TRAINED:,}; {machine(device)}; {torch.get_num_threads()} threads.",
         "Ratios to stock transformers with SDPA in the same run; stock's own number in brackets.",
         "`text`: two layers without a head read the whole text; `attention`: one call of it; `step`: one more token, "
-        "on a cache of the text; `memory`: what the attention call adds at its peak.",
+        "on a cache of the text; `memory`: what the tensors of the attention call take at its peak.",
     ]
     table = markdown_table("# Position remapping: time and memory", COLUMNS, rows, notes)
     show_table(table, markdown)

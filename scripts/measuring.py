@@ -8,11 +8,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
 
 from ctxext.evaluation import provenance
 from ctxext.evaluation.checkpoint import DTYPES
@@ -20,6 +22,7 @@ from ctxext.evaluation.checkpoint import DTYPES
 __all__ = [
     "DTYPES",
     "added_memory",
+    "allocated_memory",
     "in_fresh_process",
     "in_turns",
     "machine",
@@ -66,19 +69,33 @@ def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int
 
 
 def added_memory(device: str, call: Callable[[], object]) -> float | None:
-    """Return the MiB that ``call`` adds at its peak to what this process holds; None if that cannot be known."""
+    """Return the MiB that ``call`` adds at its peak to what this process holds; None if that cannot be known.
+
+    On a CPU everything counts, and the code that a first call loads (some 10 MiB): for whole models.
+    """
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return float(torch.cuda.max_memory_allocated() - before) / 2**20
+        return allocated_memory(device, call)
     if not Path("/proc/self/clear_refs").exists():
         return None
     Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the peak back to what is resident now
     resident = _resident("VmRSS")
     call()
     return _resident("VmHWM") - resident
+
+
+def allocated_memory(device: str, call: Callable[[], object]) -> float:
+    """Return the MiB of tensors that ``call`` makes and holds at its peak, as torch's allocator counts them."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return float(torch.cuda.max_memory_allocated() - before) / 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held, default=0) / 2**20
 
 
 def peak_resident(device: str) -> float | None:
