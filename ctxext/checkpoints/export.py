@@ -20,10 +20,9 @@ from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.methods.formulas import NEVER
+from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
-from ctxext.runtimes.llama_cpp import alibi_to_llama_cpp, architecture_of, in_file, to_llama_cpp
-from ctxext.runtimes.sglang import alibi_to_sglang, to_sglang
-from ctxext.runtimes.vllm import alibi_to_vllm, to_vllm
+from ctxext.runtimes.llama_cpp import architecture_of, in_file
 from ctxext.saved import (
     already_extended,
     choices,
@@ -39,11 +38,7 @@ from ctxext.surgery.texts import field_of, text_of
 from ctxext.surgery.windows import is_windowed
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["TARGETS", "export", "export_config", "read_extended"]
-
-RUNTIMES = {"vllm": to_vllm, "llama.cpp": to_llama_cpp, "sglang": to_sglang}
-ALIBI = {"vllm": alibi_to_vllm, "llama.cpp": alibi_to_llama_cpp, "sglang": alibi_to_sglang}
-TARGETS = tuple(RUNTIMES)
+__all__ = ["export", "export_config", "read_extended"]
 
 
 def export(
@@ -65,7 +60,7 @@ def export(
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``save_pretrained``).
             With ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
-        to: "vllm", "llama.cpp" or "sglang".
+        to: the runtime: "llama.cpp", "sglang" or "vllm".
         method: for a checkpoint that is to be served extended while its files stay as they are; as for
             ``ctxext.patch``. None exports the extension that the checkpoint carries.
         gguf: for llama.cpp: a GGUF file of this model, in any quantisation, and the path of a copy to write that holds
@@ -158,8 +153,8 @@ def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code
     if (longer := _longer_table(config, served, to)) is not None:
         return longer
     if (own := _own_alibi(config, served)) is not None:
-        return ALIBI[to](own)
-    return RUNTIMES[to](_extension_of(config, served, trust_remote_code))
+        return RUNTIMES[to].export_own_alibi(own)
+    return RUNTIMES[to].export(_extension_of(config, served, trust_remote_code))
 
 
 def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> ExtensionInConfig:
@@ -186,12 +181,11 @@ def _longer_table(config: Any, served: Any, to: str) -> Export | None:
             f"ctxext patch SOURCE NEW --method {saved['method']['method']} --factor {saved['method']['factor']:g}."
         )
     target = saved["target_length"]
-    name = {"vllm": "--max-model-len", "llama.cpp": "-c", "sglang": "--context-length"}[to]
     note = (
         f"The longer table of positions is among the weights, and config.json says how long it is: there is nothing "
         f"else to be told. That {to} runs a {config.model_type} so was not tried here."
     )
-    return Export(target=to, flags=(name, str(target)), notes=(note,), exact=False)
+    return Export(target=to, flags=(RUNTIMES[to].length_flag, str(target)), notes=(note,), exact=False)
 
 
 def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:
@@ -222,8 +216,8 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
 
 
 def _check_target(to: str) -> None:
-    if to not in TARGETS:
-        raise UnknownNameError.of("export target", to, TARGETS)
+    if to not in RUNTIMES:
+        raise UnknownNameError.of("export target", to, RUNTIMES)
 
 
 def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:

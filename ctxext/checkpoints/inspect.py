@@ -16,13 +16,14 @@ from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
-from ctxext.checkpoints.export import TARGETS, export_config
+from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.base import require
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
+from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import Description, Request, RopeSpec
@@ -274,7 +275,7 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
 
 def _exports(config: Any, trust_remote_code: bool) -> dict[str, Export | str]:
     found: dict[str, Export | str] = {}
-    for target in TARGETS:
+    for target in RUNTIMES:
         try:
             found[target] = export_config(config, to=target, trust_remote_code=trust_remote_code)
         except IncompatibleError as error:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ctxext.architectures import architecture_of
 from ctxext.architectures.rope import Rope
-from ctxext.checkpoints.export import TARGETS, export_config
+from ctxext.checkpoints.export import export_config
 from ctxext.choosing.accepting import accept
 from ctxext.choosing.budget import (
     Budget,
@@ -42,6 +42,7 @@ from ctxext.evaluation.readings import Reading, Readings, Refusal
 from ctxext.evaluation.survey import Survey
 from ctxext.methods import RopeMethod
 from ctxext.patching import patched_state
+from ctxext.runtimes import RUNTIMES
 from ctxext.saved import already_extended
 from ctxext.surgery.rotary import RotarySite, find_sites
 from ctxext.surgery.texts import text_of
@@ -313,7 +314,7 @@ class Contest:
             rope = dict(text_of(config).rope_parameters) if stock else None
             says = config.ctxext["stored_as"] if stock else "only with ctxext"
             found = [RuntimeVerdict(name="transformers", exact=stock, says=says)]
-            for target in TARGETS:
+            for target in RUNTIMES:
                 try:
                     made = export_config(config, to=target)
                     found.append(RuntimeVerdict(name=target, exact=made.exact, says=made.told))

@@ -27,6 +27,7 @@ from ctxext.cli.options import (
     Trust,
     grouped,
     method_names,
+    runtime_names,
 )
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
@@ -165,8 +166,8 @@ def export(
         str,
         Option(
             "--to",
-            help="The runtime that serves it: vllm, sglang or llama.cpp.",
-            autocompletion=lambda: ["vllm", "sglang", "llama.cpp"],
+            help="The runtime that serves it: llama.cpp, sglang or vllm.",
+            autocompletion=runtime_names,
         ),
     ],
     method: Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import glob
 import inspect
 import io
 import json
@@ -126,9 +125,22 @@ def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
 
 
 def method_names(incomplete: str) -> list[str]:
-    """For shells: every method is a file of its name, so that none needs to be imported."""
-    files = (Path(__file__).parents[1] / "methods").glob(f"{glob.escape(incomplete)}*.py")
-    return sorted(file.stem for file in files if f'name: ClassVar[str] = "{file.stem}"' in file.read_text("utf-8"))
+    """For shells: the methods' names."""
+    return _names_in("methods", incomplete)
+
+
+def runtime_names(incomplete: str) -> list[str]:
+    """For shells: the runtimes' names."""
+    return _names_in("runtimes", incomplete)
+
+
+def _names_in(folder: str, incomplete: str) -> list[str]:
+    """Names of a registry that begin so, as its files say them, so that none needs to be imported."""
+    files = (Path(__file__).parents[1] / folder).glob("*.py")
+    found = [
+        name for file in files for name in re.findall(r'^    name: ClassVar.* = "(.+)"', file.read_text("utf-8"), re.M)
+    ]
+    return sorted(name for name in found if name.startswith(incomplete))
 
 
 Checkpoint = Annotated[str, Argument(help="A checkpoint directory, or a name on the hub.", metavar="CHECKPOINT")]

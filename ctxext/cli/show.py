@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ctxext.checkpoints.export import TARGETS
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.cli.options import in_flags
 from ctxext.methods import METHODS, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
+from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
@@ -185,7 +185,7 @@ def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) ->
     method = "yarn" if "yarn" in extending else extending[0]
     place = "ORIGINAL" if checkpoint.endswith(".gguf") else checkpoint
     window = ("--sliding-window", "lift") if found.window_caps else ()
-    for target in TARGETS:
+    for target in RUNTIMES:
         line = shlex.join(("ctxext", "export", place, "--to", target, "--method", method, "--factor", "4", *window))
         console.print(Text(f"what {target} must be told for an extension: {line}"), soft_wrap=True)
     if place != checkpoint:
@@ -195,12 +195,8 @@ def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) ->
 def show_export(export: Export, checkpoint: str, console: Console) -> None:
     """Print the whole command that serves the checkpoint, ready to paste, then what to know about it."""
     file = export.file or ("OUT.gguf" if export.in_file else "MODEL.gguf")
-    starts = {
-        "vllm": ("vllm", "serve", checkpoint),
-        "llama.cpp": ("llama-server", "-m", file),
-        "sglang": ("python", "-m", "sglang.launch_server", "--model-path", checkpoint),
-    }
-    console.print(Text(shlex.join((*starts[export.target], *export.flags))), soft_wrap=True)
+    start = RUNTIMES[export.target].start(checkpoint, file)
+    console.print(Text(shlex.join((*start, *export.flags))), soft_wrap=True)
     if export.file is not None:
         console.print(Text(f"  wrote {export.file}"), soft_wrap=True)
     same = "[green]the same positions as in transformers[/]"

@@ -6,10 +6,12 @@ import copy
 import functools
 import json
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import NEVER
 
 __all__ = [
@@ -17,10 +19,12 @@ __all__ = [
     "Export",
     "ExtensionInConfig",
     "OwnALiBi",
+    "Runtime",
     "longest",
     "longrope_scale",
     "nested",
     "read_table",
+    "require_known_type",
     "whole",
     "without_endless_table",
 ]
@@ -40,7 +44,7 @@ class Export:
     """What to tell another runtime.
 
     Args:
-        target: "vllm", "llama.cpp" or "sglang".
+        target: the name of the runtime.
         flags: command-line arguments, one string each, to pass on as they are.
         notes: sentences that the person who deploys must know.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
@@ -149,6 +153,38 @@ class ExtensionInConfig:
         return str(saved["method"]["method"]) if saved else self.rope_type
 
 
+class Runtime(ABC):
+    """A program that serves checkpoints, and how it is told of an extension.
+
+    Attributes:
+        name: as ``ctxext.export`` takes it.
+        length_flag: the argument that sets the longest text.
+    """
+
+    name: ClassVar[str]
+    length_flag: ClassVar[str]
+
+    @abstractmethod
+    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
+        """The command that starts it, before the flags of an export; it serves ``checkpoint``, or the file ``gguf``."""
+
+    @abstractmethod
+    def export(self, extended: ExtensionInConfig) -> Export:
+        """What to tell it of an extension of rotary positions.
+
+        Raises:
+            IncompatibleError: if it cannot run the extension, or would silently compute something else.
+        """
+
+    @abstractmethod
+    def export_own_alibi(self, extended: OwnALiBi) -> Export:
+        """What to tell it of a model that has ALiBi of its own and keeps its slopes.
+
+        Raises:
+            IncompatibleError: if it is not known that it computes the same slopes.
+        """
+
+
 def without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
     """A factor that stops all rotation as one divisor for each frequency.
 
@@ -168,6 +204,20 @@ def without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
     config, parameters = copy.deepcopy(extended.config), whole(extended, rope)
     config.get_text_config(decoder=True).rope_parameters = parameters
     return replace(extended, config=config, unsaid=extended.unsaid | {"rope_parameters": parameters})
+
+
+def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:
+    """For runtimes that refuse every rope type but those of stock transformers.
+
+    Raises:
+        IncompatibleError: the config holds another.
+    """
+    if not extended.stock:
+        raise IncompatibleError(
+            f"{runtime} cannot run {extended.method!r}: the config says rope_type={extended.rope_type!r}, which "
+            f"{runtime} refuses as unknown, and it has no setting that computes the same. Extend the checkpoint by a "
+            f"method with a stock form instead (ctxext methods lists them), or serve it with transformers."
+        )
 
 
 def longest(extended: ExtensionInConfig) -> int:

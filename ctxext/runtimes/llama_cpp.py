@@ -23,15 +23,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, read_table
+from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, Runtime, read_table
 
 __all__ = [
     "DIVISORS",
     "TABLE",
-    "alibi_to_llama_cpp",
+    "LlamaCpp",
     "architecture_of",
     "attention_factor",
     "flags_of",
@@ -39,7 +39,6 @@ __all__ = [
     "in_file",
     "is_scaling",
     "keys_of",
-    "to_llama_cpp",
     "verdict",
 ]
 
@@ -51,48 +50,56 @@ ALIBI = ("bloom",)
 DIVISORS = "rope_freqs.weight"
 
 
-def to_llama_cpp(extended: ExtensionInConfig) -> Export:
-    """Flags for ``llama-server`` and ``llama-cli``, with a GGUF converted by ``convert_hf_to_gguf.py``.
+class LlamaCpp(Runtime):
+    """llama.cpp, as ``llama-server`` and ``llama-cli`` start it with a GGUF file."""
 
-    Where flags do not say it all, and a copy of the GGUF file does, the flags are for such a copy.
+    name: ClassVar[str] = "llama.cpp"
+    length_flag: ClassVar[str] = "-c"
 
-    Raises:
-        IncompatibleError: if llama.cpp would run the model without the extension, or with another one.
-    """
-    _refuse(extended)
-    line = _line(extended)
-    seen = [verdict(line, _form(extended), from_original=original)[0] for original in (False, True)]
-    ways = [] if seen == [False, False] else [_by_flags(extended, line)]
-    ways += [_to_copy(extended)] if _why_no_divisors(extended) is None else []
-    if not ways:
-        raise _other_positions(extended)
-    return next((way for way in ways if way.exact), ways[0])
+    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
+        return "llama-server", "-m", gguf
+
+    def export(self, extended: ExtensionInConfig) -> Export:
+        """Flags for ``llama-server`` and ``llama-cli``, with a GGUF converted by ``convert_hf_to_gguf.py``.
+
+        Where flags do not say it all, and a copy of the GGUF file does, the flags are for such a copy.
+
+        Raises:
+            IncompatibleError: if llama.cpp would run the model without the extension, or with another one.
+        """
+        _refuse(extended)
+        line = _line(extended)
+        seen = [verdict(line, _form(extended), from_original=original)[0] for original in (False, True)]
+        ways = [] if seen == [False, False] else [_by_flags(extended, line)]
+        ways += [_to_copy(extended)] if _why_no_divisors(extended) is None else []
+        if not ways:
+            raise _other_positions(extended)
+        return next((way for way in ways if way.exact), ways[0])
+
+    def export_own_alibi(self, extended: OwnALiBi) -> Export:
+        """Flags for a model that has ALiBi of its own and keeps its slopes.
+
+        Raises:
+            IncompatibleError: if llama.cpp knows the model's rotary form only, or not at all.
+        """
+        if extended.model_type not in ALIBI:
+            raise IncompatibleError(
+                f"llama.cpp was not seen to run the ALiBi of {extended.model_type}, only that of {', '.join(ALIBI)}: "
+                f"the converter of {_version()} has no class for it, or one that rotates. Serve it with transformers."
+            )
+        flags: tuple[str, ...] = (self.length_flag, str(extended.target_length), "--flash-attn", "off")
+        if extended.unsaid:
+            flags = ("--override-kv", f"{extended.model_type}.context_length=int:{extended.target_length}", *flags)
+        note = (
+            "Its slopes are the checkpoint's own and distances are exact. With flash attention they would be rounded "
+            "to float16, so to even numbers from 2,048 tokens on."
+        )
+        return Export(target=self.name, flags=flags, notes=(note,))
 
 
 def _to_copy(extended: ExtensionInConfig) -> Export:
     made = in_file(extended)
     return dataclasses.replace(made, notes=(_COPY, *made.notes))
-
-
-def alibi_to_llama_cpp(extended: OwnALiBi) -> Export:
-    """Flags for a model that has ALiBi of its own and keeps its slopes.
-
-    Raises:
-        IncompatibleError: if llama.cpp knows the model's rotary form only, or not at all.
-    """
-    if extended.model_type not in ALIBI:
-        raise IncompatibleError(
-            f"llama.cpp was not seen to run the ALiBi of {extended.model_type}, only that of {', '.join(ALIBI)}: the "
-            f"converter of {_version()} has no class for it, or one that rotates. Serve it with transformers."
-        )
-    flags: tuple[str, ...] = ("-c", str(extended.target_length), "--flash-attn", "off")
-    if extended.unsaid:
-        flags = ("--override-kv", f"{extended.model_type}.context_length=int:{extended.target_length}", *flags)
-    note = (
-        "Its slopes are the checkpoint's own and distances are exact. With flash attention they would be rounded to "
-        "float16, so to even numbers from 2,048 tokens on."
-    )
-    return Export(target="llama.cpp", flags=flags, notes=(note,))
 
 
 def in_file(extended: ExtensionInConfig) -> Export:

@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,
     OwnALiBi,
+    Runtime,
     longest,
     longrope_scale,
     nested,
+    require_known_type,
     whole,
     without_endless_table,
 )
 
-__all__ = ["READ", "alibi_to_sglang", "to_sglang"]
+__all__ = ["READ", "SGLang"]
 
 VERSION = "0.5.23"
 # Model types whose classes hand the config's rope parameters on as they are.
@@ -36,62 +38,67 @@ READ = ("llama", "mistral", "qwen2", "qwen3")
 BASE_ONLY = ("gemma",)
 
 
-def to_sglang(extended: ExtensionInConfig) -> Export:
-    """Arguments for ``python -m sglang.launch_server``.
+class SGLang(Runtime):
+    """SGLang, as ``python -m sglang.launch_server`` starts it."""
 
-    Raises:
-        IncompatibleError: if SGLang refuses the rope type, or would drop the scaling.
-    """
-    _refuse(extended)
-    extended = without_endless_table(extended)
-    rope, overrides = extended.rope, dict(extended.unsaid)
-    notes, exact = [extended.length_note] if extended.length_note else [], True
-    if extended.rope_type not in ("linear", "dynamic") and extended.target_length > longest(extended):
-        overrides["max_position_embeddings"] = extended.target_length
-    if extended.rope_type == "dynamic":
-        overrides["max_position_embeddings"] = extended.trained_length
-        notes.append("Dynamic scaling is static in SGLang: every text gets the base that transformers uses at the end.")
-        exact = False
-    if said := _scale(extended):
-        overrides["rope_parameters"] = whole(extended, rope | said)
-        notes.append(f"SGLang does not read attention_factor; {' and '.join(said)} carry it.")
-    if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
-        notes.append(
-            f"SGLang chooses between short_factor and long_factor once for all texts that are computed together: one "
-            f"position above {extended.trained_length} gives long_factor to all."
+    name: ClassVar[str] = "sglang"
+    length_flag: ClassVar[str] = "--context-length"
+
+    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
+        return "python", "-m", "sglang.launch_server", "--model-path", checkpoint
+
+    def export(self, extended: ExtensionInConfig) -> Export:
+        """Arguments for ``python -m sglang.launch_server``.
+
+        Raises:
+            IncompatibleError: if SGLang refuses the rope type, or would drop the scaling.
+        """
+        _refuse(extended)
+        extended = without_endless_table(extended)
+        rope, overrides = extended.rope, dict(extended.unsaid)
+        notes, exact = [extended.length_note] if extended.length_note else [], True
+        if extended.rope_type not in ("linear", "dynamic") and extended.target_length > longest(extended):
+            overrides["max_position_embeddings"] = extended.target_length
+        if extended.rope_type == "dynamic":
+            overrides["max_position_embeddings"] = extended.trained_length
+            notes.append(
+                "Dynamic scaling is static in SGLang: every text gets the base that transformers uses at the end."
+            )
+            exact = False
+        if said := _scale(extended):
+            overrides["rope_parameters"] = whole(extended, rope | said)
+            notes.append(f"SGLang does not read attention_factor; {' and '.join(said)} carry it.")
+        if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
+            notes.append(
+                f"SGLang chooses between short_factor and long_factor once for all texts that are computed together: "
+                f"one position above {extended.trained_length} gives long_factor to all."
+            )
+            exact = False
+        if extended.text.model_type not in READ or extended.layer_type is not None:
+            notes.append(
+                f"Not proven: what SGLang {VERSION} does for {extended.text.model_type} was not read, only for "
+                f"{', '.join(READ)}."
+            )
+            exact = False
+        flags = ("--json-model-override-args", json.dumps(nested(extended, overrides))) if overrides else ()
+        flags = (*flags, self.length_flag, str(extended.target_length))
+        return Export(target=self.name, flags=flags, notes=tuple(notes), exact=exact)
+
+    def export_own_alibi(self, extended: OwnALiBi) -> Export:
+        """Nothing is known of ALiBi there.
+
+        Raises:
+            IncompatibleError: always.
+        """
+        raise IncompatibleError(
+            f"What SGLang {VERSION} does with the ALiBi of a {extended.model_type} was not read. Serve it with vLLM or "
+            f"llama.cpp where they have it, or with transformers."
         )
-        exact = False
-    if extended.text.model_type not in READ or extended.layer_type is not None:
-        notes.append(
-            f"Not proven: what SGLang {VERSION} does for {extended.text.model_type} was not read, only for "
-            f"{', '.join(READ)}."
-        )
-        exact = False
-    flags = ("--json-model-override-args", json.dumps(nested(extended, overrides))) if overrides else ()
-    flags = (*flags, "--context-length", str(extended.target_length))
-    return Export(target="sglang", flags=flags, notes=tuple(notes), exact=exact)
-
-
-def alibi_to_sglang(extended: OwnALiBi) -> Export:
-    """Nothing is known of ALiBi there.
-
-    Raises:
-        IncompatibleError: always.
-    """
-    raise IncompatibleError(
-        f"What SGLang {VERSION} does with the ALiBi of a {extended.model_type} was not read. Serve it with vLLM or "
-        f"llama.cpp where they have it, or with transformers."
-    )
 
 
 def _refuse(extended: ExtensionInConfig) -> None:
     model_type = extended.text.model_type
-    if not extended.stock:
-        raise IncompatibleError(
-            f"SGLang cannot run {extended.method!r}: the config says rope_type={extended.rope_type!r}, which SGLang "
-            f"refuses as unknown. Extend the checkpoint by a method with a stock form instead (ctxext methods lists "
-            f"them), or serve it with transformers."
-        )
+    require_known_type("SGLang", extended)
     if extended.loses_factor or (model_type in BASE_ONLY and extended.rope_type != "default"):
         raise IncompatibleError(
             f"SGLang {VERSION} would run this {model_type} unextended: it reads the base of it and no factor. Extend "

@@ -14,22 +14,24 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,
     OwnALiBi,
+    Runtime,
     longest,
     longrope_scale,
     nested,
     read_table,
+    require_known_type,
     whole,
     without_endless_table,
 )
 
-__all__ = ["CLASSES", "TABLE", "alibi_to_vllm", "to_vllm"]
+__all__ = ["CLASSES", "TABLE", "VLLM"]
 
 TABLE = Path(__file__).with_name("vllm.json")
 
@@ -39,57 +41,61 @@ ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and 
 MULTIPLIED = ("linear", "dynamic")
 
 
-def to_vllm(extended: ExtensionInConfig) -> Export:
-    """Flags for ``vllm serve``.
+class VLLM(Runtime):
+    """vLLM, as ``vllm serve`` starts it."""
 
-    Raises:
-        IncompatibleError: if vLLM refuses the rope type, or its model class would compute another one.
-    """
-    if not extended.stock:
-        raise IncompatibleError(
-            f"vLLM cannot run {extended.method!r}: the config says rope_type={extended.rope_type!r}, which "
-            f"vLLM refuses as unknown, and it has no setting that computes the same. Extend the checkpoint by a method "
-            f"with a stock form instead (ctxext methods lists them), or serve it with transformers."
-        )
-    if extended.loses_factor:
-        raise IncompatibleError(
-            f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
-            f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
-        )
-    startable = without_endless_table(extended)
-    doubt = _model_class(startable)
-    overrides, notes, exact = _overrides(startable)
-    if startable is not extended:
-        notes.append(
-            "Without these overrides vLLM does not start: its linear scaling makes a table of factor times the length, "
-            "and this factor is the one that stops all rotation. As longrope it divides each frequency by it."
-        )
-    extended = startable
-    if doubt:
-        notes.append(doubt)
-        exact = False
-    if not overrides:
-        notes.insert(0, "config.json says it all; the flag only sets the length to serve.")
-    notes += _notes(extended)
-    flags = ("--hf-overrides", json.dumps(nested(extended, overrides))) if overrides else ()
-    flags = (*flags, "--max-model-len", str(extended.target_length))
-    return Export(target="vllm", flags=flags, notes=tuple(notes), exact=exact)
+    name: ClassVar[str] = "vllm"
+    length_flag: ClassVar[str] = "--max-model-len"
 
+    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
+        return "vllm", "serve", checkpoint
 
-def alibi_to_vllm(extended: OwnALiBi) -> Export:
-    """Flags for a model that has ALiBi of its own and keeps its slopes.
+    def export(self, extended: ExtensionInConfig) -> Export:
+        """Flags for ``vllm serve``.
 
-    Raises:
-        IncompatibleError: if it is not known that vLLM computes the same slopes.
-    """
-    if extended.model_type not in ALIBI:
-        raise IncompatibleError(
-            f"What vLLM does with the ALiBi of a {extended.model_type} was not looked at, only with that of "
-            f"{', '.join(ALIBI)}. Serve it with transformers."
-        )
-    flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
-    note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
-    return Export(target="vllm", flags=(*flags, "--max-model-len", str(extended.target_length)), notes=(note,))
+        Raises:
+            IncompatibleError: if vLLM refuses the rope type, or its model class would compute another one.
+        """
+        require_known_type("vLLM", extended)
+        if extended.loses_factor:
+            raise IncompatibleError(
+                f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
+                f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
+            )
+        startable = without_endless_table(extended)
+        doubt = _model_class(startable)
+        overrides, notes, exact = _overrides(startable)
+        if startable is not extended:
+            notes.append(
+                "Without these overrides vLLM does not start: its linear scaling makes a table of factor times the "
+                "length, and this factor is the one that stops all rotation. As longrope it divides each frequency by "
+                "it."
+            )
+        extended = startable
+        if doubt:
+            notes.append(doubt)
+            exact = False
+        if not overrides:
+            notes.insert(0, "config.json says it all; the flag only sets the length to serve.")
+        notes += _notes(extended)
+        flags = ("--hf-overrides", json.dumps(nested(extended, overrides))) if overrides else ()
+        flags = (*flags, self.length_flag, str(extended.target_length))
+        return Export(target=self.name, flags=flags, notes=tuple(notes), exact=exact)
+
+    def export_own_alibi(self, extended: OwnALiBi) -> Export:
+        """Flags for a model that has ALiBi of its own and keeps its slopes.
+
+        Raises:
+            IncompatibleError: if it is not known that vLLM computes the same slopes.
+        """
+        if extended.model_type not in ALIBI:
+            raise IncompatibleError(
+                f"What vLLM does with the ALiBi of a {extended.model_type} was not looked at, only with that of "
+                f"{', '.join(ALIBI)}. Serve it with transformers."
+            )
+        flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
+        note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
+        return Export(target=self.name, flags=(*flags, self.length_flag, str(extended.target_length)), notes=(note,))
 
 
 def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import ctxext
-from ctxext.checkpoints.export import TARGETS
 from ctxext.checkpoints.inspect import inspect_checkpoint, rope_of_checkpoint
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS
+from ctxext.runtimes import RUNTIMES
 from ctxext.spec import RopeSpec
 from tests._famous import FAMOUS, able, famous_checkpoint, famous_model
 
@@ -209,7 +209,7 @@ def test_patch_on_disk_export_and_load(
     result = cli("patch", source, extended, "--method", method, "--factor", 4, *choice)
     assert result.exit_code == 0, result.output
     assert f"{window} -> {4 * window} tokens" in result.output
-    for target in TARGETS:
+    for target in RUNTIMES:
         exported = cli("export", extended, "--to", target)
         if target != "sglang" and (method == "yarn" or name == "bigscience/bloom-560m"):
             assert exported.exit_code == 0, exported.stderr

@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.checkpoints.export import TARGETS
 from ctxext.choosing import budget, losses, run
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.texts import split_texts
@@ -19,6 +18,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateEr
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.methods import PI, SelfExtend, YaRN
+from ctxext.runtimes import RUNTIMES
 from tests._choices import on_disk, told
 from tests._models import byte_model, tiny
 from tests._programs import command
@@ -130,7 +130,7 @@ def test_only_what_stock_transformers_loads(model: LlamaForCausalLM, bos_tokeniz
     found = chosen(model, bos_tokenizer, keys=False, stock=True, budget="12 passes")
     assert [one.method for one in found.candidates] == [one for one in FEW if not isinstance(one, SelfExtend)]
     assert found.rope_parameters is not None
-    assert {one.name: one.exact for one in found.runtimes} == dict.fromkeys(("transformers", *TARGETS), True)
+    assert {one.name: one.exact for one in found.runtimes} == dict.fromkeys(("transformers", *RUNTIMES), True)
 
 
 @pytest.mark.parametrize(
