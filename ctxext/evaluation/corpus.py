@@ -221,6 +221,18 @@ def special_prefix(tokenizer: Any) -> list[int]:
     return dressed[: dressed.index(bare[0])] if bare and bare[0] in dressed else []
 
 
+def tokens_behind(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a text that stands behind another.
+
+    Some tokenizers (Llama 2's) put a space in front of whatever they are given, which is right for a beginning only.
+    """
+    behind, both = (
+        list(tokenizer(one, add_special_tokens=False, verbose=False).input_ids) for one in (".", f".{text}")
+    )
+    alone = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return both[len(behind) :] if both[: len(behind)] == behind else list(alone)
+
+
 def special_suffix(tokenizer: Any) -> list[int]:
     """The token ids that the tokenizer itself puts behind a text (a separator, or nothing)."""
     bare = list(tokenizer("a", add_special_tokens=False).input_ids)

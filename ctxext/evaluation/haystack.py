@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
+from ctxext.evaluation.corpus import tokens_behind
 
 __all__ = ["Haystack", "nearest_boundary", "noise", "of_text", "split_sentences"]
 
@@ -63,7 +64,7 @@ class Haystack:
 
 def noise(tokenizer: Any) -> Haystack:
     """Five short sentences about nothing, over and over."""
-    return Haystack("noise", tuple(_tokens(tokenizer, sentence) for sentence in NOISE), repeated=True)
+    return Haystack("noise", tuple(tuple(tokens_behind(tokenizer, sentence)) for sentence in NOISE), repeated=True)
 
 
 def of_text(tokenizer: Any, name: str, text: str) -> Haystack:
@@ -83,7 +84,7 @@ def of_text(tokenizer: Any, name: str, text: str) -> Haystack:
             f"The text {name!r} has no two sentences to hide something between (found none that ends with a full stop, "
             f"a question mark, an exclamation mark or a blank line). Use prose, or noise."
         )
-    tokens = (_tokens(tokenizer, sentence) for sentence in sentences)
+    tokens = (tuple(tokens_behind(tokenizer, sentence)) for sentence in sentences)
     return Haystack(name, tuple(sentence for sentence in tokens if sentence), repeated=False)
 
 
@@ -101,10 +102,6 @@ def _cut(sentences: Any, room: int) -> list[tuple[int, ...]]:
         taken.append(sentence[:room])
         room -= len(sentence)
     return taken
-
-
-def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 # The end of a sentence, with the quotes and brackets that close there: in Latin script before a space, in Chinese and

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import special_prefix
+from ctxext.evaluation.corpus import special_prefix, tokens_behind
 from ctxext.evaluation.forward import (
     SMALL_MODEL,
     Progress,
@@ -182,10 +182,11 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
     haystack = haystack or noise(tokenizer)
     generator = random.Random(f"passkey {seed} {length} {depth}")
     key = str(generator.randrange(10 ** (DIGITS - 1), 10**DIGITS))
-    question = _encode(tokenizer, QUESTION)
+    question = tokens_behind(tokenizer, QUESTION)
     answer = _key_tokens(tokenizer, key)
-    needle = [*_encode(tokenizer, KEY_BEFORE), *answer, *_encode(tokenizer, KEY_AFTER)]
-    opening = [*special_prefix(tokenizer), *_encode(tokenizer, OPENING)]
+    lead = tokens_behind(tokenizer, KEY_BEFORE)
+    needle = [*lead, *answer, *tokens_behind(tokenizer, KEY_AFTER)]
+    opening = [*special_prefix(tokenizer), *tokenizer(OPENING, add_special_tokens=False).input_ids]
     room = length - len(opening) - len(needle) - len(question)
     least = haystack.tokens if haystack.repeated else 1
     if room < least:
@@ -197,8 +198,7 @@ def build(tokenizer: Any, *, length: int, depth: float, seed: int = 0, haystack:
     before = nearest_boundary(sentences, depth)
     head = [*opening, *itertools.chain.from_iterable(sentences[:before])]
     prompt = [*head, *needle, *itertools.chain.from_iterable(sentences[before:]), *question]
-    key_position = len(head) + len(_encode(tokenizer, KEY_BEFORE))
-    return Passkey(torch.tensor(prompt), torch.tensor(answer), key, float(depth), key_position)
+    return Passkey(torch.tensor(prompt), torch.tensor(answer), key, float(depth), len(head) + len(lead))
 
 
 @torch.no_grad()
@@ -325,12 +325,8 @@ def run(
     return PasskeyResult(tuple(done), haystack.name)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-
 def _key_tokens(tokenizer: Any, key: str) -> list[int]:
-    tokens = _encode(tokenizer, f" {key}")
+    tokens = tokens_behind(tokenizer, f" {key}")
     if tokenizer.decode(tokens).strip() != key:
         raise InvalidParameterError(
             f"{type(tokenizer).__name__} does not write digits faithfully: {key!r} becomes "

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.evaluation.corpus import special_prefix
+from ctxext.evaluation.corpus import special_prefix, tokens_behind
 from ctxext.training.sequences import IGNORED, Sequences
 
 __all__ = ["RETRIEVAL", "Retrieval", "RetrievalSequences"]
@@ -36,7 +36,6 @@ LOCKERS, CHAINS, LINKS = 4, 2, 3  # the most sentences of a kind in a sequence, 
 PASSAGE = (16, 64)  # tokens of a passage to repeat
 BEGINNING = 8  # of which so many say which passage it is, and are not to be predicted
 MOST = 0.5  # of a piece of text that may give way to what is put into it
-BEFORE = "."
 NEAR = 64  # tokens within which the end of a sentence is looked for
 
 Insertion = tuple[int, Int[Tensor, " _"]]
@@ -191,8 +190,4 @@ class RetrievalSequences(Sequences):
         return [NAMES[number] for number in random.permutation(len(NAMES))[:count]]
 
     def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
-        """Tokens of a text that stands behind another: some tokenizers put a space before whatever they are given."""
-        front, both = (self.tokenizer(one, add_special_tokens=False).input_ids for one in (BEFORE, BEFORE + text))
-        same = both[: len(front)] == front
-        ids = both[len(front) :] if same else self.tokenizer(text, add_special_tokens=False).input_ids
-        return torch.tensor(ids, dtype=torch.long)
+        return torch.tensor(tokens_behind(self.tokenizer, text), dtype=torch.long)

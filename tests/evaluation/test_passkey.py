@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
@@ -51,6 +53,18 @@ def test_special_tokens_stand_in_front_and_count(bos_tokenizer: PreTrainedTokeni
     assert prompt.prompt[0] == bos_tokenizer.bos_token_id
     assert (prompt.prompt == bos_tokenizer.bos_token_id).sum() == 1
     assert bos_tokenizer.bos_token_id not in prompt.answer
+
+
+def test_no_space_is_doubled_where_a_tokenizer_puts_one_before_what_it_is_given(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """As Llama 2's does, whose digits behind two spaces are not what it would write itself."""
+    spaced = copy.deepcopy(tokenizer)
+    spaced.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    for haystack in (None, of_text(spaced, "story", STORY)):
+        prompt = build(spaced, length=600, depth=0.5, haystack=haystack)
+        assert "  " not in spaced.decode([*prompt.prompt, *prompt.answer])
+    assert spaced.decode(prompt.prompt).startswith(" A pass key"), "a beginning stays what the tokenizer makes of it"
 
 
 def test_build_refuses(tokenizer: PreTrainedTokenizerFast) -> None:
