@@ -198,11 +198,13 @@ class PairScore(ABC):
         weights: what it is computed from, beside queries, keys and positions; gradients reach them from attention.
         floats: how many numbers one pair takes while ``rows`` are computed, those of all heads together.
         reads_all: whether it needs all tokens before a query, of which the cache of a sliding window keeps the last.
+        far_from: the distance in tokens, at least 1, from which on all keys get the same from a query; None if none is.
     """
 
     weights: tuple[Tensor, ...]
     floats: int
     reads_all: bool = False
+    far_from: int | None = None
 
     @abstractmethod
     def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
@@ -214,6 +216,10 @@ class PairScore(ABC):
         The same up to a number that all keys of a query have in common, which a softmax does not see. Only scores of
         low rank have this form.
         """
+        raise NotImplementedError
+
+    def above_far(self) -> Float[Tensor, "rows heads queries distances"]:
+        """What near keys get above far ones, for the distances below ``far_from``; one query where all are alike."""
         raise NotImplementedError
 
     def places(self) -> tuple[Float[Tensor, "batch heads query"], Float[Tensor, "batch heads key"]]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
 from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
+from ctxext.attention.near_far import attend_near_far, has_far_keys
 from ctxext.spec import OwnAttention, ScoreForm
 
 __all__ = ["Sdpa", "kernel_order"]
@@ -62,7 +63,7 @@ class Sdpa(AttentionBackend):
     each on its own; a short query over a long cache takes a bias of one row per query; what is left takes a mask of
     one byte per pair. With slopes, key heads are repeated to the number of query heads (linear memory). Where tokens
     see both ways, slopes are a bias that is written out for some queries at a time (linear memory, slower kernels); so
-    is the score of an encoding, unless a few more dimensions of q and k can carry it.
+    is the score of an encoding, unless a few more dimensions of q and k can carry it, or all far keys get the same.
 
     Args:
         block_overhead: pairs of tokens that one more kernel call is worth; blocks are used where they save more.
@@ -100,6 +101,8 @@ class Sdpa(AttentionBackend):
         if isinstance(call.score, OwnAttention):
             return call.score.attend(v)
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
+        if call.need.score == "rows" and has_far_keys(call) and self.refuses(_far_need(call.need)) is None:
+            return attend_near_far(self, call)
         if call.need.score == "rows" or (call.need.score == "places" and is_short):
             return _by_rows(replace(kernel, need=replace(call.need, score="rows")), call)
         if call.need.score == "places" and call.need.training and q.dtype in (torch.bfloat16, torch.float16):
@@ -164,6 +167,11 @@ class Sdpa(AttentionBackend):
         work = sum((r[1] - r[0]) * (q[1] - q[0]) * (k[1] - k[0]) for r, q, k in spans)
         full = layout.batch * layout.query_length * layout.key_length
         return len(spans) > 0 and work + overhead * len(spans) <= full
+
+
+def _far_need(need: Need) -> Need:
+    """What the far part of a call needs, see ``ctxext.attention.near_far``."""
+    return replace(need, score="none", lse=True)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:

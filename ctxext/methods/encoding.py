@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -99,12 +100,19 @@ class ByDistance(PairScore):
         of: what the score is at distances ``[...]``, given as integers: ``[heads, ...]``, in float32 or float64.
         weights: what ``of`` is computed from.
         floats: numbers that one pair takes meanwhile.
+        far_from: from which distance on ``of`` is the same; None if from none.
     """
 
     pairs: Pairs
     of: Callable[[Tensor], Tensor]
     weights: tuple[Tensor, ...]
     floats: int
+    far_from: int | None = None
 
     def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
         return self.of(self.pairs.distances(queries)).transpose(0, 1)
+
+    def above_far(self) -> Float[Tensor, "1 heads 1 distances"]:
+        assert self.far_from is not None
+        by_distance = self.of(torch.arange(self.far_from + 1, device=self.pairs.q.device))
+        return (by_distance[:, :-1] - by_distance[:, -1:])[None, :, None]

@@ -22,9 +22,9 @@ class Shaw(EncodingMethod):
 
     Pick it to see where relative encodings began: what a distance means depends on the query, and all tokens farther
     than ``clip`` are alike, so that nothing is out of range in longer texts. What is lost: those far tokens cannot be
-    told apart, and scores of pairs are written out for some queries at a time. Of the paper's two parts this is the one
-    for keys; that for values is left out, which the paper found to change little (its table 3). The model needs
-    training.
+    told apart, and scores of near pairs are written out (of all pairs where texts are padded or packed). Of the
+    paper's two parts this is the one for keys; that for values is left out, which the paper found to change little (its
+    table 3). The model needs training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
@@ -65,9 +65,17 @@ class _DistanceVectors(Encoding):
 class _ByQuery(PairScore):
     def __init__(self, pairs: Pairs, weight: Tensor) -> None:
         self.pairs, self.weights, self.floats = pairs, (weight,), 2 * pairs.q.shape[1] + 2
+        self.far_from = len(weight) - 1
 
     def rows(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
-        vectors = self.pairs.like_scores(self.weights[0])
-        by_distance = self.pairs.q[:, :, queries].to(vectors.dtype) @ vectors.T * self.pairs.scale
-        distances = self.pairs.distances(queries).clamp(max=len(vectors) - 1)
+        by_distance = self._by_distance(queries)
+        distances = self.pairs.distances(queries).clamp(max=by_distance.shape[-1] - 1)
         return by_distance.gather(-1, distances[:, None].expand(*by_distance.shape[:3], -1))
+
+    def above_far(self) -> Float[Tensor, "batch heads query distances"]:
+        by_distance = self._by_distance(slice(None))
+        return by_distance[..., :-1] - by_distance[..., -1:]
+
+    def _by_distance(self, queries: slice) -> Float[Tensor, "batch heads queries distances"]:
+        vectors = self.pairs.like_scores(self.weights[0])
+        return self.pairs.q[:, :, queries].to(vectors.dtype) @ vectors.T * self.pairs.scale

@@ -25,8 +25,8 @@ class T5Bias(EncodingMethod):
     Pick it for a relative encoding that learns for itself how scores fall with distance, and reads a little beyond its
     training: in the ALiBi paper it lies between ALiBi and rotation there. Near tokens have a bucket each, far ones
     share buckets that grow with the logarithm of the distance, and all beyond ``max_distance`` share the last. What is
-    lost: scores of pairs are written out for some queries at a time, which fused kernels need not; and far tokens of
-    one bucket cannot be told apart. The model needs training.
+    lost: far tokens of one bucket cannot be told apart; and scores of near pairs are written out, which fused kernels
+    need not, and those of all pairs where texts are padded or packed. The model needs training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
@@ -67,7 +67,8 @@ class _Buckets(Encoding):
     def score(self, pairs: Pairs) -> PairScore:
         table = pairs.like_scores(self.weight)
         starts = torch.tensor(self.starts, device=table.device)
-        return ByDistance(pairs, partial(_looked_up, table, starts), (self.weight,), 2 * table.shape[0])
+        of = partial(_looked_up, table, starts)
+        return ByDistance(pairs, of, (self.weight,), 2 * table.shape[0], far_from=self.starts[-1])
 
 
 def starts_of(buckets: int, max_distance: int) -> list[int]:
