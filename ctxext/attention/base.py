@@ -378,5 +378,7 @@ def _require_arguments(
     if slopes.device != q.device:
         raise InvalidParameterError(f"slopes are on {slopes.device}, q on {q.device}.")
     readable = slopes.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(slopes, FakeTensor)
-    if readable and not bool((slopes >= 0).all() & slopes.isfinite().all()):
+    if readable and not layout.memo(
+        "slopes", lambda: bool((slopes >= 0).all() & slopes.isfinite().all()), owner=slopes
+    ):
         raise InvalidParameterError(f"slopes must be finite and at least 0, found {slopes.tolist()}.")

@@ -60,6 +60,7 @@ class Layout:
         key_documents: ``[batch, key]``; given iff ``query_documents`` is.
         spans: the same information as blocks of plain attention, if it has that form and the host knows it.
         consecutive: whether, inside every span, positions step by exactly one.
+        from_zero: whether the host knows that the first key of every span stands at position 0.
         external_causality: whether an engine around the kernel (context parallelism) decides who sees whom.
         sees: ``"past"``: a token sees itself and what came before it; ``"both"``: what comes after it as well.
     """
@@ -70,6 +71,7 @@ class Layout:
     key_documents: Int[Tensor, "batch key"] | None = None
     spans: tuple[Span, ...] | None = None
     consecutive: bool = False
+    from_zero: bool = False
     external_causality: bool = False
     sees: Literal["past", "both"] = "past"
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -94,7 +96,7 @@ class Layout:
             raise InvalidParameterError(f"Causal attention needs at least one key per query, found {key} for {query}.")
         positions = torch.arange(key, device=device).expand(batch, key)
         span = Span((0, batch), (0, query), (0, key))
-        return cls(positions[:, key - query :], positions, spans=(span,), consecutive=True)
+        return cls(positions[:, key - query :], positions, spans=(span,), consecutive=True, from_zero=True)
 
     @classmethod
     def padded(cls, keep: Tensor, *, query: int | None = None, analyse: bool = True) -> Layout:
@@ -141,7 +143,7 @@ class Layout:
         documents = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), counts)[None].to(device)
         ends = counts.cumsum(0).tolist()
         spans = tuple(Span((0, 1), (e - n, e), (e - n, e)) for n, e in zip(lengths, ends, strict=True))
-        return cls(positions, positions, documents, documents, spans=spans, consecutive=True)
+        return cls(positions, positions, documents, documents, spans=spans, consecutive=True, from_zero=True)
 
     @classmethod
     def cached(
@@ -158,7 +160,8 @@ class Layout:
         documents = torch.where(slots < filled, 0, -1)
         positions = torch.arange(filled - query, filled, device=device).expand(batch, query)
         span = Span((0, batch), (0, query), (0, filled))
-        return cls(positions, slots, torch.zeros_like(positions), documents, spans=(span,), consecutive=True)
+        queries = torch.zeros_like(positions)
+        return cls(positions, slots, queries, documents, spans=(span,), consecutive=True, from_zero=True)
 
     @classmethod
     def shard(cls, positions: Int[Tensor, "batch query"]) -> Layout:
@@ -294,7 +297,7 @@ class Layout:
     def to(self, device: torch.device) -> Layout:
         """Return the layout with its tensors on another device."""
         moved = self._each(lambda part: part.to(device))
-        return Layout(*moved, self.spans, self.consecutive, self.external_causality, self.sees)
+        return Layout(*moved, self.spans, self.consecutive, self.from_zero, self.external_causality, self.sees)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         qd, kd = (None if part is None else change(part) for part in (self.query_documents, self.key_documents))

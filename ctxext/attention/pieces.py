@@ -247,6 +247,8 @@ def _runs(layout: Layout) -> list[tuple[Span, list[_Held]]] | None:
 
 def _starts_at_zero(layout: Layout) -> bool:
     """Whether in every span the first key stands at position 0, so that positions can be counted by slots."""
+    if layout.from_zero:
+        return True
     firsts = [layout.key_positions[rows[0] : rows[1], key[0]] for rows, _, key in layout.spans or ()]
     return not firsts or not bool(torch.cat(firsts).any())
 

@@ -209,6 +209,8 @@ def _drop_unseen(cached: Any, layout: Layout, pieces: Sequence[TurnedPiece]) -> 
 
 def _lowest_query(layout: Layout) -> int:
     """The lowest position at which a query of any row stands; what is no token counts as position 0."""
+    if layout.from_zero and layout.consecutive and layout.spans:
+        return min((key[1] - key[0]) - (query[1] - query[0]) for _, query, key in layout.spans)
     positions = layout.query_positions
     if layout.query_documents is not None:
         positions = torch.where(layout.query_documents >= 0, positions, 0)

@@ -1,0 +1,106 @@
+"""How often the host reads what an accelerator computed: never once for each layer, where it would wait every time.
+
+On a CPU such a read costs nothing, so it is counted: whatever hands a value of a tensor to Python.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, LlamaForCausalLM
+
+import ctxext
+from ctxext.errors import CtxextError, IncompatibleError
+from ctxext.methods import METHODS
+from ctxext.spec import RopeSpec
+from tests._models import tiny
+
+READS = {
+    *("cpu", "tolist", "item", "numpy", "nonzero", "argwhere", "equal", "allclose", "unique", "unique_consecutive"),
+    *("__bool__", "__int__", "__float__", "__index__", "__contains__", "masked_select"),
+}
+TRAINED = 32
+# What a text and a step may read beyond stock transformers, which asks whether a mask hides anything: whether positions
+# go on where the cache ends, and what a method asks of them.
+MORE = 3
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(func, "__name__", "")) in READS:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(name: str | None, layers: int) -> LlamaForCausalLM:
+    model = tiny("llama", num_hidden_layers=layers, max_position_embeddings=TRAINED)
+    if name is None:
+        return model
+    rope = model.model.rotary_emb
+    spec = RopeSpec(rotary_dim=2 * len(rope.inv_freq), base=10000.0, trained_length=TRAINED)
+    return ctxext.patch(model, METHODS[name].example(spec), trained_length=TRAINED)
+
+
+@torch.no_grad()
+def reads(model: LlamaForCausalLM, length: int, *, given: bool) -> tuple[int, int]:
+    """Of a whole text, and of the second step after it; with a mask and positions as ``generate`` gives them."""
+
+    def told(start: int, stop: int) -> dict[str, torch.Tensor]:
+        positions, mask = torch.arange(start, stop)[None], torch.ones(1, stop, dtype=torch.long)
+        return {"position_ids": positions, "attention_mask": mask} if given else {}
+
+    ids, cache, found = torch.randint(64, (1, length + 2)), DynamicCache(), []
+    for start, stop in ((0, length), (length, length + 1), (length + 1, length + 2)):
+        with Counting() as counting:
+            model(ids[:, start:stop], past_key_values=cache, **told(start, stop))
+        found.append(counting.found.total())
+    return found[0], found[2]
+
+
+def of_method(name: str | None, layers: int, *, given: bool) -> tuple[int, int]:
+    model = model_of(name, layers)
+    try:
+        return reads(copy.deepcopy(model), 2 * TRAINED - 4, given=given)
+    except IncompatibleError:  # beyond the window a step changes what is cached of a method that follows the length
+        return reads(model, TRAINED - 4, given=given)
+
+
+def patched_names() -> list[str]:
+    found = []
+    for name in METHODS:
+        try:
+            model_of(name, 1)
+        except CtxextError:
+            continue  # not for a Llama
+        found.append(name)
+    return found
+
+
+NAMES = patched_names()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("given", [False, True], ids=["bare", "as generate calls"])
+def test_reads_do_not_grow_with_the_layers_and_are_few(name: str, given: bool) -> None:
+    few, many = (of_method(name, layers, given=given) for layers in (2, 4))
+    assert few == many, "a read in every layer"
+    stock = of_method(None, 2, given=given)
+    assert max(many[0] - stock[0], many[1] - stock[1]) <= MORE
+
+
+def test_a_read_is_counted_and_most_methods_were_looked_at() -> None:
+    with Counting() as counting:
+        assert bool(torch.ones(2).all())
+        assert torch.ones(2).tolist() == [1, 1]
+    assert counting.found.total() == 2
+    assert of_method(None, 2, given=True)[1] == 1, "stock asks whether the mask hides anything"
+    assert {"yarn", "dynamic_ntk", "alibi", "self_extend", "streaming", "t5_bias", "path"} <= set(NAMES)
