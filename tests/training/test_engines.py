@@ -146,9 +146,9 @@ def test_losses_and_gradients_are_those_of_one_process(case: str, runs: dict[str
         assert {"embed_tokens", "word_embeddings"} & parts
         if rounded and step:
             break  # Adam makes much of gradients that are little but rounding
-        for name, gradient in whole.items():
+        for name, gradient in whole.items():  # a key unseen changes them by far more than kernels of other CPUs do
             error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
-            assert error < (0.1 if rounded else (1e-5, 1e-4, 1e-3)[step]), name
+            assert error < (0.1 if rounded else (1e-4, 1e-4, 1e-3)[step]), name
 
 
 @every_case
