@@ -18,10 +18,11 @@ from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
 __all__ = ["Bias", "bias_of_encoding", "bias_of_slopes", "pairs_at", "picture_of_bias"]
 
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
+TURNS = 32  # of a learned bias, at most: T5 has so many buckets
 CAPTION = (
     "Left: what is added to the score of a key so many tokens back, compared with what the query's own token gets; a "
-    "score that is lower by 12 weighs 1/160,000. Right: the part of it that each token adds, on average over the "
-    "trained length."
+    "score that is lower by 12 weighs 1/160,000. Where it ripples, the thick line is its mean. Right: the part of it "
+    "that each token adds, on average over the trained length."
 )
 
 
@@ -124,8 +125,14 @@ def _draw(figure: Any, found: Bias) -> None:
     colours = [colormaps[GRADED](0.92 * head / max(heads - 1, 1)) for head in range(heads)]
     shown = found.distances >= 1
     left.axhline(0, color="#BBBBBB", lw=0.8)
-    for head in range(heads):
-        left.plot(found.distances[shown].tolist(), found.bias[head, shown].tolist(), color=colours[head], lw=1.5)
+    distances, bias = found.distances[shown].double(), found.bias[:, shown].double()
+    for row, colour in zip(bias, colours, strict=True):
+        rippled = _rippled(row)
+        left.plot(
+            distances.tolist(), row.tolist(), color=colour, lw=0.6 if rippled else 1.5, alpha=0.3 if rippled else 1
+        )
+        if rippled:
+            left.plot(*(part.tolist() for part in _trend(distances, row)), color=colour, lw=1.8)
     if float(found.bias.min()) < OUT_OF_SIGHT:
         left.set_ylim(OUT_OF_SIGHT, 0.4)
     tokens_axis(left, found.target_length)
@@ -140,3 +147,16 @@ def _draw(figure: Any, found: Bias) -> None:
     right.set_xticks(range(heads), [str(head) for head in range(heads)]) if heads <= 16 else None
     quiet(right, "Slope of each head", x="head", y="lost per token, mean over the trained length")
     right.tick_params(axis="x", colors=INK if heads <= 16 else NOTE)
+
+
+def _rippled(bias: Float[Tensor, " distances"]) -> bool:
+    """Whether a bias goes up and down so often that a line a head would hide those behind it."""
+    turns = bias.diff().sign()
+    return int((turns[1:] * turns[:-1] < 0).sum()) > TURNS
+
+
+def _trend(distances: Float[Tensor, " distances"], bias: Float[Tensor, " distances"]) -> tuple[Tensor, Tensor]:
+    """Distances and bias, each the mean over a quarter of an octave."""
+    _, octave = (4 * distances.log2()).floor().unique(return_inverse=True)
+    count = octave.bincount().double()
+    return octave.bincount(distances) / count, octave.bincount(bias) / count

@@ -18,7 +18,8 @@ __all__ = ["BucketsSeen", "buckets_seen", "picture_of_buckets"]
 
 CAPTION = (
     "Distances that share a bucket share a learned score: no head can tell them apart. Where a line has become flat, "
-    "all that lies farther back is one."
+    "all that lies farther back is one. These are an encoder's buckets for keys before the query; those after it have "
+    "as many of their own."
 )
 
 
@@ -69,8 +70,8 @@ def picture_of_buckets(method: BucketMethod, spec: BucketSpec, *, label: str, na
         name: of the model, for the title.
     """
     found, size = buckets_seen(method, spec), (8.4, 4.2)
-    of = f"{name}: " if name else ""
-    said = f"{of}with {label} the last bucket begins at {found.last:,} tokens back, not at {found.trained_last:,}"
+    begin = f"{name}: with" if name else "With"
+    said = f"{begin} {label} the last bucket begins at {found.last:,} tokens back, not at {found.trained_last:,}"
     return Picture.of(
         found,
         "buckets",
@@ -88,5 +89,11 @@ def _draw(figure: Any, found: BucketsSeen, label: str) -> None:
     for buckets, colour, said in ((found.trained, BEFORE, "as trained"), (found.buckets, AFTER, label)):
         axes.plot(apart, buckets[shown].tolist(), color=colour, lw=2, drawstyle="steps-post", label=said)
     tokens_axis(axes, found.target_length)
-    quiet(axes, "Bucket of each distance", x="tokens between query and key", y="bucket", grid="both")
+    quiet(
+        axes,
+        "Bucket of each distance, of an encoder's keys before the query",
+        x="tokens between query and key",
+        y="bucket",
+        grid="both",
+    )
     axes.legend(fontsize=8.5, frameon=False, loc="upper left")
