@@ -157,6 +157,7 @@ def _rippled(bias: Float[Tensor, " distances"]) -> bool:
 
 def _trend(distances: Float[Tensor, " distances"], bias: Float[Tensor, " distances"]) -> tuple[Tensor, Tensor]:
     """Distances and bias, each the mean over a quarter of an octave."""
-    _, octave = (4 * distances.log2()).floor().unique(return_inverse=True)
-    count = octave.bincount().double()
-    return octave.bincount(distances) / count, octave.bincount(bias) / count
+    quarter = (4 * distances.log2()).floor().long()
+    count = quarter.bincount()
+    means = [quarter.bincount(values)[count > 0] / count[count > 0] for values in (distances, bias)]
+    return means[0], means[1]
