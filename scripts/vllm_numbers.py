@@ -244,7 +244,7 @@ def main(tree: Annotated[Path, typer.Argument(help="vLLM's source distribution, 
                 continue
             for on_disk in (True, False):
                 made = export_config(extended, to="vllm", served=None if on_disk else plain)
-                flags = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+                flags = made.by_flag
                 config, length = vllm.serve(extended if on_disk else plain, flags)
                 inv_freq, scale, rows = vllm.spectrum(config, length, head)
                 case = {"model_type": model_type, "method": method.to_dict(), "on_disk": on_disk, "flags": flags}

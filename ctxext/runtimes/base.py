@@ -61,6 +61,11 @@ class Export:
     file: str | None = None
 
     @property
+    def by_flag(self) -> dict[str, str]:
+        """The value that follows each flag."""
+        return dict(zip(self.flags[::2], self.flags[1::2], strict=True))
+
+    @property
     def told(self) -> str:
         """The flags in one line, and which file they are for where it is not any file of the model."""
         flags = " ".join(self.flags)

@@ -55,7 +55,7 @@ def yarn_ramp(original: float, fast: float, slow: float, truncate: bool) -> np.n
 
 def vllm(config: dict[str, Any], made: Export) -> Spectrum:
     """What vLLM 0.33.0 computes for a config.json and these flags."""
-    flags = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    flags = made.by_flag
     config = config | json.loads(flags.get("--hf-overrides", "{}"))
     longest, serve = config["max_position_embeddings"], int(flags["--max-model-len"])
     rope = config["rope_parameters"]
@@ -121,10 +121,6 @@ def converted(config: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-def pairs(made: Export) -> dict[str, str]:
-    return dict(zip(made.flags[::2], made.flags[1::2], strict=True))
-
-
 def wanted(method: Method, length: int) -> Spectrum:
     assert isinstance(method, RopeMethod)
     frequencies = method.frequencies(SPEC, length)
@@ -166,7 +162,7 @@ def test_vllm_computes_what_the_method_says(llama: Path, method: Method, on_disk
         return
     made = export_config(extended, to="vllm", served=None if on_disk else plain)
     served = (extended if on_disk else plain).to_dict()
-    assert pairs(made)["--max-model-len"] == str(TARGET)
+    assert made.by_flag["--max-model-len"] == str(TARGET)
     assert same(vllm(served, made), wanted(method, TARGET))
     assert made.exact == same(vllm(served, made), wanted(method, TRAINED))
     if on_disk and made.exact and method.name != "longrope":
@@ -190,7 +186,7 @@ def test_llama_cpp_computes_what_the_method_says(llama: Path, method: Method) ->
             export_config(extended, to="llama.cpp")
         return
     after, before = (export_config(extended, to="llama.cpp", served=served) for served in (None, plain))
-    assert pairs(after)["-c"] == pairs(before)["-c"] == str(TARGET)
+    assert after.by_flag["-c"] == before.by_flag["-c"] == str(TARGET)
     by_copy = ["--gguf IN.gguf OUT.gguf" in made.notes[0] for made in (after, before)]
     one_set = kind != "longrope" or extended.rope_parameters["short_factor"] == extended.rope_parameters["long_factor"]
     if kind == "llama3":  # baked into a tensor by the converter, which no flag replaces
@@ -202,18 +198,20 @@ def test_llama_cpp_computes_what_the_method_says(llama: Path, method: Method) ->
         assert by_copy == [True, True]
         return
     assert by_copy == [False, False]
-    assert f"llama.context_length=int:{TARGET}" in pairs(before)["--override-kv"]
+    assert f"llama.context_length=int:{TARGET}" in before.by_flag["--override-kv"]
     gguf, original, silent = converted(extended.to_dict()), converted(plain.to_dict()), {"context_length": TARGET}
     assert after.exact == before.exact
     for made, file in ((after, gguf), (before, original), (before, gguf), (after, silent)):
-        assert same(llama_cpp(pairs(made), file), wanted(method, TARGET)) == made.exact, "flags say it all, never twice"
+        assert same(llama_cpp(made.by_flag, file), wanted(method, TARGET)) == made.exact, (
+            "flags say it all, never twice"
+        )
 
 
 @pytest.mark.parametrize("sharpening", [0.0, 0.2])
 def test_vllm_is_told_no_rotation_in_a_form_that_it_starts_with(llama: Path, sharpening: float) -> None:
     extended = extended_config(LlamaConfig.from_pretrained(llama), "nope", factor=4, sharpening=sharpening)
     made = export_config(extended, to="vllm")
-    rope = json.loads(pairs(made)["--hf-overrides"])["rope_parameters"]
+    rope = json.loads(made.by_flag["--hf-overrides"])["rope_parameters"]
     assert rope["rope_type"] == "longrope"
     assert rope["short_factor"] == rope["long_factor"] == [1e30] * 8
     assert rope["short_mscale"] == rope["long_mscale"] == pytest.approx(math.sqrt(1 + sharpening * math.log(4)))
@@ -227,7 +225,7 @@ def test_what_stops_all_rotation_promises_no_length(llama: Path, tmp_path: Path)
     del extended.ctxext
     extended.save_pretrained(tmp_path)
     for target in ("vllm", "llama.cpp"):
-        assert int(pairs(export(tmp_path, to=target))["--max-model-len" if target == "vllm" else "-c"]) == TARGET
+        assert int(export(tmp_path, to=target).by_flag["--max-model-len" if target == "vllm" else "-c"]) == TARGET
     found = inspect_checkpoint(tmp_path)
     assert found.longest == found.trained_length == TARGET
 
@@ -245,8 +243,8 @@ def test_llama_cpp_attention_factor_is_multiplied_back(llama: Path) -> None:
     extended = extended_config(LlamaConfig.from_pretrained(llama), method)
     made = export_config(extended, to="llama.cpp")
     assert made.exact
-    assert "llama.rope.scaling.attn_factor=float:1.14172351" in pairs(made)["--override-kv"]
-    assert same(llama_cpp(pairs(made), converted(extended.to_dict())), wanted(method, TARGET))
+    assert "llama.rope.scaling.attn_factor=float:1.14172351" in made.by_flag["--override-kv"]
+    assert same(llama_cpp(made.by_flag, converted(extended.to_dict())), wanted(method, TARGET))
 
 
 def test_what_llama_cpp_was_seen_to_do_decides(checkpoints: dict[str, Path]) -> None:
@@ -280,7 +278,7 @@ def test_exact_is_what_the_flags_make_of_the_gguf(name: str, method: Method) -> 
     made = export_config(extended, to="llama.cpp")
     gguf = converted(extended.to_dict()) if name == "LlamaConfig" else {"context_length": TARGET}
     assert made.exact
-    assert same(llama_cpp(pairs(made), gguf), wanted(method, TARGET))
+    assert same(llama_cpp(made.by_flag, gguf), wanted(method, TARGET))
 
 
 # What the converter of llama_cpp_python 0.3.36 wrote for tiny checkpoints and a real llama.cpp computed from it.
@@ -346,7 +344,7 @@ def test_longrope_of_phi3_is_baked_by_the_converter() -> None:
     lengths = {"max_position_embeddings": TARGET, "original_max_position_embeddings": TRAINED}
     config = Phi3Config(**(SHAPE | lengths), rope_parameters=rope, pad_token_id=0)
     made = export_config(config, to="llama.cpp")
-    assert pairs(made)["-c"] == str(TARGET)
+    assert made.by_flag["-c"] == str(TARGET)
     assert not made.exact
     assert any("long_factor once" in note for note in made.notes)
     assert not any("bakes the attention factor" in note for note in made.notes)
@@ -356,7 +354,7 @@ def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None
     from transformers import Gemma3Config, Gemma3TextConfig
 
     made = export(checkpoints["gemma3"], to="vllm", method="yarn", factor=4.0)
-    rope = json.loads(pairs(made)["--hf-overrides"])["rope_parameters"]
+    rope = json.loads(made.by_flag["--hf-overrides"])["rope_parameters"]
     assert rope["full_attention"]["rope_type"] == "yarn"
     assert rope["sliding_attention"]["rope_type"] == "default"
     text = Gemma3TextConfig.from_pretrained(checkpoints["gemma3"])
@@ -364,7 +362,7 @@ def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None
     extended = Gemma3Config(text_config=extended_config(text, "yarn", factor=4.0).to_dict())
     extended.ctxext = extended.text_config.ctxext
     made = export_config(extended, to="vllm", served=whole)
-    overrides = json.loads(pairs(made)["--hf-overrides"])
+    overrides = json.loads(made.by_flag["--hf-overrides"])
     assert list(overrides) == ["text_config"]
     assert overrides["text_config"]["max_position_embeddings"] == TARGET
 
@@ -380,9 +378,9 @@ def test_gemma4_factor_is_refused_and_another_base_is_not() -> None:
         with pytest.raises(IncompatibleError, match="would run this gemma4_text unextended"):
             export_config(extended_config(config, "pi", factor=4.0), to=target)
     other = extended_config(config, "abf", factor=4.0)
-    assert pairs(export_config(other, to="vllm", served=config))["--max-model-len"] == str(TARGET)
+    assert export_config(other, to="vllm", served=config).by_flag["--max-model-len"] == str(TARGET)
     base = other.rope_parameters["full_attention"]["rope_theta"]
-    flags = pairs(export_config(other, to="llama.cpp", served=config))
+    flags = export_config(other, to="llama.cpp", served=config).by_flag
     assert float(flags["--rope-freq-base"]) == pytest.approx(base)
 
 
@@ -451,7 +449,7 @@ def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
 def test_vllm_gpt_oss_gets_the_keys_that_it_insists_on() -> None:
     plain = other("gpt_oss")
     made = export_config(extended_config(plain, "yarn", factor=4.0), to="vllm")
-    rope = json.loads(pairs(made)["--hf-overrides"])["rope_parameters"]
+    rope = json.loads(made.by_flag["--hf-overrides"])["rope_parameters"]
     assert {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}.items() <= rope.items()
     assert rope["factor"] == 4.0
 
@@ -478,7 +476,7 @@ def test_vllm_without_a_class_of_its_own_is_not_called_exact() -> None:
 
 def test_lifted_window_reaches_vllm_and_needs_a_copy_for_llama_cpp(checkpoints: dict[str, Path]) -> None:
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4.0, "sliding_window": "lift"}
-    overrides = json.loads(pairs(export(checkpoints["mistral"], to="vllm", **arguments))["--hf-overrides"])
+    overrides = json.loads(export(checkpoints["mistral"], to="vllm", **arguments).by_flag["--hf-overrides"])
     assert overrides["sliding_window"] is None
     made = export(checkpoints["mistral"], to="llama.cpp", **arguments)
     assert made.exact, "the llama architecture there has no windows"
@@ -503,7 +501,7 @@ def test_checkpoints_that_others_extended(rope: dict[str, Any], longest: int, ta
         **(SHAPE | {"max_position_embeddings": longest}), rope_parameters=rope | {"rope_theta": 10000.0}
     )
     made = export_config(config, to="vllm")
-    assert pairs(made)["--max-model-len"] == str(target)
+    assert made.by_flag["--max-model-len"] == str(target)
     vllm(config.to_dict(), made)  # which asserts that vLLM serves that length
     assert any("does not say which length" in note for note in made.notes) == (rope["rope_type"] == "linear")
 
@@ -531,9 +529,9 @@ def test_published_checkpoints_are_served_at_their_whole_window(name: str) -> No
     shape = SHAPE | {"max_position_embeddings": longest}
     config = LlamaConfig(**shape, rope_parameters=rope | {"rope_theta": 10000.0})
     made = export_config(config, to="vllm")
-    assert pairs(made)["--max-model-len"] == str(window)
+    assert made.by_flag["--max-model-len"] == str(window)
     vllm(config.to_dict(), made)
-    assert pairs(export_config(config, to="llama.cpp"))["-c"] == str(window)
+    assert export_config(config, to="llama.cpp").by_flag["-c"] == str(window)
     assert not any("would otherwise promise" in note for note in made.notes)
 
 
@@ -544,7 +542,7 @@ def test_gemma3_holds_its_extended_length() -> None:
     ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     shape = SHAPE | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
     config = Gemma3TextConfig(**(shape | {"max_position_embeddings": 131072}), rope_parameters=ropes)
-    assert pairs(export_config(config, to="vllm"))["--max-model-len"] == "131072"
+    assert export_config(config, to="vllm").by_flag["--max-model-len"] == "131072"
 
 
 def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS
-from ctxext.runtimes.base import Export
 from scripts.llama_cpp_proof import CLOSE, RESULTS, SHAPES, Bench, all_methods, methods_for, prove, tiny
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
 from tests._checkpoints import SHAPE, TRAINED
@@ -25,10 +24,6 @@ STORED = json.loads(RESULTS.read_text())
 PROOFS: list[dict[str, Any]] = STORED["proofs"]
 # Where make llama-cpp put the converter.
 TREE = os.environ.get("CTXEXT_LLAMA_CPP")
-
-
-def pairs(made: Export) -> dict[str, str]:
-    return dict(zip(made.flags[::2], made.flags[1::2], strict=True))
 
 
 # --- what was measured -----------------------------------------------------------------------------------------------
@@ -77,10 +72,10 @@ def test_alibi_of_its_own_needs_a_length_and_no_more() -> None:
     after, before = (export_config(extended, to="llama.cpp", served=served) for served in (None, config))
     assert after.exact
     assert before.exact
-    assert pairs(after) == {"-c": str(4 * TRAINED), "--flash-attn": "off"}
-    assert pairs(before)["--override-kv"] == f"bloom.context_length=int:{4 * TRAINED}"
+    assert after.by_flag == {"-c": str(4 * TRAINED), "--flash-attn": "off"}
+    assert before.by_flag["--override-kv"] == f"bloom.context_length=int:{4 * TRAINED}"
     made = export_config(extended, to="vllm", served=config)
-    assert json.loads(pairs(made)["--hf-overrides"]) == {"seq_length": 4 * TRAINED}
+    assert json.loads(made.by_flag["--hf-overrides"]) == {"seq_length": 4 * TRAINED}
     assert export_config(extended, to="vllm").flags == ("--max-model-len", str(4 * TRAINED))
 
 

@@ -59,7 +59,7 @@ def test_sglang_computes_what_the_method_says(llama: Path, method: Method, on_di
             export_config(extended, to="sglang", served=served)
         return
     made = export_config(extended, to="sglang", served=served)
-    flags = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    flags = made.by_flag
     assert flags["--context-length"] == str(TARGET)
     found = sglang((extended if on_disk else plain).to_dict(), flags)
     assert same(found, wanted(method, TARGET))

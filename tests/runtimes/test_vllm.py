@@ -36,7 +36,7 @@ def test_vllm_computes_what_the_method_says(case: dict[str, Any]) -> None:
     method = METHODS[case["method"]["method"]].from_dict(case["method"])
     extended = extended_config(plain, method, trained_length=TRAINED)
     made = export_config(extended, to="vllm", served=None if case["on_disk"] else plain)
-    flags = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    flags = made.by_flag
     assert flags == case["flags"], "other flags than vLLM was asked about: run scripts/vllm_numbers.py anew"
     target = method.target_length(TRAINED)
     assert case["length"] == target
