@@ -141,7 +141,7 @@ def test_a_row_does_not_depend_on_padding_or_on_what_it_is_packed_with(name: str
     packed = logits(model, torch.cat([ids[:, 60:80], short], 1), position_ids=places)
     close(packed[:, 20:], alone)
     with torch.no_grad():
-        given = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        given = {"min_new_tokens": 5, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         together = model.generate(batch, attention_mask=mask, **given)[1, -5:]
         assert torch.equal(together, model.generate(short, **given)[0, -5:])
 
@@ -436,13 +436,15 @@ import sys
 
 import pytest
 
-from ctxext.cli.show import methods_markdown
+where = "tests/contracts/test_encodings.py"
+code = pytest.main(["-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"])
+
+from ctxext.cli.show import methods_markdown  # not before pytest, which checks the types of what is imported after it
 from ctxext.methods import METHODS
 
 assert METHODS["doublings"].__module__ == "ctxext.methods.doublings"
 assert "| `doublings` | a learned number for each doubling" in methods_markdown()
-where = "tests/contracts/test_encodings.py"
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"]))
+sys.exit(code)
 """
 
 
