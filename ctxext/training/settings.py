@@ -190,6 +190,9 @@ class TrainingSettings(Section):
         warmup: steps until the highest learning rate.
         weight_decay: AdamW's weight decay.
         clip: the largest norm of the gradient; 0 leaves it as it is.
+        shifted_groups: in how many groups of tokens the heads attend while training, at least 2, half of them in groups
+            shifted by half a group (LongLoRA's shifted sparse attention, which takes 4); None attends to the whole
+            sequence. Whoever measures or uses the result has whole attention either way.
         log_every: steps between two entries of the loss curve, each the mean of the steps since the last.
         checkpoint_every: steps between checkpoints.
         keep: how many checkpoints stay; at least 2, so that a run killed while saving has one to resume from.
@@ -204,6 +207,7 @@ class TrainingSettings(Section):
     warmup: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, ge=0)
+    shifted_groups: int | None = Field(None, ge=2)
     log_every: int = Field(1, ge=1)
     checkpoint_every: int = Field(25, ge=1)
     keep: int = Field(2, ge=2)
@@ -320,6 +324,26 @@ class Settings(Section):
             raise ValueError("weights held in 4 bits are not trained themselves: set lora.whole to false")
         if self.quantisation and (self.checkpoint is None or self.checkpoint.endswith(".gguf")):
             raise ValueError("quantisation needs a checkpoint of safetensors; weights out of a GGUF file are not it")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Settings:
+        groups = self.training.shifted_groups
+        if groups is None:
+            return self
+        if self.data.positions != "consecutive":
+            raise ValueError(
+                f"training.shifted_groups hides from a token what lies outside its group, which data.positions "
+                f"{self.data.positions!r} has distances or documents across: set it to consecutive"
+            )
+        if self.data.masked is not None:
+            raise ValueError("training.shifted_groups is for models that read one way: leave out data.masked")
+        for length in (self.data.length, *(stage.length for stage in self.stages if stage.length)):
+            if length % (2 * groups):
+                raise ValueError(
+                    f"sequences of {length} tokens cannot be cut into {groups} groups and those into halves: set their "
+                    f"length to a multiple of {2 * groups}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from pathlib import Path
@@ -17,6 +18,7 @@ from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.parallel import release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import PackedSequences, RemainingSequences, Sequences
+from ctxext.training.shifted import ShiftedAttention
 
 __all__ = ["LongTrainer", "NotANumberError"]
 
@@ -34,6 +36,8 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     Args:
         *args: as for ``transformers.Trainer``.
         embedding_learning_rate: of the token embedding, where it is trained; None for the same as everything else.
+        shifted_groups: groups of shifted sparse attention in every training step, see
+            ``ctxext.training.shifted.ShiftedAttention``; None for whole attention.
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
@@ -44,7 +48,13 @@ class LongTrainer(Trainer):  # type: ignore[misc]
 
     train_dataset: Any
 
-    def __init__(self, *args: Any, embedding_learning_rate: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        embedding_learning_rate: float | None = None,
+        shifted_groups: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **{"data_collator": collate, **kwargs})
         self.embedding_learning_rate = embedding_learning_rate
         if "loss_function" not in inspect.unwrap(type(base_model(self.model)).forward).__code__.co_names:
@@ -53,7 +63,9 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             self.model_accepts_loss_kwargs = False
         data = self.train_dataset
         lengths = {data.length_of(i) for i in range(len(data))} if isinstance(data, Sequences) else set()
-        require_carried(self.model, self.accelerator, lengths=lengths, packed=_packed(data))
+        grouped = shifted_groups is not None
+        require_carried(self.model, self.accelerator, lengths=lengths, packed=_packed(data), grouped=grouped)
+        self.shifted = ShiftedAttention(self.model, shifted_groups) if shifted_groups is not None else None
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
             # accelerate's policy rounds the loss to 16 bits, and adds up the processes' gradients in as many.
@@ -100,7 +112,9 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One forward and backward pass."""
         self._indices: list[int] = inputs.pop("index")
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        # Around the backward pass, too: what checkpointing computes again must be what it computed.
+        with contextlib.nullcontext() if self.shifted is None else self.shifted.on():
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if not all(torch.isfinite(w.grad).all() for w in model.parameters() if w.grad is not None):
             raise self._not_a_number(f"A gradient is not finite (the loss is {loss.item():.4g})")
         return loss
