@@ -21,7 +21,7 @@ def lab(
     preset: Annotated[
         str,
         Option(
-            help="quick: text and parity, about 30 minutes on two cores. full: larger, all tasks, five seeds, a night.",
+            help="quick: text and parity, about 25 minutes on two cores. full: larger, all tasks, five seeds, a night.",
             autocompletion=lambda: ["quick", "full"],
         ),
     ] = "quick",

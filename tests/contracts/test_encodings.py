@@ -444,13 +444,22 @@ from ctxext.methods import METHODS
 
 assert METHODS["doublings"].__module__ == "ctxext.methods.doublings"
 assert "| `doublings` | a learned number for each doubling" in methods_markdown()
+
+from typer.testing import CliRunner
+
+from ctxext.cli.app import app
+from ctxext.laboratory.subjects import subjects
+
+assert "doublings" in subjects(), "ctxext lab"
+shown = CliRunner().invoke(app, ["show", "doublings", "--json"])
+assert '"bias"' in shown.output, shown.output
 sys.exit(code)
 """
 
 
 @pytest.mark.slow
 def test_a_file_is_enough(tmp_path: Path) -> None:
-    """Dropped into the folder of methods, it is listed, documented, and held against this contract."""
+    """Dropped into the folder of methods, it is listed, documented, drawn, trained in the laboratory, held to this."""
     root = Path(__file__).parents[2]
     for part in ("ctxext", "scripts", "tests"):
         kept = shutil.ignore_patterns("__pycache__", "golden", "evaluation" if part == "tests" else "")
