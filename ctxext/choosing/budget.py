@@ -27,14 +27,18 @@ UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 # Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.
 ENOUGH = 4096
 # From the largest race to the smallest: candidates that read whole texts, finalists, texts to choose on and to judge on
-# (in multiples of what gives enough tokens), hidden keys.
+# (in multiples of what gives enough tokens), hidden keys. Texts of the verdict are given up last: one alone says
+# nothing of others like it.
 RACES = (
     (10, 3, 3, 5, 3),
     (8, 3, 3, 5, 3),
     (8, 3, 2, 5, 2),
-    (6, 3, 2, 3, 2),
-    (5, 2, 2, 3, 1),
-    (4, 2, 1, 2, 1),
+    (6, 3, 2, 5, 2),
+    (5, 2, 2, 5, 1),
+    (4, 2, 1, 5, 1),
+    (3, 2, 1, 5, 1),
+    (3, 2, 1, 3, 1),
+    (3, 2, 1, 2, 1),
     (3, 2, 1, 1, 1),
     (2, 1, 1, 1, 0),
 )

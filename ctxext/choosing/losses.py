@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -226,13 +227,14 @@ class MeasuredLosses:
             window_name(window), "end", stretch, window, read, passes=passes, depends=[start], times=passes
         )
 
-    def seconds_of_inside(self, name: str) -> float:
-        """How long a candidate took for the beginning of the first text."""
+    def seconds_of_inside(self, names: Sequence[str]) -> float:
+        """How long candidates take for the beginning of the first text; the median, as a model's first call is slow."""
         stretch = self.split.choosing[0]
-        self._inside(name, stretch)  # the first call of a model is slower than the others
-        cell = self._cell_of_inside(name, stretch)
-        found: float = self.survey.journal.finished()[cell.key]["seconds"]
-        return max(found, 1e-3)
+        for name in names:
+            self._inside(name, stretch)
+        finished = self.survey.journal.finished()
+        seconds: list[float] = [finished[self._cell_of_inside(name, stretch).key]["seconds"] for name in names]
+        return max(statistics.median(seconds), 1e-3)
 
     # How cells are made and asked.
 

@@ -54,6 +54,8 @@ __all__ = ["Contest", "choose", "corpus_from", "prepare"]
 LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]
 # Positions beyond the window that a target must add, so that there is something to measure.
 LEAST_BEYOND = 16
+# Candidates whose first reading says how long a pass takes.
+TIMED = 3
 
 
 @dataclass(eq=False, kw_only=True)
@@ -281,10 +283,11 @@ class Contest:
         return replace(one, course=finish.course(one.reading.name), stretch=stretch)
 
     def allowed(self, losses: MeasuredLosses) -> float | None:
-        """The budget in passes; one in time is measured by the first text that is read."""
+        """The budget in passes; one in time is measured by the first beginnings that are read."""
         if self.budget.seconds is None:
             return self.budget.passes
-        seconds = losses.seconds_of_inside(self.entered[0].name)
+        judged = [one.name for one in self.entrants if one.is_judged_inside]
+        seconds = losses.seconds_of_inside(judged[:TIMED])
         return self.budget.seconds / seconds * self.costs.of(prefix_of(self.trained, self.length))
 
     def spent(self, allowed: float | None, losses: MeasuredLosses) -> Spent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -83,6 +84,15 @@ def test_smaller_budgets_make_smaller_races_that_they_last_for() -> None:
         sizes_for(3.0, COSTS, **given)
     assert sizes_for(None, COSTS, choosing=1, held_out=1, keys=False).texts == 1
     assert len(RACES) >= 5
+
+
+def test_an_hour_on_two_cores_ends_in_a_verdict_on_five_texts() -> None:
+    """A hundred candidates, and the forty passes that two cores read in an hour: the choice was once judged on one."""
+    costs = replace(COSTS, judged=98, others=5)
+    sizes = sizes_for(40.0, costs, choosing=3, held_out=5, keys=True)
+    assert (sizes.held_out, costs.race(sizes) <= 40) == (5, True)
+    assert sizes.whole >= 3, "and still chooses among more than the published YaRN"
+    assert sizes_for(32.0, costs, choosing=3, held_out=5, keys=True).held_out == 3
 
 
 def test_short_targets_take_more_texts() -> None:
