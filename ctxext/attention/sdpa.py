@@ -103,7 +103,8 @@ class Sdpa(AttentionBackend):
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
         if call.need.score == "rows" and has_far_keys(call) and self.refuses(_far_need(call.need)) is None:
             return attend_near_far(self, call)
-        if call.need.score == "rows" or (call.need.score == "places" and is_short):
+        if call.need.score == "rows" or (call.need.score in ("places", "columns") and is_short):
+            # A new token's columns would be those of all keys beside a widened copy of the cache.
             return _by_rows(replace(kernel, need=replace(call.need, score="rows")), call)
         if call.need.score == "places" and call.need.training and q.dtype in (torch.bfloat16, torch.float16):
             # Gradients of places are summed over all later tokens: in 16 bits, those of columns are mostly rounding.
@@ -222,6 +223,14 @@ class _Kernel:
                 q, k, v, mask, self.dropout, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
 
+    def merges(self, head_dim: int) -> bool:
+        """Whether parts of a call may be merged by their log-sum-exp: a kernel gives it, and no gradient needs it."""
+        need = self.need
+        if need.training or need.compiling or self.dropout:
+            return False
+        is_flash = need.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+        return need.device == "cpu" or (is_flash and need.capability is not None and need.capability >= (8, 0))
+
     def _kernels(self) -> contextlib.AbstractContextManager[object]:
         if self.need.device == "cuda":
             return sdpa_kernel(kernel_order(self.need), set_priority=True)
@@ -272,8 +281,19 @@ def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Te
     if query == 1 or not causal:
         return kernel(q, k, v)
     # is_causal would align the *first* query with the first key.
+    if kernel.merges(q.shape[3]):
+        return _after(kernel, q, k, v)
     mask = torch.ones(query, key, dtype=torch.bool, device=q.device).tril(key - query)
     return kernel(q, k, v, mask[None, None])
+
+
+def _after(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Queries at the last keys: all see those before, and each its own and earlier ones; merged, without a mask."""
+    before = k.shape[2] - q.shape[2]
+    far, far_lse = _fused(q, k[:, :, :before], v[:, :, :before], kernel.scale, False, None)
+    near, near_lse = _fused(q, k[:, :, before:], v[:, :, before:], kernel.scale, True, None)
+    share = torch.sigmoid(near_lse - far_lse)[..., None]
+    return torch.lerp(far.to(share.dtype), near.to(share.dtype), share).to(q.dtype)
 
 
 def _covers(span: Span, q: Tensor, k: Tensor) -> bool:

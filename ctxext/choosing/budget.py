@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ctxext.choosing.race import Sizes
 from ctxext.errors import InvalidParameterError
@@ -26,6 +26,8 @@ __all__ = [
 UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 # Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.
 ENOUGH = 4096
+# Tokens at which attention costs as much as the rest where it seems to cost nothing.
+ALL_LINEAR = 10**12
 # From the largest race to the smallest: candidates that read whole texts, finalists, texts to choose on and to judge on
 # (in multiples of what gives enough tokens), hidden keys. Texts of the verdict are given up last: one alone says
 # nothing of others like it.
@@ -129,6 +131,20 @@ class Costs:
         """All of them at the end of one text."""
         found = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
         return found / pass_cost(self.length, self.turning_point)
+
+    def timed(self, inside: float, whole: float) -> Costs:
+        """The same by the clock: attention may be slower beside the rest than its operations say.
+
+        Args:
+            inside: seconds of a pass over what the first rung reads of a text.
+            whole: of one over the whole target.
+        """
+        # inside / whole = short (1 + short / t) / (length (1 + length / t)), solved for the turning point t.
+        short, length, ratio = prefix_of(self.trained, self.length), self.length, inside / whole
+        linear, quadratic = short - ratio * length, ratio * length**2 - short**2
+        if linear <= 0:  # dearer than a share of the tokens: all linear, and calls cost something
+            return replace(self, turning_point=ALL_LINEAR)
+        return replace(self, turning_point=max(1, round(quadratic / linear)))
 
     def race(self, sizes: Sizes) -> float:
         """A whole race and its verdict, at most."""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -164,13 +164,7 @@ class MeasuredLosses:
 
     def whole(self, name: str, text: int, go_on: Callable[[Tensor], bool]) -> Tensor:
         """A whole text, in pieces, for as long as the race wants more."""
-        length, stretch = self.length, self.split.choosing[text]
-        piece = -(-length // PIECES)
-
-        def read(model: nn.Module) -> Tensor:
-            return loss_while(model, stretch.text.input_ids, piece=piece, go_on=go_on)
-
-        return self._losses(name, "whole", stretch, length, read, passes=PIECES, depends=[self.plan])
+        return self._heard(self._cell_of_whole(name, self.split.choosing[text], go_on))
 
     def keys(self, name: str) -> tuple[float, ...]:
         """The loss of every hidden key."""
@@ -227,13 +221,22 @@ class MeasuredLosses:
             window_name(window), "end", stretch, window, read, passes=passes, depends=[start], times=passes
         )
 
+    # What a budget in time asks for.
+
     def seconds_of_inside(self, names: Sequence[str]) -> float:
         """How long candidates take for the beginning of the first text; the median, as a model's first call is slow."""
-        stretch = self.split.choosing[0]
-        for name in names:
-            self._inside(name, stretch)
+        return self._seconds(self._cell_of_inside(name, self.split.choosing[0]) for name in names)
+
+    def seconds_of_whole(self) -> float:
+        """How long the published YaRN takes for the first text, which it reads in any race."""
+        return self._seconds([self._cell_of_whole(self.entered[0].name, self.split.choosing[0], lambda _: True)])
+
+    def _seconds(self, cells: Iterable[RaceCell]) -> float:
+        asked = list(cells)
+        for cell in asked:
+            self._heard(cell)
         finished = self.survey.journal.finished()
-        seconds: list[float] = [finished[self._cell_of_inside(name, stretch).key]["seconds"] for name in names]
+        seconds: list[float] = [finished[cell.key]["seconds"] for cell in asked]
         return max(statistics.median(seconds), 1e-3)
 
     # How cells are made and asked.
@@ -245,6 +248,16 @@ class MeasuredLosses:
         length = prefix_of(self.trained, self.length)
         ids = stretch.text.take(length + 1).input_ids
         return self._cell(name, "inside", stretch, length, lambda model: loss_by_position(model, ids)[0])
+
+    def _cell_of_whole(self, name: str, stretch: TextStretch, go_on: Callable[[Tensor], bool]) -> RaceCell:
+        piece = -(-self.length // PIECES)
+
+        def read(model: nn.Module) -> Tensor:
+            return loss_while(model, stretch.text.input_ids, piece=piece, go_on=go_on)
+
+        # The published YaRN is never stopped, so that what it read serves any plan.
+        depends = [] if name == self.entered[0].name else [self.plan]
+        return self._cell(name, "whole", stretch, self.length, read, passes=PIECES, depends=depends)
 
     def _whole_at(self, name: str, stretch: TextStretch, length: int) -> Tensor:
         ids = stretch.text.take(length + 1).input_ids

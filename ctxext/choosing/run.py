@@ -138,14 +138,15 @@ class Contest:
             for one in self.entered
         ]
 
-    def sizes_of(self, allowed: float | None) -> tuple[Sizes, SearchSizes | None]:
+    def sizes_of(self, allowed: float | None, costs: Costs | None = None) -> tuple[Sizes, SearchSizes | None]:
         """The race that so many passes last for, and the search after it where one is asked for."""
         choosing, held_out = len(self.split.choosing), len(self.split.held_out)
+        costs = costs or self.costs
         if self.plain is None:
-            return sizes_for(allowed, self.costs, choosing=choosing, held_out=held_out, keys=self.keys), None
+            return sizes_for(allowed, costs, choosing=choosing, held_out=held_out, keys=self.keys), None
         accepting = len(self.split.accepting)
         return search_sizes_for(
-            allowed, self.costs, choosing=choosing, accepting=accepting, held_out=held_out, keys=self.keys
+            allowed, costs, choosing=choosing, accepting=accepting, held_out=held_out, keys=self.keys
         )
 
     def passes_of(self, allowed: float | None) -> float:
@@ -189,8 +190,8 @@ class Contest:
             self.stage.show(None)
 
     def _run(self, losses: MeasuredLosses) -> Choice:
-        allowed = self.allowed(losses)
-        sizes, searching = self.sizes_of(allowed)
+        allowed, costs = self.allowed(losses)
+        sizes, searching = self.sizes_of(allowed, costs)
         losses.sizes = sizes
         split = losses.split = self.split.first(sizes.texts, sizes.held_out)
         race = Race(
@@ -282,13 +283,16 @@ class Contest:
         stretch = found.stretch if found.is_judged_inside else None
         return replace(one, course=finish.course(one.reading.name), stretch=stretch)
 
-    def allowed(self, losses: MeasuredLosses) -> float | None:
-        """The budget in passes; one in time is measured by the first beginnings that are read."""
+    def allowed(self, losses: MeasuredLosses) -> tuple[float | None, Costs]:
+        """The budget in passes, and what parts of a race cost; by the clock where the budget is time."""
         if self.budget.seconds is None:
-            return self.budget.passes
+            return self.budget.passes, self.costs
         judged = [one.name for one in self.entrants if one.is_judged_inside]
-        seconds = losses.seconds_of_inside(judged[:TIMED])
-        return self.budget.seconds / seconds * self.costs.of(prefix_of(self.trained, self.length))
+        inside = losses.seconds_of_inside(judged[:TIMED])
+        # What is far too small is said before a whole text is read.
+        self.sizes_of(self.budget.seconds / inside * self.costs.of(prefix_of(self.trained, self.length)))
+        whole = losses.seconds_of_whole()
+        return self.budget.seconds / whole, self.costs.timed(inside, whole)
 
     def spent(self, allowed: float | None, losses: MeasuredLosses) -> Spent:
         """What was read, whether now or in an earlier run of the same race."""

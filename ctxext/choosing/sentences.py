@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ctxext.choosing.budget import parse_budget
 from ctxext.choosing.race import INSIDE, MORE, READ, SEARCH, WHOLE
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.statistics import PairedDifference
@@ -152,11 +153,12 @@ def duration(seconds: float) -> str:
 
 def _spent(choice: Choice) -> str:
     spent = choice.spent
-    limit = "" if spent.allowed is None else f", of {spent.allowed:.1f} that the budget of {spent.budget} comes to"
-    return (
-        f"It took as much as {spent.passes:.1f} passes over {tokens_label(choice.target_length)} tokens{limit}, and "
-        f"{duration(spent.seconds)} of computing."
-    )
+    limit = f", of the budget of {spent.budget}" if spent.budget else ""
+    passes = f"{spent.passes:.1f} passes over {tokens_label(choice.target_length)} tokens"
+    took = f"{duration(spent.seconds)} of computing"
+    if parse_budget(spent.budget or None).seconds is None:
+        return f"It took as much as {passes}{limit}, and {took}."
+    return f"It took {took}{limit}: as much as {passes}."
 
 
 def who_loads(choice: Choice) -> str:

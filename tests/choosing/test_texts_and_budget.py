@@ -98,3 +98,22 @@ def test_an_hour_on_two_cores_ends_in_a_verdict_on_five_texts() -> None:
 def test_short_targets_take_more_texts() -> None:
     assert (stretches_in(8192, 16384), stretches_in(128, 512)) == (1, 11)
     assert (prefix_of(8192, 16384), prefix_of(8192, 65536)) == (4096, 8192)
+
+
+@pytest.mark.parametrize("turning_point", [1, 1600, 40_000])
+def test_the_clock_says_what_attention_costs(turning_point: int) -> None:
+    """Two timed passes; on CPUs without matrix units a pass over 16K tokens took a fifth more than operations say."""
+
+    def seconds(tokens: int) -> float:
+        return 1e-3 * tokens + 1e-3 * tokens**2 / turning_point
+
+    timed = COSTS.timed(seconds(4096), seconds(16384))
+    assert timed.turning_point == turning_point
+    assert timed.of(8192) == pytest.approx(seconds(8192) / seconds(16384))
+    assert replace(timed, turning_point=COSTS.turning_point) == COSTS
+
+
+@pytest.mark.parametrize(("share", "eighth"), [(0.01, 1 / 64), (0.25, 1 / 8), (0.9, 1 / 8)])
+def test_a_clock_that_says_more_than_all_or_nothing(share: float, eighth: float) -> None:
+    """Attention is at most all of a pass, at least nothing; a tiny model's calls cost something beside both."""
+    assert COSTS.timed(share, 1.0).of(2048) == pytest.approx(eighth, rel=1e-2)
