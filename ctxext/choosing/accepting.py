@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ctxext.choosing.choice import SearchResult, by_document
 from ctxext.choosing.losses import MeasuredLosses
-from ctxext.choosing.race import SEARCH, Course, Finish, is_worse, keys_lost, versus_usual
+from ctxext.choosing.race import SEARCH, Course, Finish, is_worse, keys_lost
 from ctxext.choosing.search import Search, SearchedStart
 from ctxext.choosing.texts import TextStretch
 from ctxext.evaluation.statistics import CHANCE, PairedDifference, document_difference
@@ -47,18 +47,13 @@ def accept(
     read = {one: losses.texts(one, texts) for one in dict.fromkeys([name, rival, usual])}
     documents = [one.document for one in texts]
     gain = _beyond(losses, read[name], read[rival], documents)
-    inside, beyond, trace = versus_usual(read[name], read[usual], losses.trained, losses.length)
-    course = Course(
-        name=name,
-        rung=SEARCH,
-        keys=losses.keys(name),
-        tokens=sum(map(len, read[name])),
-        inside=inside,
-        beyond=beyond,
-        trace=trace,
-    )
+    course = Course(name=name, rung=SEARCH, keys=losses.keys(name))
+    course = course.beside(read[usual], read[name], trained=losses.trained, length=losses.length)
+    damage, end = course.inside, course.end
+    assert damage is not None
+    assert end is not None
     keys = {name: course.keys, rival: losses.keys(rival)}
-    reason = why_not(gain, inside, keys, name=name, label=label)
+    reason = why_not(gain, damage, end, keys, name=name, label=label)
     if reason:
         course = replace(course, dropped=reason, by=rival)
     result = SearchResult(
@@ -66,7 +61,7 @@ def accept(
         rival=rival,
         why_not=reason,
         gain=gain,
-        damage=inside,
+        damage=damage,
         texts=tuple(one.text.name for one in texts),
         searched_on=tuple(one.text.name for one in search.texts),
         needles=search.needles,
@@ -81,6 +76,7 @@ def accept(
 def why_not(
     gain: PairedDifference,
     damage: PairedDifference,
+    end: PairedDifference,
     keys: Mapping[str, Sequence[float]],
     *,
     name: str,
@@ -91,6 +87,7 @@ def why_not(
     Args:
         gain: beyond the window, its loss minus that of the race's choice.
         damage: inside, its loss minus that of the published YaRN.
+        end: the same at the end of the texts.
         keys: loss of each hidden key, of both.
         name: of what was found.
         label: of the race's choice.
@@ -99,6 +96,8 @@ def why_not(
         return f"not better than {label} by two standard errors: {gain}"
     if is_worse(damage, CHANCE, 1):
         return f"more damage inside the window than YaRN as published: {damage}"
+    if is_worse(end, CHANCE, 1):
+        return f"worse at the end of the texts than YaRN as published: {end}"
     lost = keys_lost(keys)[name]
     if lost:
         return f"{lost} of {len(keys[name])} hidden keys lost that {label} reads"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ctxext.choosing.budget import SearchSizes
 from ctxext.choosing.candidates import short_label
-from ctxext.choosing.race import Course, Finish, Sizes
+from ctxext.choosing.race import Course, Finish, Sizes, end_of
 from ctxext.choosing.search import SearchedStart
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import PairedDifference, document_difference
@@ -39,6 +39,7 @@ class HeldOut:
 
     Args:
         versus_usual: beyond the window, the published YaRN's; None where that is the choice.
+        end_versus_usual: the same at the end of the texts, where one that stretches too little falls apart.
         versus_runner_up: beyond the window, the runner-up's.
         versus_truncation: at the end of the texts, the best truncation's.
         window: of that truncation, in tokens.
@@ -51,6 +52,7 @@ class HeldOut:
     """
 
     versus_usual: PairedDifference | None
+    end_versus_usual: PairedDifference | None
     versus_runner_up: PairedDifference | None
     versus_truncation: PairedDifference
     window: int
@@ -132,9 +134,12 @@ def judge_held_out(
     tails = together(
         [text[-len(end) :] for text, end in zip(losses[choice], truncations[window], strict=True)],
     )
+    start = end_of(trained, len(losses[choice][0]))
+    last = {name: together([text[start:] for text in losses[name]]) for name in (choice, usual)}
     own, plain = beyond(choice), together(unpatched)
     return HeldOut(
         versus_usual=None if choice == usual else document_difference(own, beyond(usual)),
+        end_versus_usual=None if choice == usual else document_difference(last[choice], last[usual]),
         versus_runner_up=document_difference(own, beyond(runner_up)) if runner_up else None,
         versus_truncation=document_difference(tails, ends, baselines=len(truncations)),
         window=window,
@@ -292,8 +297,9 @@ class Choice:
 
     @property
     def is_overruled(self) -> bool:
-        """Whether the held-out texts show the race's choice to be worse than the published YaRN."""
-        return self.held_out.verdict(self.held_out.versus_usual) == "worse"
+        """Whether the held-out texts show the race's choice to be worse than the published YaRN, or so at their end."""
+        held = self.held_out
+        return "worse" in (held.verdict(held.versus_usual), held.verdict(held.end_versus_usual))
 
     @property
     def method(self) -> Method:

@@ -8,6 +8,9 @@ Where the losses come from, a model or a file, the race does not know: see ``Can
    if it read the rest as well as the best one did, it would be worse.
 3. **More.** The best few read more texts, and are asked for keys hidden in them.
 
+Who stretches too little reads well until the farthest distances come, and then falls apart: a mean hides that. So the
+last part of the texts (``end_of``) is a bound of its own, as the trained window is.
+
 **What may be said.** Every difference is paired by token. A race looks at its losses more than once, and at many
 candidates: chance has more occasions than one. So the chance of 5 percent is shared out in advance, a part to each rung
 (``LOOKS``) and the rest to the verdict on texts that the race never saw; inside a rung it is divided again among all
@@ -40,9 +43,9 @@ __all__ = [
     "Race",
     "Sizes",
     "chosen",
+    "end_of",
     "is_worse",
     "keys_lost",
-    "versus_usual",
 ]
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
@@ -53,6 +56,8 @@ SEARCH = "search"
 LOOKS = {INSIDE: 0.005, WHOLE: 0.01, MORE: 0.01}
 # Chunks of a text, at whose ends a candidate may be stopped; and by how many standard errors at least it must be worse.
 PIECES, RESCUE = 8, 4.0
+# The end of a text, where one that stretches too little falls apart: a part of it, and tokens at the least.
+ENDS, LEAST_END = 32, 16
 # Nats per token within which two finalists are as good: then the one that more runtimes read is chosen.
 AS_GOOD = 0.01
 # A key whose tokens cost less than ln 2 each is read at better than even odds; one that costs a nat more is lost.
@@ -105,6 +110,7 @@ class Course:
         by: the candidate that it was held against there.
         inside: its loss inside the window minus that of the published YaRN; None where it was not read there.
         beyond: the same beyond the window, on as much as it has read.
+        end: the same at the end of the texts, see ``end_of``; None where it has not read them whole.
         worse_by: what it was dropped for: its loss minus that of ``by``; None where it is not shown to be worse.
         keys: loss of each hidden key, nats; empty where it was not asked.
         trace: what it has read beyond the window, in tokens, and its mean difference to the published YaRN until there.
@@ -117,10 +123,36 @@ class Course:
     by: str = ""
     inside: PairedDifference | None = None
     beyond: PairedDifference | None = None
+    end: PairedDifference | None = None
     worse_by: PairedDifference | None = None
     keys: tuple[float, ...] = ()
     trace: tuple[tuple[int, float], ...] = ()
     tokens: int = 0
+
+    def beside(self, usual: Sequence[Tensor], own: Sequence[Tensor], *, trained: int, length: int) -> Course:
+        """With how it stands beside the published YaRN.
+
+        Args:
+            usual: losses of the published YaRN on the same texts, nats per token.
+            own: its own, as far as it has read.
+            trained: tokens of the window.
+            length: of a whole text.
+        """
+        usual = [theirs[: len(mine)] for mine, theirs in zip(own, usual, strict=False)]
+        mine, theirs = (torch.cat([one[trained:] for one in side]) for side in (own, usual))
+        running = (mine.double() - theirs.double()).cumsum(0)
+        step = math.ceil(length / PIECES)
+        places = [*range(step, len(running), step), len(running)]
+        end = end_of(trained, length)
+        whole = all(len(one) == length for one in own)
+        return replace(
+            self,
+            inside=in_blocks([one[:trained] for one in own], [one[:trained] for one in usual]),
+            beyond=in_blocks([mine], [theirs]),
+            end=in_blocks([one[end:] for one in own], [one[end:] for one in usual]) if whole else None,
+            trace=tuple((place, (running[place - 1] / place).item()) for place in places),
+            tokens=sum(map(len, own)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +174,16 @@ class Finish:
     def course(self, name: str) -> Course:
         """Of one candidate."""
         return next(one for one in self.courses if one.name == name)
+
+
+def end_of(trained: int, length: int) -> int:
+    """Where the end of a text begins, in tokens: the distances that come last.
+
+    Args:
+        trained: tokens of the window.
+        length: of a whole text.
+    """
+    return max(trained, length - max(LEAST_END, length // ENDS))
 
 
 def is_worse(difference: PairedDifference, chance: float, comparisons: int, *, least: float = 0.0) -> bool:
@@ -267,7 +309,8 @@ class Race:
             self._read_texts(name, range(self.sizes.first), WHOLE, pairs)
         done = [name for name in going if not self.courses[name].dropped]
         left = self._without_worse(done, WHOLE, pairs * PIECES * self.sizes.first)
-        ranked = sorted((name for name in left if name != self.usual), key=self._mean_beyond)
+        others = [name for name in left if name != self.usual]
+        ranked = sorted(others, key=lambda name: (self._harms(name, len(others)), self._mean_beyond(name)))
         for name in ranked[self.sizes.finalists :]:
             self._drop(name, "not among the best few beyond the window that the budget lasts for")
         best = ranked[: self.sizes.finalists]
@@ -326,23 +369,29 @@ class Race:
             self._read_texts(name, texts, MORE if name in going else WHOLE, pairs)
         done = [name for name in going if not self.courses[name].dropped]
         left = self._without_worse(done, MORE, pairs * PIECES * max(1, len(texts)))
-        damaging = {name for name in left if self._damages(name, len(left))}
-        if damaging == set(left):  # the published YaRN is what damage is measured by
+        harmful = {name for name in left if self._harms(name, len(left))}
+        if harmful == set(left):  # the published YaRN is what harm is measured by
             left = list(dict.fromkeys([*left, self.usual]))
         for name in left:
             self._note(name, keys=self.losses.keys(name))
         return chosen(
             {name: self._beyond(name) for name in left},
             {name: self.courses[name].keys for name in left},
-            damaging,
+            harmful,
             self.runtimes,
             chance=LOOKS[MORE],
         )
 
-    def _damages(self, name: str, finalists: int) -> bool:
-        """Whether the window suffers more than under the published YaRN: a bound to keep, not a claim to make."""
-        damage = self.courses[name].inside
-        return damage is not None and self._shows_damage(name) and is_worse(damage, CHANCE, finalists)
+    def _harms(self, name: str, finalists: int) -> bool:
+        """Whether the window or the end of the texts suffers more than under the published YaRN.
+
+        A bound to keep, not a claim to make: whoever is wrongly left out has equals. So the chance is not divided where
+        few tokens tell, at the end.
+        """
+        course = self.courses[name]
+        damaged = course.inside is not None and is_worse(course.inside, CHANCE, finalists)
+        fallen = course.end is not None and is_worse(course.end, CHANCE, 1)
+        return fallen or (damaged and self._shows_damage(name))
 
     def _shows_damage(self, name: str) -> bool:
         return not next(one.dynamic for one in self.entrants if one.name == name)
@@ -375,39 +424,17 @@ class Race:
 
     def _compare(self, name: str) -> None:
         """Note how a candidate stands beside the published YaRN on all that it has read, chunk by chunk."""
-        self._note(name, tokens=sum(map(len, self.read[name])))
+        own, course = self.read[name], self.courses[name]
         if name == self.usual:
-            return
-        own = self.read[name]
-        usual = [theirs[: len(mine)] for mine, theirs in zip(own, self.read[self.usual], strict=False)]
-        inside, beyond, trace = versus_usual(own, usual, self.trained, self.length)
-        self._note(name, inside=inside, beyond=beyond, trace=trace)
+            self._note(name, tokens=sum(map(len, own)))
+        else:
+            self.courses[name] = course.beside(self.read[self.usual], own, trained=self.trained, length=self.length)
 
     def _note(self, name: str, **found: object) -> None:
         self.courses[name] = replace(self.courses[name], **found)  # type: ignore[arg-type]
 
     def _drop(self, name: str, why: str, by: str = "", worse_by: PairedDifference | None = None) -> None:
         self._note(name, dropped=why, by=by, worse_by=worse_by)
-
-
-def versus_usual(
-    own: Sequence[Tensor], usual: Sequence[Tensor], trained: int, length: int
-) -> tuple[PairedDifference, PairedDifference, tuple[tuple[int, float], ...]]:
-    """How a candidate stands beside the published YaRN: ``inside``, ``beyond`` and ``trace`` of its ``Course``.
-
-    Args:
-        own: losses of texts that the candidate has read, as far as it has.
-        usual: of the published YaRN on the same tokens.
-        trained: tokens of the window.
-        length: of a whole text.
-    """
-    inside = in_blocks([one[:trained] for one in own], [one[:trained] for one in usual])
-    mine, theirs = (torch.cat([one[trained:] for one in side]) for side in (own, usual))
-    running = (mine.double() - theirs.double()).cumsum(0)
-    step = math.ceil(length / PIECES)
-    places = [*range(step, len(running), step), len(running)]
-    trace = tuple((place, (running[place - 1] / place).item()) for place in places)
-    return inside, in_blocks([mine], [theirs]), trace
 
 
 def _pairs(of: int) -> int:
@@ -434,21 +461,21 @@ def keys_lost(keys: Mapping[str, Sequence[float]]) -> dict[str, int]:
 def chosen(
     beyond: Mapping[str, Sequence[Tensor]],
     keys: Mapping[str, Sequence[float]],
-    damaging: Collection[str],
+    harmful: Collection[str],
     runtimes: Callable[[str], int],
     *,
     chance: float,
 ) -> list[str]:
     """The finalists in the order in which they would be chosen.
 
-    First those that keep the window as well as the published YaRN does; among them those that lose the fewest keys;
-    among them the lowest loss beyond the window; among those as good as that, by less than ``AS_GOOD`` and not shown to
-    be worse, the one that most runtimes read.
+    First those that keep the window, and hold to the end of the texts, as well as the published YaRN does; among them
+    those that lose the fewest keys; among them the lowest loss beyond the window; among those as good as that, by less
+    than ``AS_GOOD`` and not shown to be worse, the one that most runtimes read.
 
     Args:
         beyond: losses beyond the window, one tensor per text, by name.
         keys: loss of each hidden key, by name.
-        damaging: names of those that damage the window more.
+        harmful: names of those that do not.
         runtimes: how many read a candidate, by its name.
         chance: of calling one worse that is not.
     """
@@ -457,8 +484,8 @@ def chosen(
     order: list[str] = []
     means = {name: torch.cat(list(own)).double().mean().item() for name, own in beyond.items()}
     while left:
-        fewest = min((name in damaging, lost[name]) for name in left)
-        pool = [name for name in left if (name in damaging, lost[name]) == fewest]
+        fewest = min((name in harmful, lost[name]) for name in left)
+        pool = [name for name in left if (name in harmful, lost[name]) == fewest]
         best = min(pool, key=lambda name: means[name])
         as_good = [
             name

@@ -82,7 +82,7 @@ def page(choice: Choice, figure: str | None = None) -> str:
 
 def _table(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> tuple[list[str], list[list[str]]]:
     """Candidates, those that came furthest first."""
-    header = ["", "inside the window", "beyond", "keys", "came to"]
+    header = ["", "inside the window", "beyond", "at the end", "keys", "came to"]
     places = {name: place for place, name in enumerate(choice.finish.finalists)}
     rungs = {SEARCH: 0, MORE: 0, WHOLE: 1, INSIDE: 2}
 
@@ -97,7 +97,7 @@ def _table(choice: Choice, fate: Callable[[Choice, Candidate], str]) -> tuple[li
     for one in sorted(choice.candidates, key=place):
         course = one.course
         keys = " ".join(f"{loss:.2f}" for loss in course.keys) or NONE
-        rows.append([one.label, _gap(course.inside), _gap(course.beyond), keys, fate(choice, one)])
+        rows.append([one.label, _gap(course.inside), _gap(course.beyond), _gap(course.end), keys, fate(choice, one)])
     return header, rows
 
 
@@ -169,8 +169,8 @@ def _facts(choice: Choice) -> dict[str, str]:
         "Texts": f"{few_of(found['documents'])}; sha256 {found['corpus_sha256']}",
         "Chosen on": few_of(choice.texts),
         "Judged on": f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
-        "Race": f"{len(choice.candidates)} candidates; {sizes.whole} of them and YaRN as published on {sizes.first} "
-        f"whole texts; {sizes.finalists} on {sizes.texts}, with {sizes.keys} hidden keys",
+        "Race": f"{len(choice.candidates)} candidates; whole texts that {sizes.whole} of them and YaRN as published "
+        f"read: {sizes.first}; that {sizes.finalists} read: {sizes.texts}; hidden keys: {sizes.keys}",
         **_search_facts(choice),
         "Seed": str(found["seed"]),
         "Spent": f"{spent.passes:.1f} passes, {duration(spent.seconds)}; budget {spent.budget or 'none'}",

@@ -107,6 +107,11 @@ class Contest:
         """Tokens of the window."""
         return self.readings.trained_length
 
+    @property
+    def done(self) -> str:
+        """How much is finished, in words: what is left depends on what was read."""
+        return f"{len(self.journal.finished())} {self.journal.work}"
+
     @cached_property
     def stage(self) -> ModelInUse:
         """The model and who reads with it now."""
@@ -399,7 +404,8 @@ def prepare(
         reasons = "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in refusals)
         raise IncompatibleError(f"Others are held against YaRN as published, which does not apply here. {reasons}")
     plain = _plain_for(readings, rope.rotary_dim // 2, factor) if search else None
-    journal = Journal(None) if folder is None else Journal(folder / "cells.jsonl", identity=folder / "choosing.json")
+    cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
+    journal = Journal(cells, work="parts", identity=identity)
     return Contest(
         checkpoint=checkpoint,
         corpus=corpus,

@@ -29,7 +29,10 @@ def headline(choice: Choice) -> str:
     texts = _texts(choice)
     if choice.is_overruled:
         other = choice.candidate(choice.finish.choice).label
-        return f"{chosen} The race had chosen {other}, which on {texts} is worse, by {_size(gap)}."
+        end = held.end_versus_usual
+        if held.verdict(gap) == "worse" or end is None:
+            return f"{chosen} The race had chosen {other}, which on {texts} is worse, by {_size(gap)}."
+        return f"{chosen} The race had chosen {other}, which at the end of {texts} is worse, by {_size(end)}."
     verdict = held.verdict(gap)
     if verdict == "better":
         return f"{chosen} On {texts} it is better than {usual} as published, by {_size(gap)}."

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn
 from typer import Option
 
-from ctxext.cli.eval.common import Session
+from ctxext.cli.eval.common import Session, told_on_interrupt
 from ctxext.cli.options import (
     OutputOptions,
     Seed,
@@ -130,7 +129,7 @@ def choose(
             folder=results.folder,
             trying=trying,
         )
-    choice = _run(session.console, contest, results.folder)
+    choice = _run(session.console, contest)
     _write(session.console, choice, results)
     if save is not None:
         from ctxext.checkpoints.write import patch_checkpoint
@@ -159,7 +158,7 @@ def _refuse_save(save: Path | None, checkpoint: str | None) -> None:
     refuse_existing(save)
 
 
-def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:
+def _run(console: Console, contest: Contest) -> Choice:
     from ctxext.evaluation.forward import pass_cost
     from ctxext.evaluation.labels import tokens_label
 
@@ -173,14 +172,9 @@ def _run(console: Console, contest: Contest, folder: Path | None) -> Choice:
     )
     passes = contest.passes_of(None if contest.budget.seconds else contest.budget.passes)
     total = passes * pass_cost(contest.length, contest.costs.turning_point)
-    try:
-        with StageBar(Console(stderr=True, quiet=console.quiet), total) as bar:
-            contest.progress = bar
-            return contest.run()
-    except KeyboardInterrupt:
-        where = f"kept in {folder}; run the same command again to go on" if folder else "lost: there is no --output"
-        console.print(f"Interrupted. {len(contest.journal.finished())} finished parts are {where}.")
-        raise typer.Exit(130) from None
+    with told_on_interrupt(console, contest), StageBar(Console(stderr=True, quiet=console.quiet), total) as bar:
+        contest.progress = bar
+        return contest.run()
 
 
 def _write(console: Console, choice: Choice, results: PageOptions) -> None:

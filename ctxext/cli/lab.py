@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from typer import Option
 
+from ctxext.cli.eval.common import told_on_interrupt
 from ctxext.progress import StageBar
 
 if TYPE_CHECKING:
@@ -79,16 +79,9 @@ def lab(
         workers=workers,
     )
     _announce(console, laboratory, output)
-    try:
-        with StageBar(Console(stderr=True), sum(cell.cost for cell in laboratory.left)) as bar, ending_cleanly():
-            result = laboratory.run(bar)
-    except KeyboardInterrupt:
-        kept = len(laboratory.cells) - len(laboratory.left)
-        console.print(
-            f"Interrupted. {kept} of {len(laboratory.cells)} cells are finished and kept in {output}; run the same "
-            f"command again to go on."
-        )
-        raise typer.Exit(130) from None
+    bar = StageBar(Console(stderr=True), sum(cell.cost for cell in laboratory.left))
+    with told_on_interrupt(console, laboratory), bar, ending_cleanly():
+        result = laboratory.run(bar)
     written = write_page(result, output)
     show_result(result, console)
     console.print(f"\nWritten: {written[0]} (open it), {', '.join(map(str, written[1:]))}", soft_wrap=True)

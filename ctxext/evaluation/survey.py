@@ -165,6 +165,11 @@ class Survey(Generic[Work]):
         return len(self.keys & self.journal.finished().keys())
 
     @property
+    def done(self) -> str:
+        """How much is finished, in words."""
+        return f"{self.finished} of {len(self.keys)} {self.journal.work}"
+
+    @property
     def readers(self) -> list[Reader]:
         """Everybody who is asked, in order."""
         return list(dict.fromkeys(job.reader for job in self.jobs))

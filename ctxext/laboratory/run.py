@@ -322,6 +322,11 @@ class Laboratory:
         open_cells = [cell for cell in self.cells if cell.key not in finished]
         return sorted(open_cells, key=lambda cell: (cell.seed, -cell.cost))
 
+    @property
+    def done(self) -> str:
+        """How much is finished, in words."""
+        return f"{len(self.cells) - len(self.left)} of {len(self.cells)} {self.journal.work}"
+
     def run(self, progress: Progress = lambda *_: None) -> LabResult:
         """Measure what is left, and put everything together.
 

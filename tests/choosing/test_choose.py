@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ctxext.choosing.texts import split_texts
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import PI, SelfExtend, YaRN
 from ctxext.runtimes import RUNTIMES
 from tests._choices import on_disk, told
@@ -76,6 +78,14 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
     assert len(rows) == len(FEW)
     assert len({tuple(row) for row in rows}) == 1
     json.dumps(choice.to_dict())
+    # Had the race chosen another, texts that show it to be worse, all of it or at the end, would say so.
+    good, bad = (PairedDifference(mean, 0.001, 160, 5, "documents") for mean in (-0.1, 0.1))
+    other = replace(choice.finish, choice=choice.finish.runner_up)
+    for beyond, end, where in ((bad, good, "on"), (good, bad, "at the end of"), (good, good, "")):
+        read = replace(held, versus_usual=beyond, end_versus_usual=end)
+        judged = replace(choice, finish=other, held_out=read)
+        assert judged.name == (choice.usual if where else choice.finish.runner_up)
+        assert (f"which {where} 5 stretches of" in judged.sentence) == bool(where)
     ctxext.patch(model, choice.method)
     assert ctxext.describe(model).target_length == TARGET
     with pytest.raises(PatchStateError, match="extended already"):

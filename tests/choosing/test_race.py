@@ -180,6 +180,29 @@ def test_inside_the_window_only_one_that_reaches_as_far_outruns_another(measured
     assert "more damage" in finish.course("farther").dropped
 
 
+def test_one_that_falls_apart_at_the_end_is_not_chosen(measured: tuple[Tensor, Tensor]) -> None:
+    """Its mean is the best all the same: it stretches too little, and only the last distances tell."""
+    names = ["usual", "steady", "short", "shorter"]
+    stored = Stored(equals(*quiet_of(measured), names, 5))
+    for name, better, end in (("steady", 0.02, 0.0), ("short", 0.1, 1.0), ("shorter", 0.12, 1.0)):
+        stored.of[name][:, TRAINED:] -= better
+        stored.of[name][:, -LENGTH // 32 :] += end
+    finish = raced(stored, entrants_of(names))
+    assert finish.choice == "steady"
+    short = finish.course("short")
+    assert short.beyond is not None
+    assert short.end is not None
+    assert short.beyond.mean < -0.03
+    gap = (stored.of["short"] - stored.of["usual"])[: SIZES.texts, -LENGTH // 32 :]
+    assert short.end.mean == pytest.approx(gap.mean().item(), rel=1e-9)
+    # With nobody left who holds out, it is the published one; texts that the race never read say the same.
+    names = ["usual", "short", "shorter"]
+    assert raced(stored, entrants_of(names)).choice == "usual"
+    verdict = held_out(stored, Finish(choice="short", runner_up="usual", finalists=("short",), courses=()), "usual")
+    assert verdict.verdict(verdict.versus_usual) == "better"
+    assert verdict.verdict(verdict.end_versus_usual) == "worse"
+
+
 def difference(mean: float, standard_error: float, units: int = 1000) -> PairedDifference:
     return PairedDifference(mean, standard_error, 64 * units, units)
 

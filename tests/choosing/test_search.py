@@ -144,21 +144,38 @@ def test_where_nothing_can_be_gained_nothing_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("gain", "damage", "keys", "says"),
+    ("gain", "damage", "end", "keys", "says"),
     [
-        ((-0.1, 0.01), (0.0, 0.01), (0.1, 0.1), ""),
-        ((-0.1, 0.06), (0.0, 0.01), (0.1, 0.1), "not better than it by two standard errors: -0.100 ± 0.060"),
-        ((0.1, 0.01), (0.0, 0.01), (0.1, 0.1), "not better"),
-        ((0.0, 0.0), (0.0, 0.0), (0.1, 0.1), "not better"),
-        ((-0.1, 0.01), (0.1, 0.01), (0.1, 0.1), "more damage inside the window"),
-        ((-0.1, 0.01), (0.0, 0.01), (9.0, 0.1), "1 of 2 hidden keys lost that it reads"),
-        ((-0.1, 0.01), (0.0, 0.01), (9.0, 9.0), ""),
+        ((-0.1, 0.01), (0.0, 0.01), (0.0, 0.01), (0.1, 0.1), ""),
+        (
+            (-0.1, 0.06),
+            (0.0, 0.01),
+            (0.0, 0.01),
+            (0.1, 0.1),
+            "not better than it by two standard errors: -0.100 ± 0.060",
+        ),
+        ((0.1, 0.01), (0.0, 0.01), (0.0, 0.01), (0.1, 0.1), "not better"),
+        ((0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.1, 0.1), "not better"),
+        ((-0.1, 0.01), (0.1, 0.01), (0.0, 0.01), (0.1, 0.1), "more damage inside the window"),
+        (
+            (-0.1, 0.01),
+            (0.0, 0.01),
+            (0.1, 0.01),
+            (0.1, 0.1),
+            "worse at the end of the texts than YaRN as published: +0.100",
+        ),
+        ((-0.1, 0.01), (0.0, 0.01), (0.0, 0.01), (9.0, 0.1), "1 of 2 hidden keys lost that it reads"),
+        ((-0.1, 0.01), (0.0, 0.01), (0.0, 0.01), (9.0, 9.0), ""),
     ],
 )
 def test_the_rule_of_acceptance(
-    gain: tuple[float, float], damage: tuple[float, float], keys: tuple[float, float], says: str
+    gain: tuple[float, float],
+    damage: tuple[float, float],
+    end: tuple[float, float],
+    keys: tuple[float, float],
+    says: str,
 ) -> None:
-    pairs = [PairedDifference(mean, error, 6400, 100) for mean, error in (gain, damage)]
+    pairs = [PairedDifference(mean, error, 6400, 100) for mean, error in (gain, damage, end)]
     heard = {"new": (0.1, keys[0]), "old": (0.1, keys[1])}
     found = accepting.why_not(*pairs, heard, name="new", label="it")
     assert found.startswith(says) if says else found == ""

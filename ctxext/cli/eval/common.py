@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import typer
 from rich.console import Console
@@ -29,6 +29,7 @@ from ctxext.progress import StageBar
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
     from ctxext.evaluation.corpus import Document
+    from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.provenance import Provenance
     from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey
 
@@ -44,6 +45,17 @@ __all__ = [
 ]
 
 Result = TypeVar("Result", bound=Measurement)
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A long measurement that goes on where it was stopped."""
+
+    journal: Journal
+
+    @property
+    def done(self) -> str:
+        """How much is finished, such as ``5 of 14 trials``."""
 
 
 class Session:
@@ -229,16 +241,14 @@ def cost_of(jobs: Sequence[Job]) -> float:
 
 
 @contextlib.contextmanager
-def told_on_interrupt(console: Console, survey: Survey[Any]) -> Iterator[None]:
+def told_on_interrupt(console: Console, work: Resumable) -> Iterator[None]:
     """End a command on Ctrl-C by what is finished and how to go on, with exit code 130."""
     try:
         yield
     except KeyboardInterrupt:
-        place = survey.journal.path
-        console.print(
-            f"Interrupted. {survey.finished if place else 0} of {len(survey.keys)} {survey.journal.work} are finished "
-            f"and kept" + (f" in {place}; run the same command again to go on." if place else ": there is no --output.")
-        )
+        path = work.journal.path
+        place = f"kept in {path}; run the same command again to go on" if path else "lost: there is no --output"
+        console.print(f"Interrupted. {work.done} are finished and {place}.")
         raise typer.Exit(130) from None
 
 

@@ -1,0 +1,91 @@
+"""``scripts/compare_checkpoints.py``: its losses are stock transformers', and what is read is not read again."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import ctxext
+from tests._models import byte_model
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # they are not part of the installed package
+
+from scripts import compare_checkpoints
+
+LENGTH = 640
+EDGES = (0, 512, 544, 576, 608, 640)
+
+
+def compare(*arguments: object) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(compare_checkpoints.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "400"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Two checkpoints that were extended and saved, a third as it came, and five texts."""
+    for name, noise in {"first": 0.0, "second": 0.02, "plain": 0.0}.items():
+        model = byte_model()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(noise * torch.randn_like(weight))
+        if name == "plain":
+            model.save_pretrained(tmp_path / name)
+        else:
+            ctxext.patch(model, "yarn", factor=2)
+            ctxext.save(model, tmp_path / name)
+        bos_tokenizer.save_pretrained(tmp_path / name)
+    for number in range(5):
+        text = "".join(f"{number} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(25))
+        (tmp_path / f"text{number}.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_losses_are_those_of_stock_transformers_and_are_read_once(
+    folder: Path, bos_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
+    given = (folder / "first", folder / "second", *texts, "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out")
+    found = compare(*given)
+    assert found.exit_code == 0, found.output
+    table = (folder / "out" / "table.md").read_text(encoding="utf-8")
+    assert "5 texts" in table
+    losses = {}
+    for name in ("first", "second"):
+        model = AutoModelForCausalLM.from_pretrained(folder / name).eval()
+        rows = []
+        for number in range(5):
+            ids = bos_tokenizer((folder / f"text{number}.txt").read_text(encoding="utf-8"))["input_ids"]
+            row = torch.tensor([ids[: LENGTH + 1]])
+            with torch.no_grad():
+                logits = model(row[:, :-1]).logits[0].double()
+            rows.append(torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="none"))
+        losses[name] = torch.stack(rows)
+    for start, stop in pairwise(EDGES):
+        first, second = (losses[name][:, start:stop].mean(1) for name in ("first", "second"))
+        gap = second - first
+        error = gap.std() / 5**0.5
+        cells = f"{first.mean():.4f} | {second.mean():.4f} | {gap.mean():+.4f} ± {error:.4f}: "
+        assert cells in table, (cells, table)
+    lines = (folder / "out" / "cells.jsonl").read_text(encoding="utf-8")
+    assert len(lines.splitlines()) == 10
+    assert compare(*given).exit_code == 0
+    assert (folder / "out" / "cells.jsonl").read_text(encoding="utf-8") == lines
+    assert (folder / "out" / "table.md").read_text(encoding="utf-8") == table
+
+
+def test_a_checkpoint_that_does_not_reach_is_refused_before_it_reads(folder: Path) -> None:
+    refused = compare(
+        folder / "plain", "-t", folder / "text0.txt", "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out"
+    )
+    assert isinstance(refused.exception, ctxext.errors.CtxextError)
+    assert "640 tokens are more than the 512 that this model is trained for" in str(refused.exception)
+    assert not (folder / "out" / "cells.jsonl").exists()
