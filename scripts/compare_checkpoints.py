@@ -50,17 +50,18 @@ def main(
     console = Console(highlight=False, soft_wrap=True)
     journal = Journal(output / "cells.jsonl", identity=output / "texts.json", work="texts")
     losses: dict[str, list[Tensor]] = {}
-    trained, corpus = 0, None
+    trained, corpus, place = 0, None, ""
     for name in checkpoints:
         checkpoint = load_checkpoint(name, dtype=dtype, device=device)
         check_reach(checkpoint.model, length, beyond=False)
         corpus = texts.read(checkpoint, tokens=length + 1)
         journal.claim({"made_by": "compare_checkpoints", "corpus": {"name": "texts", "sha256": corpus.sha256}})
+        place = next(checkpoint.model.parameters()).device.type
         trained = trained or known_trained_length(checkpoint.model)
         losses[name] = read(checkpoint, corpus, length, journal, console)
         del checkpoint  # before the next one is loaded
     assert corpus is not None, "there is a checkpoint"
-    title = f"{len(corpus.documents)} texts, nats per token; {machine('cpu' if device is None else device)}"
+    title = f"{len(corpus.documents)} texts, nats per token; {machine(place)}"
     text = markdown_table(title, header(checkpoints), rows(losses, edges_for(trained, length)))
     (output / "table.md").write_text(text + "\n", encoding="utf-8")
     console.print(text, markup=False)
