@@ -106,7 +106,7 @@ def main(
             rows.append(measure(name, dtype, tokens, train, rounds, device))
             console.print(*rows[-1], sep="  ")
     notes = [
-        f"SmolLM2-135M's shape with 2 layers; {machine(device)}; {torch.get_num_threads()} threads.",
+        f"SmolLM2-135M's shape with 2 layers; {machine(device)}.",
         "Ratios to rotation with SDPA in the same run; rotation's own time in brackets.",
         f"`training step`: forward and backward on {train:,} tokens; `text`: {tokens:,} tokens at once; `new token`: "
         f"one more after them; `memory`: what the tensors of reading them take at its peak, and how much more than for "

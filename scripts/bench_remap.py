@@ -101,7 +101,7 @@ def main(
             rows.append(measure(method, dtype, tokens, rounds, device))
             console.print(*rows[-1], sep="  ")
     notes = [
-        f"{tokens:,} tokens, trained length {TRAINED:,}; {machine(device)}; {torch.get_num_threads()} threads.",
+        f"{tokens:,} tokens, trained length {TRAINED:,}; {machine(device)}.",
         "Ratios to stock transformers with SDPA in the same run; stock's own number in brackets.",
         "`text`: two layers without a head read the whole text; `attention`: one call of it; `step`: one more token, "
         "on a cache of the text; `memory`: what the tensors of the attention call take at its peak.",

@@ -7,7 +7,7 @@ what the race never read. The regret is the loss of its choice beyond the window
 of the best one that damages the window no more than YaRN as published does, which a choice may not either. The best of
 many is lucky on the texts that it is the best on, so the regret is a little smaller than it looks.
 
-Everything finished is kept in the output folder: run the same command again after an interruption.
+Everything finished is kept in the output folder: run the same command again after an interruption, or with --stock.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def main(
     judge: Annotated[list[str], Option(help="Texts that all candidates read: a file or folder. Repeatable.")],
     target: Annotated[list[int], Option(help="Tokens to extend to. Repeatable.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder for what is finished and the table.")],
+    stock: Annotated[bool, Option("--stock", help="Among what stock transformers loads.")] = False,
     judged_tokens: Annotated[int, Option(help="Tokens that are read of each text of the judge.")] = 8192,
     seed: Seed = 0,
     source: SourceOptions,
@@ -153,14 +154,16 @@ def main(
     others = corpus_of(read_documents(judge), checkpoint.tokenizer, tokens=max(*target, judged_tokens) + 1)
     found = []
     for length in sorted(target):
-        contest = prepare(checkpoint, corpus, target_length=length, seed=seed, folder=output / f"race-{length}")
+        folder = output / f"race-{length}"
+        contest = prepare(checkpoint, corpus, target_length=length, seed=seed, stock=stock, folder=folder)
         choice = contest.run()
         session.console.print(f"{tokens_label(length)}: {choice.sentence}", markup=False)
         found.append(judged(session, contest, choice, others, output / f"judged-{length}"))
     where = next(checkpoint.model.parameters()).device.type
-    title = f"{checkpoint.name}, {len(others.documents)} texts of the judge; {machine(where)}"
+    among = "stock candidates, " if stock else ""
+    title = f"{checkpoint.name}, {among}{len(others.documents)} texts of the judge; {machine(where)}"
     text = markdown_table(title, HEADER, [one.row() for one in found])
-    (output / "table.md").write_text(text + "\n", encoding="utf-8")
+    (output / ("table-stock.md" if stock else "table.md")).write_text(text + "\n", encoding="utf-8")
     session.console.print(text, markup=False, soft_wrap=True)
 
 

@@ -441,7 +441,7 @@ def main(
         journal=journal,
         console=console,
     )
-    place = f"{checkpoint.name} (sha256 {digest}); {machine('cpu')}; {torch.get_num_threads()} threads."
+    place = f"{checkpoint.name} (sha256 {digest}); {machine('cpu')}."
     made = table(study, search or list(SEARCHES), seed or [0], place)
     console.print(made, markup=False)
     (output / f"table-{target}.md").write_text(made, encoding="utf-8")

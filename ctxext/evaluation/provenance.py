@@ -237,7 +237,8 @@ def versions() -> dict[str, str]:
 
 def machine(device: str = "cpu") -> str:
     """The processor that computes, by name, and how much of it."""
-    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    cores = f"{os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}; {_processor()}, {cores}"
     return f"{_processor()}, {cores}"
