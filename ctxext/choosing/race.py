@@ -341,7 +341,9 @@ class Race:
         """
         if len(seen) <= self.trained or name == self.usual:
             return None
-        done = [other for other, own in self.read.items() if other != name and self._has_read(own, text)]
+        others = [other for other, own in self.read.items() if other != name and self._has_read(own, text)]
+        # Whoever does harm will not be chosen, so that nobody has to be as good.
+        done = [other for other in others if not self._harms(other, len(others))]
         if not done:
             return None
         leader = min(done, key=lambda other: self._mean_until(other, text))
@@ -409,7 +411,8 @@ class Race:
                 left.append(name)
         if not left:
             return []
-        leader = min(left, key=self._mean_beyond)
+        harmless = [name for name in left if not self._harms(name, len(left))]
+        leader = min(harmless or left, key=self._mean_beyond)
         for name in [name for name in left if name != leader]:
             gap = in_blocks(self._beyond(name), self._beyond(leader))
             if is_worse(gap, LOOKS[rung], comparisons):
