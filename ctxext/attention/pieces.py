@@ -482,11 +482,14 @@ def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Merge:
-    """The running merge of the parts of one tile."""
+    """The running merge of the parts of one tile.
+
+    What a kernel returned is only read: selective checkpointing keeps it, to give it back in the backward pass.
+    """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.is_empty = True
+        self.is_empty, self.is_own = True, False
         self.out = self.lse = torch.empty(0)
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
@@ -497,15 +500,16 @@ class _Merge:
         if self.is_empty:
             self.out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self.lse = torch.full(self.shape[:3], -math.inf, dtype=self.dtype, device=self.device)
-            self.is_empty = False
-        self.out, self.lse = self.out.to(self.dtype), self.lse.to(self.dtype)
+            self.is_empty, self.is_own = False, True
+        if not self.is_own:
+            self.out, self.lse = (kept.to(self.dtype, copy=True) for kept in (self.out, self.lse))
+            self.is_own = True
         old, lse = self.lse[:, :, start:stop], lse.to(self.dtype)
         new = torch.logaddexp(old, lse)
         # A query that has seen nothing so far has minus infinity minus minus infinity here, which is not a number.
         kept = torch.where(old == -math.inf, 0.0, (old - new).exp())[..., None]
         added = torch.where(lse == -math.inf, 0.0, (lse - new).exp())[..., None]
-        # In place: what a kernel returns belongs to nobody else.
-        self.out[:, :, start:stop].mul_(kept).add_(out.to(self.dtype).mul_(added))
+        self.out[:, :, start:stop].mul_(kept).addcmul_(out.to(self.dtype), added)
         self.lse[:, :, start:stop] = new
 
 

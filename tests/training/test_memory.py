@@ -18,10 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.methods import METHODS
+from ctxext.methods.base import BiasMethod, RopeMethod
+from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import RopeSpec
 from ctxext.training import Memory, return_freed_memory
-from tests._models import tiny, tokens
+from tests._models import TRAINED_LENGTH, tiny, tokens
 
 LENGTH = 60
+SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
+KINDS = (RopeMethod, BiasMethod, RemapMethod, EncodingMethod)
+ON_LLAMA = [name for name, cls in METHODS.items() if issubclass(cls, KINDS)]
 WAYS = [
     Memory(),
     Memory(save_attention=True),
@@ -51,9 +59,9 @@ class Seen(TorchDispatchMode):
         return self.calls["aten::_scaled_dot_product_flash_attention_for_cpu"]
 
 
-def gradients(model: Any, seen: Seen | None = None) -> dict[str, Tensor]:
+def gradients(model: Any, seen: Seen | None = None, *, length: int = LENGTH) -> dict[str, Tensor]:
     model.train().zero_grad()
-    ids = tokens(LENGTH, rows=2)
+    ids = tokens(length, rows=2)
     with seen or Seen():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -88,6 +96,18 @@ def test_attention_is_computed_again_or_kept(memory: Memory, times: int) -> None
         gradients(model, seen)
     assert seen.attentions == times * model.config.num_hidden_layers
     assert seen.calls["aten::silu"] == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ON_LLAMA)
+def test_every_method_may_keep_its_attention(name: str, dtype: torch.dtype) -> None:
+    """What was kept is given back in the backward pass: whoever computes with it must leave it as it was."""
+    model = tiny().to(dtype)
+    ctxext.patch(model, METHODS[name].example(SPEC), trained_length=TRAINED_LENGTH)
+    expected = gradients(model, length=TRAINED_LENGTH + 40)
+    with Memory(loss_chunk=None, save_attention=True).apply(model):
+        found = gradients(model, length=TRAINED_LENGTH + 40)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_tiles_are_all_there_is_of_an_mlp() -> None:
