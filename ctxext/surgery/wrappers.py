@@ -62,6 +62,8 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     own = sum(value is config for module in model.modules() for value in vars(module).values())
     if text is config and sys.getrefcount(config) == own + 3:  # two names here, and the argument: nobody else holds it
         return
+    if not _is_held_by_others(model, config, text):  # asked first, since to go through all objects takes much longer
+        return
     # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
     live = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
     # The text part is edited, too: a vision-language config keeps the object that it was made from.
@@ -74,6 +76,17 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
         found = copies.get(id(getattr(module, "config", None)))
         if found is not None:
             edits.set(module, "config", found)
+
+
+def _is_held_by_others(model: nn.Module, *configs: Any) -> bool:
+    """Whether a module that is no part of the model has one of the configs as an attribute."""
+    own = {id(holder) for module in model.modules() for holder in (module, vars(module))}
+    for holder in gc.get_referrers(*configs):
+        # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
+        is_module = "_modules" in holder if type(holder) is dict else issubclass(type(holder), nn.Module)
+        if is_module and id(holder) not in own:
+            return True
+    return False
 
 
 def _is_part(model: nn.Module, whole: nn.Module) -> bool:
