@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
 
-__all__ = ["Edits", "follow_replicas"]
+__all__ = ["Edits", "follow_replicas", "own_attributes"]
 
 # torch numbers its hooks per process; a name of our own cannot meet the number of another after unpickling.
 HOOK: Any = "ctxext"
 HOOKS = "forward hooks"
+EVERY_MODULE = frozenset(vars(nn.Module()))
+"""What torch keeps in the dictionary of every module."""
 BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
@@ -203,10 +205,15 @@ class Replicating:
         return replica
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds in its dictionary beside that which every module has: hooks, weights, parts."""
+    return {name: value for name, value in vars(module).items() if name not in EVERY_MODULE}
+
+
 def follow_replicas(modules: Iterable[nn.Module], edits: Edits) -> None:
     """Let the replicas that ``nn.DataParallel`` makes of these modules run what stands in for their own methods."""
     for module in modules:
-        if any(_stands_in(value, module) for value in module.__dict__.values()):
+        if any(_stands_in(value, module) for value in own_attributes(module).values()):
             edits.set(module, "_replicate_for_data_parallel", Replicating(module))
 
 

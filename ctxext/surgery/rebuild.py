@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
-from ctxext.surgery.edits import Edits
+from ctxext.surgery.edits import Edits, own_attributes
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.texts import text_of
 
@@ -90,8 +90,8 @@ class Rebuild:
         """Yield ``(module path, attribute, old value, new value)`` of plain attributes that were others ``before``."""
         olds = dict(before.whole.named_modules())
         for path, module in self.whole.named_modules():
-            for name, new in module.__dict__.items():
-                old = olds[path].__dict__.get(name)
+            for name, new in own_attributes(module).items():
+                old = vars(olds[path]).get(name)
                 if _is_plain(new) and _is_plain(old) and old != new:
                     yield path, name, old, new
 
