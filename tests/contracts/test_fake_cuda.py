@@ -1,0 +1,124 @@
+"""Whole patched models on a GPU that is not there: nothing stays behind on the CPU, no dtype changes on the way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import ctxext
+from ctxext.attention import base
+from ctxext.attention.near_far import _WithFar
+from ctxext.attention.pieces import _Differentiable
+from ctxext.methods import METHODS
+from ctxext.methods.base import BiasMethod, RopeMethod
+from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.remap import RemapMethod
+from ctxext.spec import RopeSpec
+from tests._fake_cuda import CUDA, load_guard, on_fake_cuda
+from tests._models import TRAINED_LENGTH, tiny
+
+SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
+LENGTH = TRAINED_LENGTH + 40
+KINDS = (RopeMethod, BiasMethod, RemapMethod, EncodingMethod)
+MODELS = [("llama", name) for name, cls in METHODS.items() if issubclass(cls, KINDS)]
+MODELS += [("bloom", "alibi"), ("mpt", "alibi"), ("gpt_neox", "self_extend"), ("deepseek_v3", "yarn"), ("gpt2", "tile")]
+MODELS += [("gemma3_text", "yarn"), ("qwen3", "dual_chunk"), ("mixtral", "yarn"), ("opt", "hierarchical")]
+EXPERTS = ("deepseek_v3", "mixtral")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    load_guard(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.fixture(autouse=True, params=[torch.bfloat16, torch.float32], ids=str)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(base, "_capability", torch.cuda.get_device_capability)  # without what it remembers
+    kind: torch.dtype = request.param
+    return kind
+
+
+def patched(model_type: str, name: str, dtype: torch.dtype) -> PreTrainedModel:
+    if model_type in EXPERTS and dtype == torch.float32:
+        pytest.skip("without data torch computes experts in bfloat16 only")
+    model, cls = tiny(model_type).to(dtype), METHODS[name]
+    how: dict[str, Any] = {"growth": "doubling"} if name.startswith("dynamic_") else {}
+    method: Any = cls.example(SPEC) if model_type == "llama" and not how else name
+    length: dict[str, Any] = {} if isinstance(method, str) else {"trained_length": TRAINED_LENGTH}
+    return ctxext.patch(model, method, **(length or {"factor": 4.0} | how))
+
+
+def require(logits: Tensor, rows: int, length: int, dtype: torch.dtype) -> None:
+    assert (logits.device, logits.dtype) == (CUDA, dtype)
+    assert logits.shape[:2] == (rows, length)
+
+
+@pytest.mark.parametrize(("model_type", "name"), MODELS)
+def test_it_reads_padded_rows_and_goes_on(model_type: str, name: str, dtype: torch.dtype) -> None:
+    model = patched(model_type, name, dtype)
+    with on_fake_cuda(model), torch.no_grad():
+        tokens = torch.full((2, LENGTH), 7, device=CUDA)
+        mask = torch.ones_like(tokens)
+        mask[0, :5] = 0
+        read = model(tokens, attention_mask=mask, use_cache=True)
+        require(read.logits, 2, LENGTH, dtype)
+        for new in (1, 2):
+            seen = torch.cat([mask, mask.new_ones(2, new)], 1)
+            read = model(tokens[:, :1], attention_mask=seen, past_key_values=read.past_key_values)
+            require(read.logits, 2, 1, dtype)
+
+
+@pytest.mark.parametrize(("model_type", "name"), MODELS)
+def test_it_computes_a_loss_with_a_gradient(model_type: str, name: str, dtype: torch.dtype) -> None:
+    """The backward pass itself is the engine's, which wants a real GPU."""
+    model = patched(model_type, name, dtype).train()
+    with on_fake_cuda(model):
+        tokens = torch.full((2, LENGTH), 7, device=CUDA)
+        read = model(tokens, labels=tokens, use_cache=False)
+        require(read.logits, 2, LENGTH, dtype)
+        assert read.loss.requires_grad
+        assert read.loss.device == CUDA
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "length"), [(_Differentiable, "self_extend", LENGTH), (_WithFar, "t5_bias", 8 * LENGTH)]
+)
+def test_own_backward_passes(
+    function: type[torch.autograd.Function],
+    name: str,
+    length: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's engine wants a real GPU, so they are called by hand, right behind the forward pass."""
+    gradients: list[tuple[Any, Any]] = []
+
+    def both(*inputs: Any) -> Tensor:
+        context: Any = SimpleNamespace()
+        context.save_for_backward = lambda *saved: setattr(context, "saved_tensors", saved)
+        out: Tensor = function.forward(context, *inputs)
+        gradients.extend(zip(inputs, function.backward(context, torch.ones_like(out)), strict=True))
+        return out
+
+    monkeypatch.setattr(function, "apply", both)
+    model = patched("llama", name, dtype).train()
+    with on_fake_cuda(model):
+        model(torch.full((1, length), 7, device=CUDA), use_cache=False)
+    found = [(given, gradient) for given, gradient in gradients if gradient is not None]
+    assert len(found) >= 3 * model.config.num_hidden_layers
+    for given, gradient in found:
+        assert (gradient.shape, gradient.dtype, gradient.device) == (given.shape, given.dtype, CUDA)
+
+
+def test_what_stays_on_the_cpu_is_noticed(dtype: torch.dtype) -> None:
+    model = patched("llama", "yarn", dtype)
+    with on_fake_cuda(model):
+        model.model.norm.weight = nn.Parameter(torch.ones(model.config.hidden_size))
+        with pytest.raises(RuntimeError, match="cpu"):
+            model(torch.full((1, 8), 7, device=CUDA))
