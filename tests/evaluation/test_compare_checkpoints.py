@@ -82,6 +82,42 @@ def test_losses_are_those_of_stock_transformers_and_are_read_once(
     assert (folder / "out" / "table.md").read_text(encoding="utf-8") == table
 
 
+def truncated(model: torch.nn.Module, ids: list[int], window: int, start: int) -> torch.Tensor:
+    """Losses from ``start`` on where the model sees the first token and the last ones, scored a quarter at a time."""
+    found, quarter = [], window // 4
+    for group in range(start // quarter, -(-LENGTH // quarter)):
+        at, stop = max(start, group * quarter), min((group + 1) * quarter, LENGTH)
+        row = torch.tensor([ids[:1] + ids[stop - window + 1 : stop + 1]])
+        with torch.no_grad():
+            logits = model(row[:, :-1]).logits[0].double()
+        found.append(torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="none")[at - stop :])
+    return torch.cat(found)
+
+
+def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
+    given = (folder / "first", folder / "second", *texts, "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out")
+    assert compare(*given).exit_code == 0
+    assert compare(*given, "--truncated").exit_code == 0, "goes on with what was read"
+    lines = (folder / "out" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 2 * 5 * (1 + 4)
+    table = (folder / "out" / "table.md").read_text(encoding="utf-8").split("against the best truncation")[1]
+    means = {}
+    for name in ("first", "second"):
+        model = AutoModelForCausalLM.from_pretrained(folder / name).eval()
+        for window in (128, 256, 384, 512):
+            parts = []
+            for number in range(5):
+                ids = bos_tokenizer((folder / f"text{number}.txt").read_text(encoding="utf-8"))["input_ids"]
+                parts.append(truncated(model, ids, window, start=512))
+            means[name, window] = torch.cat(parts).mean().item()
+    best = min(means, key=lambda one: means[one])
+    assert f"{means[best]:.4f} (last {best[1]} of {folder / best[0]})" in table
+    for name in ("first", "second"):
+        own, window = min((means[name, window], window) for window in (128, 256, 384, 512))
+        assert f"{own:.4f} (last {window})" in table
+
+
 def test_a_checkpoint_that_does_not_reach_is_refused_before_it_reads(folder: Path) -> None:
     refused = compare(
         folder / "plain", "-t", folder / "text0.txt", "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out"
