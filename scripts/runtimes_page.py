@@ -18,9 +18,10 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, BiasMethod, EncodingMethod, Method, RopeMethod, TableMethod
 from ctxext.spec import RopeSpec
-from scripts.llama_cpp_proof import CLOSE, RESULTS, SHAPES, VARIANTS
+from scripts import llama_cpp_proof, vllm_proof
+from scripts.llama_cpp_proof import CLOSE, SHAPES, VARIANTS
 
-__all__ = ["by_formula_markdown", "llama_cpp_markdown"]
+__all__ = ["by_formula_markdown", "llama_cpp_markdown", "vllm_markdown"]
 
 TRAINED = 2048
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
@@ -29,21 +30,31 @@ SHORT = {"extended": "extended", "original": "flags", "file": "file"}
 
 def llama_cpp_markdown() -> str:
     """For each method, the ways in which a real llama.cpp computed what the patched model does, and how closely."""
-    stored = json.loads(RESULTS.read_text())
+    stored = json.loads(llama_cpp_proof.RESULTS.read_text())
+    made = stored["versions"]
+    return _measured(stored, SHAPES, f"{made['ran']}, the converter of {made['converter']}")
+
+
+def vllm_markdown() -> str:
+    """The same for a real vLLM."""
+    stored = json.loads(vllm_proof.RESULTS.read_text())
+    return _measured(stored, vllm_proof.SHAPES, stored["versions"]["ran"])
+
+
+def _measured(stored: dict[str, Any], shapes: tuple[str, ...], by: str) -> str:
     cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for proof in stored["proofs"]:
         cells.setdefault((proof["method"], proof["shape"]), []).append(proof)
     names = list(
         dict.fromkeys(name for name, shape in cells if any(p["exact"] is not None for p in cells[name, shape]))
     )
-    lines = [f"| method | {' | '.join(SHAPES)} |", f"|---|{'---|' * len(SHAPES)}"]
+    lines = [f"| method | {' | '.join(shapes)} |", f"|---|{'---|' * len(shapes)}"]
     lines += [
-        f"| {_code(name)} | {' | '.join(_ways(cells.get((name, shape))) for shape in SHAPES)} |" for name in names
+        f"| {_code(name)} | {' | '.join(_ways(cells.get((name, shape))) for shape in shapes)} |" for name in names
     ]
     made = stored["versions"]
     libraries = f"transformers {made['transformers']}, torch {made['torch']}"
-    by = f"{made['ran']}, the converter of {made['converter']}, {libraries}"
-    return "\n".join([*lines, "", f"Measured on {made['date']} with {by}."])
+    return "\n".join([*lines, "", f"Measured on {made['date']} with {by}, {libraries}."])
 
 
 def _ways(proofs: list[dict[str, Any]] | None) -> str:

@@ -50,7 +50,7 @@ def losses(length: int, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @pytest.mark.slow
 def test_smollm2_beyond_its_window(tmp_path: Path) -> None:
-    """Weights are 8 bits in the file; llama.cpp rounds activations to as many, ours are float32."""
+    """Most weights have 4 bits in the file; llama.cpp rounds activations to 8, ours are float32."""
     pytest.importorskip("xllamacpp", reason="make llama-cpp brings a llama.cpp for CPUs")
     places, theirs, ours = losses(LENGTH, tmp_path)
     difference, beyond = theirs - ours, places >= WINDOW

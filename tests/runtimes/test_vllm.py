@@ -1,12 +1,16 @@
-"""vLLM's own numbers for what ``export`` says, against the methods' mathematics; vLLM itself is not needed.
+"""vLLM's own numbers for what ``export`` says, against the methods' mathematics; and, slow, its engine itself.
 
 ``tests/runtimes/vllm.json`` holds what the rotary classes and the length check of vLLM's source made of configs and
-flags, in float64 (``scripts/vllm_numbers.py``). Its engine was not run.
+flags, in float64 (``scripts/vllm_numbers.py``), ``docs/results/runtimes/vllm.json`` what its engine computed of tiny
+models (``scripts/vllm_proof.py``).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +18,18 @@ import pytest
 
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
-from ctxext.errors import CtxextError
+from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.runtimes.base import read_table
 from ctxext.runtimes.vllm import TABLE
+from scripts import vllm_proof
+from scripts.llama_cpp_proof import CLOSE, all_methods, methods_for, tiny
 from scripts.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
+from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
 
+PROOFS: list[dict[str, Any]] = json.loads(vllm_proof.RESULTS.read_text())["proofs"]
+# The Python of an environment that has vLLM; make vllm makes one.
+PYTHON = os.environ.get("CTXEXT_VLLM")
 GOLD = json.loads(GOLDEN.read_text())
 CASES: list[dict[str, Any]] = GOLD["cases"]
 PLAIN = configs()
@@ -63,3 +73,42 @@ def test_every_method_was_asked_about() -> None:
 def test_numbers_and_classes_are_of_one_version() -> None:
     assert GOLD["provenance"]["source"] == f"vllm-{read_table(TABLE)['versions']['vllm']}"
     assert GOLD["provenance"]["dtype"] == "float64"
+
+
+# --- its engine ------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_is_called_exact_was_measured_to_be() -> None:
+    exact = [proof for proof in PROOFS if proof["exact"]]
+    assert {proof["shape"] for proof in exact} == set(vllm_proof.SHAPES)
+    assert len(exact) > 60
+    for proof in exact:
+        assert proof["error"] <= CLOSE * proof["matters"], proof
+        assert proof["matters"] > 0.1, f"{proof} would not show an error"
+
+
+@pytest.mark.parametrize("shape", ["llama", "bloom"])
+def test_export_says_today_what_was_measured(shape: str) -> None:
+    """Of the extended checkpoint; a verdict that changes needs the measurement anew (make vllm)."""
+    methods = all_methods(tiny(shape))
+    told = [proof for proof in PROOFS if proof["shape"] == shape and proof["way"] == "extended"]
+    assert {proof["method"] for proof in told} == set(methods_for(shape))
+    for proof in told:
+        extended = extended_config(tiny_config(shape), methods[proof["method"]], trained_length=TRAINED_LENGTH)
+        try:
+            found = export_config(extended, to="vllm").exact
+        except IncompatibleError:
+            found = None
+        assert found == proof["exact"], proof
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", vllm_proof.SHAPES)
+def test_a_real_vllm_computes_what_export_calls_exact(shape: str, tmp_path: Path) -> None:
+    if PYTHON is None:
+        pytest.skip("CTXEXT_VLLM does not name a Python that has vLLM: run make vllm")
+    command = [PYTHON, "-m", "scripts.vllm_proof", "--shapes", shape, "--out", str(tmp_path / "found.json")]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["proofs"]
+    assert {proof["method"] for proof in found} == {proof["method"] for proof in PROOFS if proof["shape"] == shape}
