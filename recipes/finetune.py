@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="YAML file; see recipes/configs")
     parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint in the output")
     known, overrides = parser.parse_known_args()
+    # PEFT asks a config beside the weights whether the vocabulary grew; a GGUF file has none. Nothing makes it grow.
+    warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")
     try:
         finetune(read_settings(known.config, overrides), resume=known.resume)
     except CtxextError as error:
