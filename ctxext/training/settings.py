@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods import is_choice, method_in
+from ctxext.training.memory import Memory
 from ctxext.training.retrieval import RETRIEVAL, Retrieval
 
 __all__ = [
@@ -234,6 +235,11 @@ class MemorySettings(Section):
     offload: bool = False
     mlp_tile: int | None = Field(default=None, ge=1)
     return_freed: int | None = Field(default=1, ge=1, le=32)
+
+    @model_validator(mode="after")
+    def _possible(self) -> MemorySettings:
+        Memory(**self.model_dump(exclude={"return_freed"}))  # here, and not when a large model has been loaded
+        return self
 
 
 class Evaluation(Section):

@@ -119,6 +119,10 @@ def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:
         (["--train", "a", "--extension", "yarn"], r"Unknown setting 'extension'|extension: "),
         (["train", "a"], r"Expected --key value on the command line, found 'train'"),
         (["--train", "a", "--keep", "1"], r"training.keep: input should be greater than or equal to 2, found 1"),
+        (
+            ["--train", "a", "--checkpointing", "no", "--save_attention", "yes"],
+            r"memory: save_attention is about what checkpointing keeps",
+        ),
     ],
 )
 def test_values_that_cannot_be(read: Any, overrides: list[str], said: str) -> None:
