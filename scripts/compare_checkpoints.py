@@ -6,7 +6,8 @@ Each reads the same whole texts once. The table holds the mean loss of every spa
 checkpoint, the difference to the first with its standard error. Weights may differ in any way; the tokenizer must not.
 With ``--truncated`` each also reads the ends of the texts, a quarter of the trained window, through four truncations,
 and a second table compares the ends of whole texts with the best one: the checkpoint's own, and that of all of them,
-which is the one to beat where one of the checkpoints was trained on the same texts in short sequences.
+which is the one to beat where one of the checkpoints was trained on the same texts in short sequences. Both tables
+are drawn too, as ``figure.png``.
 What is read is kept in the output folder: run the same command again after an interruption, or with more checkpoints
 of the same texts.
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -36,10 +38,21 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.readings import known_trained_length
-from ctxext.evaluation.statistics import document_difference, edges_for
+from ctxext.evaluation.report.style import (
+    COLOURS,
+    DASHED,
+    draw_differences,
+    draw_grid,
+    looks_for,
+    require_matplotlib,
+    saved_figure,
+)
+from ctxext.evaluation.statistics import PairedDifference, document_difference, edges_for
 from ctxext.evaluation.survey import check_finite
 from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
 from ctxext.progress import StageBar
+
+Spans = Sequence[tuple[int, int]]
 
 # The end of the texts is one part in so many of the trained window.
 ENDS = 4
@@ -57,6 +70,7 @@ def main(
     device: Annotated[str | None, Option(help="Where to compute; default a GPU if there is one.")] = None,
 ) -> None:
     """Read the texts with every checkpoint, and print and write the table."""
+    require_matplotlib()  # now, and not when all is read
     console = Console(highlight=False, soft_wrap=True)
     journal = Journal(output / "cells.jsonl", identity=output / "texts.json", work="texts")
     losses: dict[str, list[Tensor]] = {}
@@ -76,13 +90,18 @@ def main(
         del checkpoint  # before the next one is loaded
     assert corpus is not None, "there is a checkpoint"
     title = f"{len(corpus.documents)} texts, nats per token; {machine(place)}"
-    text = markdown_table(title, header(checkpoints), rows(losses, edges_for(trained, length)))
-    if truncated:
-        start = length - trained // ENDS
-        ends = f"The end of the texts, {tokens_label(start)} to {tokens_label(length)}, against the best truncation"
+    spans = list(pairwise(edges_for(trained, length)))
+    gaps = differences(losses, spans)
+    text = markdown_table(title, header(checkpoints), rows(losses, gaps, spans))
+    start = length - trained // ENDS
+    ends = ends_of(losses, cut, start) if truncated else {}
+    if ends:
+        told = f"The end of the texts, {tokens_label(start)} to {tokens_label(length)}, against the best truncation"
         head = ["checkpoint", "whole texts", "own best truncation", "minus own", "best of all", "minus best of all"]
-        text += "\n\n" + markdown_table(ends, head, rows_of_ends(losses, cut, start))
+        text += "\n\n" + markdown_table(told, head, rows_of_ends(ends))
     (output / "table.md").write_text(text + "\n", encoding="utf-8")
+    if gaps or ends:
+        draw(output / "figure.png", checkpoints, gaps, spans, ends)
     console.print(text, markup=False)
 
 
@@ -137,43 +156,127 @@ def header(checkpoints: list[str]) -> list[str]:
     return ["tokens", first, *(title for name in others for title in (name, f"minus {first}"))]
 
 
-def rows(losses: dict[str, list[Tensor]], edges: tuple[int, ...]) -> list[list[str]]:
+def shown(gap: PairedDifference) -> str:
+    """A difference with its standard error, and what it says."""
+    return f"{gap.mean:+.4f} ± {gap.standard_error:.4f}: {gap.verdict}"
+
+
+def differences(losses: dict[str, list[Tensor]], spans: Spans) -> dict[str, list[PairedDifference]]:
+    """For all but the first checkpoint: what it differs by from the first, in every span."""
+    (_, first), *others = losses.items()
+
+    def gap(some: list[Tensor], start: int, stop: int) -> PairedDifference:
+        return document_difference([one[start:stop] for one in some], [one[start:stop] for one in first])
+
+    return {name: [gap(some, *span) for span in spans] for name, some in others}
+
+
+def rows(losses: dict[str, list[Tensor]], gaps: dict[str, list[PairedDifference]], spans: Spans) -> list[list[str]]:
     """A row for every span."""
     found = []
-    for start, stop in pairwise(edges):
-        spans = {name: [one[start:stop] for one in some] for name, some in losses.items()}
-        first = next(iter(spans.values()))
+    for number, (start, stop) in enumerate(spans):
         row = [f"{tokens_label(start)} to {tokens_label(stop)}"]
-        for number, some in enumerate(spans.values()):
-            row.append(f"{torch.cat(some).mean().item():.4f}")
-            if number:
-                gap = document_difference(some, first)
-                row.append(f"{gap.mean:+.4f} ± {gap.standard_error:.4f}: {gap.verdict}")
+        for name, some in losses.items():
+            row.append(f"{torch.cat([one[start:stop] for one in some]).mean().item():.4f}")
+            if name in gaps:
+                row.append(shown(gaps[name][number]))
         found.append(row)
     return found
 
 
-def rows_of_ends(
+@dataclass(frozen=True)
+class End:
+    """The ends of one checkpoint's whole texts, beside a truncation on the same tokens.
+
+    Args:
+        loss: of the ends, nats per token.
+        truncation: the truncation's name: its tokens, and whose it is where that is not the checkpoint's own.
+        truncated_loss: nats per token.
+        gap: the whole texts' loss minus the truncation's.
+    """
+
+    loss: float
+    truncation: str
+    truncated_loss: float
+    gap: PairedDifference
+
+
+def ends_of(
     losses: dict[str, list[Tensor]], cut: dict[str, dict[int, list[Tensor]]], start: int
-) -> list[list[str]]:
-    """A row for every checkpoint: the ends of whole texts, against truncations on the same tokens."""
+) -> dict[str, tuple[End, End]]:
+    """For every checkpoint: against its own best truncation, and against the best one of all checkpoints."""
     everyone = {(name, window): found for name, some in cut.items() for window, found in some.items()}
 
     def mean(some: list[Tensor]) -> float:
         return torch.cat(some).double().mean().item()
 
+    def end(name: str, of: str, window: int, tried: int) -> End:
+        ends, baseline = [one[start:] for one in losses[name]], everyone[of, window]
+        truncation = f"last {tokens_label(window)}" + (f" of {of}" if tried > len(cut[name]) else "")
+        gap = document_difference(ends, baseline, baselines=tried)
+        return End(mean(ends), truncation, mean(baseline), gap)
+
     best = min(everyone, key=lambda one: mean(everyone[one]))
-    found = []
-    for name, some in losses.items():
-        ends, own = [one[start:] for one in some], best_window(cut[name])
-        row = [name, f"{mean(ends):.4f}"]
-        for (of, window), tried in (((name, own), len(cut[name])), (best, len(everyone))):
-            shown = everyone[of, window]
-            gap = document_difference(ends, shown, baselines=tried)
-            what = f"last {tokens_label(window)}" + (f" of {of}" if tried > len(cut[name]) else "")
-            row += [f"{mean(shown):.4f} ({what})", f"{gap.mean:+.4f} ± {gap.standard_error:.4f}: {gap.verdict}"]
-        found.append(row)
-    return found
+    return {
+        name: (end(name, name, best_window(cut[name]), len(cut[name])), end(name, *best, len(everyone)))
+        for name in losses
+    }
+
+
+def rows_of_ends(ends: dict[str, tuple[End, End]]) -> list[list[str]]:
+    """A row for every checkpoint."""
+    return [
+        [name, f"{own.loss:.4f}"]
+        + [part for one in (own, best) for part in (f"{one.truncated_loss:.4f} ({one.truncation})", shown(one.gap))]
+        for name, (own, best) in ends.items()
+    ]
+
+
+def labels_of(checkpoints: list[str]) -> dict[str, str]:
+    """The parts of their paths by which they differ, from the first such part to the last."""
+
+    def alike(paths: list[tuple[str, ...]]) -> int:
+        return sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False)))
+
+    parts = [Path(name).parts for name in checkpoints]
+    front = alike(parts)
+    back = alike([one[front:][::-1] for one in parts])
+    return {name: "/".join(one[front : len(one) - back]) or name for name, one in zip(checkpoints, parts, strict=True)}
+
+
+def draw(
+    path: Path,
+    checkpoints: list[str],
+    gaps: dict[str, list[PairedDifference]],
+    spans: Spans,
+    ends: dict[str, tuple[End, End]],
+) -> None:
+    """Both tables' differences side by side, each where there is one."""
+    looks = looks_for({name: (name, label) for name, label in labels_of(checkpoints).items()})
+    parts = [bool(gaps), bool(ends)]
+    with saved_figure(path, (5.2 * sum(parts), 4.5), "Checkpoints on the same long texts, nats per token") as figure:
+        panels = iter(figure.subplots(1, sum(parts), squeeze=False)[0])
+        if gaps:
+            groups = [(looks[name], some) for name, some in gaps.items()]
+            axes = next(panels)
+            title = f"Loss minus that of {looks[checkpoints[0]].label}, 95 %"
+            draw_differences(axes, spans, groups, width=0.6 / len(groups), title=title)
+            axes.margins(y=0.25)
+            axes.legend(frameon=False, fontsize=9)
+        if ends:
+            axes = next(panels)
+            draw_grid(axes, "Ends of whole texts minus a truncation's, 95 %")
+            axes.axhline(0, color=COLOURS["truncated"], lw=1.4, ls=DASHED)
+            for place, (name, both) in enumerate(ends.items()):
+                for one, side, filled in zip(both, (-0.12, 0.12), (True, False), strict=True):
+                    face = looks[name].colour if filled else "white"
+                    axes.errorbar(
+                        place + side, one.gap.mean, yerr=one.gap.margin, fmt="o", color=looks[name].colour, mfc=face
+                    )
+            axes.set_xticks(range(len(ends)), [looks[name].label for name in ends], fontsize=9)
+            axes.margins(y=0.25)
+            axes.set_xlim(-0.6, len(ends) - 0.4)
+            axes.set_xlabel("filled: its own best truncation; hollow: the best of all", fontsize=9)
 
 
 if __name__ == "__main__":

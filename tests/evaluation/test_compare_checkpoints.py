@@ -98,7 +98,10 @@ def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokeniz
     texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
     given = (folder / "first", folder / "second", *texts, "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out")
     assert compare(*given).exit_code == 0
+    drawn = (folder / "out" / "figure.png").read_bytes()
     assert compare(*given, "--truncated").exit_code == 0, "goes on with what was read"
+    left, both = (int.from_bytes(png[16:20]) for png in (drawn, (folder / "out" / "figure.png").read_bytes()))
+    assert both == 2 * left, "the width of the second table's picture, beside the first's"
     lines = (folder / "out" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 2 * 5 * (1 + 4)
     table = (folder / "out" / "table.md").read_text(encoding="utf-8").split("against the best truncation")[1]
@@ -116,6 +119,19 @@ def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokeniz
     for name in ("first", "second"):
         own, window = min((means[name, window], window) for window in (128, 256, 384, 512))
         assert f"{own:.4f} (last {window})" in table
+
+
+@pytest.mark.parametrize(
+    ("paths", "labels"),
+    [
+        (["runs/a/merged", "runs/b/merged"], ["a", "b"]),
+        (["runs/a/merged"], ["runs/a/merged"]),
+        (["model.gguf", "b/merged"], ["model.gguf", "b/merged"]),
+        (["runs/a", "runs/a/merged"], ["runs/a", "merged"]),
+    ],
+)
+def test_what_a_picture_calls_them(paths: list[str], labels: list[str]) -> None:
+    assert compare_checkpoints.labels_of(paths) == dict(zip(paths, labels, strict=True))
 
 
 def test_a_checkpoint_that_does_not_reach_is_refused_before_it_reads(folder: Path) -> None:
