@@ -23,7 +23,7 @@ from tests.training._recipe import recipe
     [
         (["--device", "cuda"], r"meant for a GPU \(device: cuda\), but torch .* sees no CUDA device here"),
         (["--quantisation", "nf4"], r"meant for a GPU \(quantisation: nf4\)"),
-        (["--offload"], r"meant for a GPU \(memory.offload: true\).* take a config for the CPU"),
+        (["--checkpointing", "--offload"], r"meant for a GPU \(memory.offload: true\).* take a config for the CPU"),
     ],
 )
 def test_a_run_for_a_gpu_is_refused_without_one(overrides: list[str], said: str, settings: Any, tmp_path: Path) -> None:
