@@ -1,9 +1,9 @@
 """Shifted sparse attention: while it is trained, each head sees a group of neighbouring tokens instead of them all.
 
-Half of the heads attend within equal groups of the sequence, the other half within groups that begin half a group
-later, so that what one layer finds in a group the next can hand to its neighbour. Nothing of it stays in the model: it
-is measured, saved and used with whole attention. Positions are rotated into queries and keys before attention is
-computed, so groups change no position.
+Half of the heads (of an odd number of key heads, the smaller part) attend within equal groups of the sequence, the
+others within groups that begin half a group later, so that what one layer finds in a group the next can hand to its
+neighbour. Nothing of it stays in the model: it is measured, saved and used with whole attention. Positions are rotated
+into queries and keys before attention is computed, so groups change no position.
 
 Source: LongLoRA, arXiv:2309.12307, section 3.2. Of the authors' two forms (dvlab-research/LongLoRA@d4eb344c5ccc,
 llama_attn_replace.py) this is the one for flash-attention, where the first and the last of the later groups are halves.
@@ -42,7 +42,7 @@ class ShiftedAttention:
 
     Raises:
         IncompatibleError: attention that cannot be cut so: it is ctxext's own, has windows, sinks or capped scores,
-            sees what comes later, or has a number of key heads that has no half; with the reason.
+            sees what comes later, or has a single key head for all of its heads; with the reason.
     """
 
     def __init__(self, model: nn.Module, groups: int) -> None:
@@ -72,7 +72,7 @@ class ShiftedAttention:
         if not all(getattr(layer, "is_causal", True) for layer in self.layers):
             return "its tokens see what comes after them"
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return f"{heads} key heads cannot be halved" if heads % 2 else None
+        return "its heads share one key head, so that they cannot be halved" if heads == 1 else None
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -107,7 +107,10 @@ class ShiftedAttention:
                 out = attention(module, *folded, None, **given)[0]
                 return out.reshape(batch, -1, *out.shape[2:])
 
-            straight, shifted = zip(*(one.chunk(2, 1) for one in (query, key, value)), strict=True)
+            parts = [
+                one.tensor_split([key.shape[1] // 2 * one.shape[1] // key.shape[1]], 1) for one in (query, key, value)
+            ]
+            straight, shifted = zip(*parts, strict=True)
             half = query.shape[2] // (2 * self.groups)
             bounds = ((slice(0, half), 1), (slice(half, -half), self.groups - 1), (slice(-half, None), 1))
             whole = within(slice(None), self.groups, *straight)
@@ -138,6 +141,11 @@ class ShiftedAttention:
 def _interface(layer: nn.Module) -> Any:
     """Where a layer's class looks up attention functions: models may have a table of their own."""
     return sys.modules[type(layer).__module__].ALL_ATTENTION_FUNCTIONS
+
+
+def _halved(heads: Tensor, keys: int) -> tuple[Tensor, ...]:
+    """Heads [batch, head, token, dim] in two: a key head and its queries stay together, an odd one is in the second."""
+    return heads.tensor_split([keys // 2 * (heads.shape[1] // keys)], 1)
 
 
 def _folded(heads: Tensor, groups: int) -> Tensor:

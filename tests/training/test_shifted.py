@@ -30,11 +30,12 @@ def seen(length: int, groups: int) -> Tensor:
 
 
 def defined(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """Attention of [batch, head, token, dim] with a mask for each head; more query than key heads."""
+    """Attention of [batch, head, token, dim] with a mask for each head; there may be fewer key than query heads."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(repeat, 1) for part in (k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    mask = seen(q.shape[2], groups).repeat_interleave(q.shape[1] // 2, 0)
+    straight = k.shape[1] // 2 // repeat * repeat  # no key head is in both parts
+    mask = seen(q.shape[2], groups)[[0] * straight + [1] * (k.shape[1] - straight)]
     return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
@@ -49,14 +50,14 @@ def called(model: PreTrainedModel, *heads: Tensor, **how: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (4, 2), (9, 3), (5, 5)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_equals_the_definition_forward_and_backward(kv_heads: int, rows: int) -> None:
-    model = tiny(num_key_value_heads=kv_heads)
+def test_equals_the_definition_forward_and_backward(q_heads: int, kv_heads: int, rows: int) -> None:
+    model = tiny(hidden_size=16 * q_heads, num_attention_heads=q_heads, num_key_value_heads=kv_heads)
     generator = torch.Generator().manual_seed(0)
     heads = [
         torch.randn(rows, count, LENGTH, 16, generator=generator, dtype=torch.float64, requires_grad=True)
-        for count in (4, kv_heads, kv_heads)
+        for count in (q_heads, kv_heads, kv_heads)
     ]
     found, expected = called(model, *heads), defined(*heads, GROUPS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -178,7 +179,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(words: list[str], 
     [
         (lambda: ctxext.patch(tiny(), "alibi", factor=4.0), "computed by ctxext"),
         (lambda: ctxext.patch(tiny(), "self_extend", factor=4.0), "computed by ctxext"),
-        (lambda: tiny(num_key_value_heads=1), "1 key heads cannot be halved"),
+        (lambda: tiny(num_key_value_heads=1), "its heads share one key head"),
         (lambda: tiny("mistral", sliding_window=16), "sliding windows"),
         (lambda: tiny(attn_implementation="eager"), "'eager'"),
     ],
