@@ -76,17 +76,18 @@ def main(
     losses: dict[str, list[Tensor]] = {}
     cut: dict[str, dict[int, list[Tensor]]] = {}
     trained, corpus, place = 0, None, ""
-    for name in checkpoints:
+    for name, label in labels_of(checkpoints).items():
         checkpoint = load_checkpoint(name, dtype=dtype, device=device)
         check_reach(checkpoint.model, length, beyond=False)
         corpus = texts.read(checkpoint, tokens=length + 1)
         journal.claim({"made_by": "compare_checkpoints", "corpus": {"name": "texts", "sha256": corpus.sha256}})
         place = next(checkpoint.model.parameters()).device.type
         trained = trained or known_trained_length(checkpoint.model)
-        losses[name] = read(checkpoint, corpus, Reading(length), journal, console)
+        losses[name] = read(checkpoint, corpus, Reading(length), journal, console, label=label)
         for window in windows_of(trained) if truncated else ():
             reading = Reading(length, start=length - trained // ENDS, window=window)
-            cut.setdefault(name, {})[window] = read(checkpoint, corpus, reading, journal, console)
+            found = read(checkpoint, corpus, reading, journal, console, label=label)
+            cut.setdefault(name, {})[window] = found
         del checkpoint  # before the next one is loaded
     assert corpus is not None, "there is a checkpoint"
     title = f"{len(corpus.documents)} texts, nats per token; {machine(place)}"
@@ -132,19 +133,21 @@ class Reading:
         return tail_passes(self.window, start=self.start, positions=self.length, prefix=prefix)
 
 
-def read(checkpoint: Checkpoint, corpus: Corpus, reading: Reading, journal: Journal, console: Console) -> list[Tensor]:
-    """Nats per token of every text; what is finished is not read again."""
+def read(
+    checkpoint: Checkpoint, corpus: Corpus, reading: Reading, journal: Journal, console: Console, *, label: str
+) -> list[Tensor]:
+    """Nats per token of every text; what is finished is not read again. Messages name the checkpoint by its label."""
     finished, point = journal.finished(), turning_point(checkpoint.model)
     missing = [one for one in corpus.documents if reading.key(checkpoint, one) not in finished]
     costs = [reading.passes(one.prefix) * pass_cost(reading.window or reading.length, point) for one in missing]
-    told = "" if reading.window is None else f", last {tokens_label(reading.window)}"
+    told = label if reading.window is None else f"{label}, last {tokens_label(reading.window)}"
     with StageBar(console, math.fsum(costs), report=not console.is_terminal) as bar:
         for document, cost in zip(missing, costs, strict=True):
-            name = f"{checkpoint.name}{told}, {document.name}"
+            name = f"{told}, {document.name}"
             with ticking(checkpoint.model, name, cost / reading.passes(document.prefix), bar):
                 found = reading.losses(checkpoint.model, document)
             check_finite(found, name)
-            line = {"key": reading.key(checkpoint, document), "reading": f"{checkpoint.name}{told}"}
+            line = {"key": reading.key(checkpoint, document), "reading": told}
             journal.keep({**line, "item": document.name}, found)
     lines = journal.finished()
     return [journal.losses(lines[reading.key(checkpoint, one)]) for one in corpus.documents]

@@ -130,7 +130,7 @@ def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokeniz
         (["runs/a", "runs/a/merged"], ["runs/a", "merged"]),
     ],
 )
-def test_what_a_picture_calls_them(paths: list[str], labels: list[str]) -> None:
+def test_what_they_are_called(paths: list[str], labels: list[str]) -> None:
     assert compare_checkpoints.labels_of(paths) == dict(zip(paths, labels, strict=True))
 
 
@@ -141,3 +141,14 @@ def test_a_checkpoint_that_does_not_reach_is_refused_before_it_reads(folder: Pat
     assert isinstance(refused.exception, ctxext.errors.CtxextError)
     assert "640 tokens are more than the 512 that this model is trained for" in str(refused.exception)
     assert not (folder / "out" / "cells.jsonl").exists()
+
+
+def test_what_is_read_says_of_which_run_it_is(folder: Path) -> None:
+    for run, name in {"a": "first", "b": "second"}.items():
+        (folder / run).mkdir()
+        (folder / run / "merged").symlink_to(folder / name)
+    runs = (folder / "a" / "merged", folder / "b" / "merged")
+    found = compare(*runs, "-t", folder / "text0.txt", "--length", LENGTH, "-o", folder / "out")
+    assert found.exit_code == 0, found.output
+    assert "a, text0" in found.output
+    assert "b, text0" in found.output
