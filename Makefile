@@ -21,7 +21,7 @@ slow: $(INSTALLED) ## the long tests: the demo itself, the real checkpoint
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m slow tests/runtimes tests/checkpoints/test_into_gguf.py
 
-vllm: $(VLLM)/installed ## a real vLLM on the CPU against the patched model, for every method (about 25 minutes; downloads 1.5 GB)
+vllm: $(VLLM)/installed ## a real vLLM on the CPU against the patched model, for every method (about 15 minutes; downloads 1.5 GB)
 	CTXEXT_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m slow tests/runtimes/test_vllm.py
 
 gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; fails if none ran
