@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from transformers import Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -115,9 +118,20 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         # Around the backward pass, too: what checkpointing computes again must be what it computed.
         with contextlib.nullcontext() if self.shifted is None else self.shifted.on():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if not all(torch.isfinite(w.grad).all() for w in model.parameters() if w.grad is not None):
+        if not math.isfinite(self._largest_gradient(model)):
             raise self._not_a_number(f"A gradient is not finite (the loss is {loss.item():.4g})")
         return loss
+
+    def _largest_gradient(self, model: nn.Module) -> float:
+        """The largest number in each process's gradients, summed, since a sum of several stays NaN where one is.
+
+        The host waits for the device once, and not for every weight.
+        """
+        whole = (weight.grad for weight in model.parameters() if weight.grad is not None)
+        own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in whole]
+        largest = get_total_norm([gradient for gradient in own if gradient.numel()], math.inf)
+        among: Tensor = self.accelerator.reduce(largest.to(self.accelerator.device, torch.float32), "sum")
+        return float(among)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, looked at before the backward pass: with DeepSpeed that one changes the weights too."""

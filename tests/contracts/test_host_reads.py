@@ -1,44 +1,24 @@
-"""How often the host reads what an accelerator computed: never once for each layer, where it would wait every time.
-
-On a CPU such a read costs nothing, so it is counted: whatever hands a value of a tensor to Python.
-"""
+"""How often the host reads what an accelerator computed: never once for each layer, where it would wait every time."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
+from tests._host_reads import Counting
 from tests._models import tiny
 
-READS = {
-    *("cpu", "tolist", "item", "numpy", "nonzero", "argwhere", "equal", "allclose", "unique", "unique_consecutive"),
-    *("__bool__", "__int__", "__float__", "__index__", "__contains__", "masked_select"),
-}
 TRAINED = 32
 # What a text and a step may read beyond stock transformers, which asks whether a mask hides anything: whether positions
 # go on where the cache ends, and what a method asks of them.
 MORE = 3
-
-
-class Counting(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := getattr(func, "__name__", "")) in READS:
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def model_of(name: str | None, layers: int) -> LlamaForCausalLM:
