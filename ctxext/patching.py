@@ -216,7 +216,7 @@ def patch(
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", form)
         for part in [side.side.model for side in patched.sides.values()] or [base]:
-            write_old_form(part.config, edits)
+            write_old_form(part.config, edits, of_any_type=True)
         _raise_generation_limit(base, patched, edits)
         edits.set(base, "_ctxext", patched)
         keep_extension(model, edits)

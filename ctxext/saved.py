@@ -15,7 +15,8 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.methods import METHODS, Method, saved_class
 from ctxext.methods.formulas import NEVER
 from ctxext.spec import Extension
-from ctxext.surgery.old_form import drop_old_form, put_old_form, rope_dicts
+from ctxext.surgery.edits import Edits
+from ctxext.surgery.old_form import drop_old_form, rope_dicts, write_old_form
 from ctxext.surgery.sides import SIDES
 from ctxext.surgery.texts import field_of, part_of_config, text_of
 from ctxext.surgery.windows import is_windowed
@@ -35,6 +36,7 @@ __all__ = [
     "extended_texts",
     "identity",
     "plain_config",
+    "put_old_form",
     "refuse_shrinking",
     "rope_dicts",
     "saved_extension",
@@ -280,9 +282,14 @@ def plain_config(config: Any, saved: dict[str, Any]) -> Any:
 def with_old_form(config: Any) -> Any:
     """A copy of an extended config for a config.json of its own, with the old form wherever its own class reads it."""
     copied = copy.deepcopy(config)
-    for text in extended_texts(copied):
-        put_old_form(text)
+    put_old_form(copied, Edits())
     return copied
+
+
+def put_old_form(config: Any, edits: Edits) -> None:
+    """Make an extended config itself such a one, until ``edits`` is undone."""
+    for text in extended_texts(config):
+        write_old_form(text, edits, of_any_type=False)
 
 
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")

@@ -166,8 +166,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
         if settings.merge and table is None:
             whole = with_all_weights(model, settings, output / "adapter")
-            merged(whole).save_pretrained(output / "merged")
-            tokenizer.save_pretrained(output / "merged")
+            ctxext.save(merged(whole), output / "merged", tokenizer=tokenizer)
     for when, found in report["evaluation"].items():
         say(f"{when} training: {summary(found)}" if found else f"{when} training nothing was measured")
     kept = "model" if table else f"adapter{' and merged' if settings.merge else ''}"

@@ -41,6 +41,7 @@ from ctxext.saved import (
     differences,
     extended_texts,
     plain_config,
+    put_old_form,
     saved_extension,
     saved_sides,
     version_of,
@@ -410,7 +411,8 @@ def extended_config(
 def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None, **saving: Any) -> None:
     """Save a model so that its extension cannot be lost.
 
-    A whole model is what ``save_pretrained`` writes, whose config carries the extension. For a PEFT adapter, whose
+    A whole model is what ``save_pretrained`` writes, whose config carries the extension; beside it stand, wherever they
+    can say the same, the fields that programs written for transformers 4 read (mlx-lm, exllamav3, TGI). For a PEFT adapter, whose
     directory holds no config of the base model, the extension is written beside it and the adapter is marked so that
     PEFT and transformers refuse it with a sentence that says what to do. They cannot tell whether a base is extended,
     and refuse it on one that is, too: put it there with ``ctxext.load(path, base=model)``.
@@ -438,7 +440,12 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         require_padding(inner, tokenizer)
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     if adapted is None:
-        inner.save_pretrained(directory, **saving)
+        edits = Edits()
+        try:
+            put_old_form(inner.config, edits)
+            inner.save_pretrained(directory, **saving)
+        finally:
+            edits.undo()
     else:
         save_adapters(adapted, place, **saving)
     if tokenizer is not None:

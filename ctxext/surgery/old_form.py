@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "put_old_form", "rope_dicts", "same_rope", "write_old_form"]
+__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "rope_dicts", "same_rope", "write_old_form"]
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 
@@ -37,25 +37,23 @@ OLD_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
 PASS_OVER_SCALING = frozenset({"nemotron"})
 
 
-def write_old_form(config: Any, edits: Edits) -> None:
-    """Put the old form beside the new one in the text part of a config that was just extended.
+def write_old_form(config: Any, edits: Edits, *, of_any_type: bool) -> None:
+    """Put the old form beside the new one in the text part of an extended config.
 
-    Where the Trainer, which reads the config.json of its checkpoints as one of no type, could not read both, a guard
-    stands there: an older reader then refuses what ``save_pretrained`` writes. ``put_old_form`` has no such reader.
+    Args:
+        config: the config, or its text part.
+        edits: that undoes it.
+        of_any_type: for a live model, whose config the Trainer writes into its checkpoints and reads there as one of no
+            type: where such a reader could not read both, a guard stands there, and older readers then refuse what
+            ``save_pretrained`` writes. A checkpoint of its own has no such reader.
     """
     text = text_of(config)
     for name in _consumed(text):  # of an earlier extension, where the config is another model's
         edits.delete_unchecked(text, name)
-    for name, value in old_form(text, of_any_type=True).items():
+    for name, value in old_form(text, of_any_type=of_any_type).items():
         # transformers 5 has a property of the name rope_scaling, which is an alias of rope_parameters; what it writes
         # to config.json is what the object itself holds.
         edits.set_unchecked(text, name, value)
-
-
-def put_old_form(text: Any) -> None:
-    """Put the old form into a text config that is for a config.json of its own, wherever its own class reads it."""
-    drop_old_form(text)
-    vars(text).update(old_form(text))
 
 
 def drop_old_form(text: Any) -> None:

@@ -6,6 +6,7 @@ What they do is rewritten here from transformers 4.57.1: ``configuration_llama.p
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -22,10 +23,12 @@ import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.saved import with_old_form
+from ctxext.spec import RopeSpec
 from ctxext.surgery.old_form import OLD_GUARD
 from ctxext.surgery.rotary import find_sites
 from tests._models import FOR_LLAMA, RECENT, TRAINED_LENGTH, logits, tiny, tokens
 
+SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}
 
 
@@ -91,6 +94,34 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     assert live == config or OLD_GUARD in live.values()
     return config
+
+
+@pytest.mark.parametrize("name", ["pi", "yarn", "longrope", "self_extend"])
+def test_saving_writes_what_the_command_line_does_and_the_model_keeps_its_guard(name: str, tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), METHODS[name].example(SPEC), trained_length=TRAINED_LENGTH)
+    model.save_pretrained(tmp_path / "live")
+    before = copy.deepcopy(vars(model.config))
+    ctxext.save(model, tmp_path / "saved")
+    assert vars(model.config) == before
+    live, saved = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("live", "saved"))
+    assert saved == json.loads(with_old_form(model.config).to_json_string(use_diff=True))
+    assert live["rope_theta"] == OLD_GUARD, "nothing here would show what saving writes"
+    assert ("rope_scaling" in saved) == (name in ("pi", "yarn"))
+    assert type(saved["rope_theta"]) is (float if name in ("pi", "yarn") else str)
+    again = ctxext.load(tmp_path / "saved").eval()
+    assert torch.equal(logits(again, tokens()), logits(model, tokens()))
+
+
+def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    model = ctxext.patch(tiny(), "yarn", factor=4.0)
+    before = copy.deepcopy(vars(model.config))
+    monkeypatch.setattr(type(model), "save_pretrained", full)
+    with pytest.raises(OSError, match="no space"):
+        ctxext.save(model, tmp_path / "saved")
+    assert vars(model.config) == before
 
 
 @pytest.mark.parametrize("name", [name for name in FOR_LLAMA if name != "alibi"])
