@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 VLLM := $(VENV)/vllm
 
-.PHONY: demo test slow llama-cpp vllm gpu-test floor wheel-test check format clean
+.PHONY: demo test slow llama-cpp mlx-lm vllm gpu-test floor wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
@@ -20,6 +20,10 @@ slow: $(INSTALLED) ## the long tests: the demo itself, the real checkpoint
 
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m slow tests/runtimes tests/checkpoints/test_into_gguf.py
+
+mlx-lm: $(INSTALLED) ## a real mlx-lm on the CPU against the patched model, for every method (about 3 minutes; downloads 50 MB)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
+	$(BIN)/python -m pytest -m slow tests/runtimes/test_mlx_lm.py
 
 vllm: $(VLLM)/installed ## a real vLLM on the CPU against the patched model, for every method (about 15 minutes; downloads 1.5 GB)
 	CTXEXT_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m slow tests/runtimes/test_vllm.py

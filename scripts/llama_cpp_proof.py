@@ -12,7 +12,6 @@ A way that ``export`` calls exact and that is not is an error; so is one that it
 
 from __future__ import annotations
 
-import copy
 import json
 import platform
 import re
@@ -31,54 +30,18 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.gguf_file import GGUFFile
-from ctxext.errors import CtxextError, IncompatibleError
-from ctxext.methods import METHODS, Method
+from ctxext.errors import IncompatibleError
+from ctxext.methods import Method
 from ctxext.runtimes.base import Export
-from ctxext.spec import RopeSpec
-from scripts.llama_cpp_table import CHANGES, FACTOR, TOKENS, VERSION, Converter, distance, expected, served
-from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY, tiny_config, tiny_model
+from scripts.llama_cpp_table import VERSION, Converter, expected, served
+from scripts.proof import FACTOR, Proof, distance, methods_for, some_tokens, tiny_of
+from scripts.walk.tiny import TRAINED_LENGTH
 
-__all__ = ["CLOSE", "RESULTS", "SHAPES", "WAYS", "Proof", "all_methods", "methods_for", "prove", "tiny"]
+__all__ = ["RESULTS", "SHAPES", "WAYS", "Bench", "prove"]
 
 SHAPES = ("llama", "qwen2", "qwen3", "phi3", "gemma", "bloom")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/llama-cpp.json"
 WAYS = ("extended", "original", "file")
-CLOSE = 1e-3  # of what the extension moves: rounding in float32 reaches a twentieth of this
-# Beside every method as it comes: numbers that are not the defaults of llama.cpp, so that what is not read shows.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "yarn, betas 16 and 2": ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0}),
-    "yarn, attention_factor 1.3": ("yarn", {"attention_factor": 1.3}),
-    "yarn, truncate False": ("yarn", {"truncate": False}),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """What one way of serving one method gave.
-
-    Args:
-        shape: the model type.
-        method: the method, or a variant of it.
-        way: one of ``WAYS``; "any" where all are refused alike.
-        exact: whether ``export`` says that it is; None where it refuses.
-        said: why it refuses, or its notes.
-        error: nats from the patched model, at the worst of all tokens; None where nothing was run.
-        matters: nats between the patched model and the plain one; with a model's own ALiBi, which is never plain,
-            between its slopes and a quarter of them.
-    """
-
-    shape: str
-    method: str
-    way: str
-    exact: bool | None
-    said: str
-    error: float | None = None
-    matters: float | None = None
-
-    @property
-    def right(self) -> bool:
-        """Whether llama.cpp computed what the patched model does."""
-        return self.error is not None and self.matters is not None and self.error <= CLOSE * self.matters
 
 
 @dataclass
@@ -93,11 +56,10 @@ class Bench:
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plain = tiny(self.shape)
+        self.plain = tiny_of(self.shape)
         self.plain.save_pretrained(self.folder / "plain")
         self.original = self.converted(self.folder / "plain")
-        generator = torch.Generator().manual_seed(3)
-        self.tokens = torch.randint(5, VOCABULARY - 1, (TOKENS,), generator=generator).tolist()
+        self.tokens = some_tokens()
 
     def converted(self, checkpoint: Path) -> Path:
         """Run llama.cpp's converter on a checkpoint."""
@@ -113,44 +75,17 @@ class Bench:
             out.unlink(missing_ok=True)
             return export(model, to="llama.cpp", gguf=(self.original, out)), out
         long = self.folder / "long"
-        model.save_pretrained(long)
+        ctxext.save(model, long)
         made = export(long, to="llama.cpp")
         return made, self.original if made.in_file else self.converted(long)
-
-
-def tiny(shape: str) -> PreTrainedModel:
-    """A random model whose config says the length that it was made for."""
-    return tiny_model(tiny_config(shape, **CHANGES.get(shape, {})))
-
-
-def all_methods(model: PreTrainedModel) -> dict[str, Method]:
-    """Every method, and the variants, in numbers that suit a model."""
-    half = next((len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")), 16)
-    spec = RopeSpec(rotary_dim=2 * half, base=10000.0, trained_length=TRAINED_LENGTH)
-    named = {name: kind.example(spec) for name, kind in METHODS.items()}
-    for name, (method, parameters) in VARIANTS.items():
-        named[name] = METHODS[method].from_dict({"factor": FACTOR, **parameters})
-    return named
-
-
-def methods_for(shape: str) -> dict[str, Method]:
-    """Those of all methods that can be put on a shape."""
-    model, found = tiny(shape), {}
-    for name, method in all_methods(model).items():
-        try:
-            ctxext.patch(copy.deepcopy(model), method, trained_length=TRAINED_LENGTH)
-        except CtxextError:
-            continue  # not for this kind of model
-        found[name] = method
-    return found
 
 
 @torch.no_grad()
 def prove(bench: Bench, name: str, method: Method, ways: tuple[str, ...] = WAYS) -> list[Proof]:
     """Go every way of one method, as far as ``export`` lets one."""
-    model = ctxext.patch(tiny(bench.shape), method, trained_length=TRAINED_LENGTH)
+    model = ctxext.patch(tiny_of(bench.shape), method, trained_length=TRAINED_LENGTH)
     wanted = expected(model, bench.tokens)
-    other = ctxext.patch(tiny(bench.shape), "pi", factor=FACTOR) if bench.shape == "bloom" else bench.plain
+    other = ctxext.patch(tiny_of(bench.shape), "pi", factor=FACTOR) if bench.shape == "bloom" else bench.plain
     matters, found = distance(wanted, expected(other, bench.tokens)), []
     for way in ways:
         what: dict[str, Any] = {"shape": bench.shape, "method": name, "way": way}

@@ -38,16 +38,13 @@ import transformers
 import typer
 from transformers import PreTrainedModel
 
-import ctxext
 from ctxext.checkpoints.export import read_extended
 from ctxext.checkpoints.into_gguf import write_into_gguf
-from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
+from ctxext.errors import CheckpointError, CtxextError
 from ctxext.runtimes.llama_cpp import TABLE, attention_factor, flags_of
-from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY, model_types, tiny_config, tiny_model
+from scripts.proof import TARGET, distance, patched_as, some_tokens, tiny_of
+from scripts.walk.tiny import VOCABULARY, model_types
 
-FACTOR = 4
-TARGET = FACTOR * TRAINED_LENGTH
-TOKENS = 150  # beyond the trained window, within the extended one
 VERSION = "0.3.36"  # of llama_cpp_python, whose tree the converter is from
 # Numbers that are not the defaults of llama.cpp, so that a parameter that is not read shows.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,14 +56,6 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("longrope", {}),
 }
 
-# Fields of tiny configs whose usual small values no published checkpoint has and llama.cpp does not compute.
-CHANGES: dict[str, dict[str, Any]] = {
-    "gemma2": {"query_pre_attn_scalar": 32},
-    "gemma3_text": {"query_pre_attn_scalar": 32},
-    "mistral": {"sliding_window": None},
-    "phi": {"intermediate_size": 512},
-    "qwen3_moe": {"norm_topk_prob": True},
-}
 # What the converter raises on a config that it does not know.
 REFUSALS = (KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError, IndexError, OSError)
 
@@ -185,45 +174,15 @@ def expected(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, to two digits."""
-    known = ~(one.isnan() | other.isnan())
-    return float(f"{float((one - other)[known].abs().max()):.1e}") if bool(known.any()) else math.nan
-
-
-def _tiny(model_type: str, longest: int = TRAINED_LENGTH) -> PreTrainedModel:
-    model = tiny_model(tiny_config(model_type, **CHANGES.get(model_type, {})))
-    text = model.config.get_text_config(decoder=True)
-    if getattr(text, "max_position_embeddings", None):
-        text.max_position_embeddings = longest
-    return model
-
-
-def _patched(model_type: str, form: str) -> PreTrainedModel:
-    method, parameters = FORMS[form]
-    model = _tiny(model_type)
-    if method == "longrope":
-        half = len(next(b for n, b in model.named_buffers() if n.endswith("inv_freq")))
-        factors = tuple(1 + 3 * index / max(half - 1, 1) for index in range(half))
-        parameters = {"short_factor": factors, "long_factor": factors}
-    asked: dict[str, Any] = {"factor": float(FACTOR), "trained_length": TRAINED_LENGTH, **parameters}
-    try:
-        return ctxext.patch(model, method, **asked)
-    except IncompatibleError as error:
-        if "sliding_window='lift'" not in str(error) or "Leave it out" in str(error):
-            raise
-        return ctxext.patch(model, method, sliding_window="lift", **asked)
-
-
 def _line(model_type: str, converter: Converter, forms: Iterable[str]) -> dict[str, Any]:
     """Everything about one type."""
-    plain = _tiny(model_type, TARGET)
+    plain = tiny_of(model_type, TARGET)
     kind = converter.of(plain)
     if kind is None:
         return {"converter": None}
     source, number = Path(inspect.getsourcefile(kind) or ""), inspect.getsourcelines(kind)[1]
     line: dict[str, Any] = {"converter": f"{source.relative_to(converter.tree)}:{number} {kind.__name__}"}
-    tokens = torch.randint(5, VOCABULARY - 1, (TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+    tokens = some_tokens()
     with tempfile.TemporaryDirectory() as where:
         plain.save_pretrained(where)
         try:
@@ -261,7 +220,7 @@ def _form(
     plain: PreTrainedModel,
 ) -> dict[str, Any]:
     try:
-        model = _patched(model_type, form)
+        model = patched_as(model_type, FORMS[form])
     except CtxextError as error:
         return {"refused": str(error)[:150]}
     extended = read_extended(model.config)
@@ -293,7 +252,7 @@ def _written(
 ) -> dict[str, Any]:
     """How far a llama.cpp is from the patched model that finds the extension in the file."""
     try:
-        model = _patched(model_type, "longrope")
+        model = patched_as(model_type, FORMS["longrope"])
         extended = read_extended(model.config)
     except CtxextError as error:
         return {"error": str(error)[:150]}

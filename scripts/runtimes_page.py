@@ -17,11 +17,14 @@ from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, BiasMethod, EncodingMethod, Method, RopeMethod, TableMethod
+from ctxext.runtimes import mlx_lm
+from ctxext.runtimes.base import read_table
 from ctxext.spec import RopeSpec
-from scripts import llama_cpp_proof, vllm_proof
-from scripts.llama_cpp_proof import CLOSE, SHAPES, VARIANTS
+from scripts import llama_cpp_proof, mlx_lm_proof, vllm_proof
+from scripts.llama_cpp_proof import SHAPES
+from scripts.proof import CLOSE, VARIANTS
 
-__all__ = ["by_formula_markdown", "llama_cpp_markdown", "vllm_markdown"]
+__all__ = ["by_formula_markdown", "llama_cpp_markdown", "mlx_lm_markdown", "vllm_markdown"]
 
 TRAINED = 2048
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
@@ -39,6 +42,32 @@ def vllm_markdown() -> str:
     """The same for a real vLLM."""
     stored = json.loads(vllm_proof.RESULTS.read_text())
     return _measured(stored, vllm_proof.SHAPES, stored["versions"]["ran"])
+
+
+def mlx_lm_markdown() -> str:
+    """The same for a real mlx-lm."""
+    stored = json.loads(mlx_lm_proof.RESULTS.read_text())
+    types = read_table(mlx_lm.TABLE)["types"]
+    run = {name: line["forms"] for name, line in types.items() if mlx_lm.runs(line)}
+    alone = [name for name, forms in run.items() if _wrong(forms) and _right(forms) == {"default"}]
+    deaf = [name for name, forms in run.items() if _wrong(forms) and not _right(forms)]
+    said = (
+        f"Of {len(types)} model types that mlx-lm shares with transformers, tiny models of {len(run)} compute there "
+        f"what they do here, with an extension or without. **{len(alone)} of these read the base and nothing else, and "
+        f"would run any other extension as the unextended model, without a word**: {_list(alone)}. On them `ntk` and "
+        f"`abf` are exact, and `export` refuses all else. {_list(deaf)} compute no extension rightly. Models of the "
+        f"other {len(types) - len(run)} do not load, or differ without any extension, and are called not proven."
+    )
+    return f"{_measured(stored, mlx_lm_proof.SHAPES, stored['versions']['ran'])}\n\n{said}"
+
+
+def _right(forms: dict[str, Any]) -> set[str]:
+    return {name for name, one in forms.items() if "error" in one and mlx_lm.is_close(one["error"], one["matters"])}
+
+
+def _wrong(forms: dict[str, Any]) -> set[str]:
+    """Those that run, with other positions."""
+    return {name for name, one in forms.items() if isinstance(one.get("error"), float)} - _right(forms)
 
 
 def _measured(stored: dict[str, Any], shapes: tuple[str, ...], by: str) -> str:
@@ -80,7 +109,10 @@ def by_formula_markdown() -> str:
     plain = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, max_position_embeddings=TRAINED)
     others: list[str] = []
     tables: list[str] = []
-    lines = [f"| method | vLLM | SGLang | {' | '.join(READERS)} |", f"|---|---|---|{'---|' * len(READERS)}"]
+    lines = [
+        f"| method | vLLM | SGLang | mlx-lm | {' | '.join(READERS)} |",
+        f"|---|---|---|---|{'---|' * len(READERS)}",
+    ]
     for name, method in _methods().items():
         if not isinstance(method, RopeMethod):
             if isinstance(method, BiasMethod | EncodingMethod):
@@ -92,7 +124,7 @@ def by_formula_markdown() -> str:
         if config.rope_parameters["rope_type"].startswith("ctxext"):
             others.append(name)
             continue
-        told = [_exported(config, to) for to in ("vllm", "sglang")]
+        told = [_exported(config, to) for to in ("vllm", "sglang", "mlx-lm")]
         read = [rule(dict(config.rope_parameters)) for rule in READERS.values()]
         lines.append(f"| {_code(name)} | {' | '.join([*told, *read])} |")
     rest = "On a rotary model all others are saved under a rope type that each of these refuses: "
@@ -123,15 +155,6 @@ def _own_scale(rope: dict[str, Any]) -> bool:
     return abs(rope.get("attention_factor", usual) - usual) > 1e-6
 
 
-def _mlx(rope: dict[str, Any]) -> str:
-    if rope["rope_type"] == "longrope":
-        return "stops"
-    if rope["rope_type"] == "dynamic":
-        return "nearly"
-    lost = rope["rope_type"] == "yarn" and (_own_scale(rope) or rope.get("truncate") is False)
-    return "**wrong**" if lost else "exact"
-
-
 def _exllama(rope: dict[str, Any]) -> str:
     if rope["rope_type"] == "dynamic":
         return "stops"
@@ -153,4 +176,4 @@ def _tgi(rope: dict[str, Any]) -> str:
     return "nearly" if kind == "dynamic" else "exact"
 
 
-READERS: dict[str, Callable[[dict[str, Any]], str]] = {"mlx-lm": _mlx, "exllamav3": _exllama, "TGI": _tgi}
+READERS: dict[str, Callable[[dict[str, Any]], str]] = {"exllamav3": _exllama, "TGI": _tgi}

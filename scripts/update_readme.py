@@ -26,7 +26,7 @@ from ctxext.cli.app import app
 from ctxext.cli.show import methods_markdown
 from ctxext.methods import METHODS
 from ctxext.training.settings import Settings
-from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, vllm_markdown
+from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -54,6 +54,7 @@ def blocks() -> dict[str, tuple[str, Path]]:
         "recipes": recipes_markdown(),
         "runs_by_formula": by_formula_markdown(),
         "runs_on_llama_cpp": llama_cpp_markdown(),
+        "runs_on_mlx_lm": mlx_lm_markdown(),
         "runs_on_vllm": vllm_markdown(),
         "settings": settings_markdown(),
     }

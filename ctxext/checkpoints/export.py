@@ -16,7 +16,7 @@ from ctxext.adapters import is_adapter
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
-from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
+from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.methods.formulas import NEVER
@@ -60,7 +60,7 @@ def export(
     Args:
         checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``save_pretrained``).
             With ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
-        to: the runtime: "llama.cpp", "sglang" or "vllm".
+        to: the runtime: "llama.cpp", "mlx-lm", "sglang" or "vllm".
         method: for a checkpoint that is to be served extended while its files stay as they are; as for
             ``ctxext.patch``. None exports the extension that the checkpoint carries.
         gguf: for llama.cpp: a GGUF file of this model, in any quantisation, and the path of a copy to write that holds
@@ -79,7 +79,8 @@ def export(
         InvalidParameterError: a GGUF file for another runtime.
 
     Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
-        llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp); sglang 0.5.23 (srt/layers).
+        llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp); sglang 0.5.23 (srt/layers);
+        mlx-lm 0.32.2 (models/rope_utils.py).
     """
     _check_target(to)
     if gguf is not None and to != "llama.cpp":
@@ -87,12 +88,12 @@ def export(
     if isinstance(checkpoint, nn.Module):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
-        config, served = base_model(checkpoint).config, None
+        config, served, guarded = base_model(checkpoint).config, None, False
         trust_remote_code = True  # its code has run
     else:
-        config, served = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
+        config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
     if gguf is None:
-        return export_config(config, to=to, served=served, trust_remote_code=trust_remote_code)
+        return export_config(config, to=to, served=served, trust_remote_code=trust_remote_code, guarded=guarded)
     extended = _extension_of(config, served, trust_remote_code)
     saved = saved_extension(config, f"this {config.model_type}")
     plain = served or (config if saved is None else plain_config(config, saved))
@@ -108,8 +109,8 @@ def _read(
     into_gguf: bool,
     trust_remote_code: bool,
     arguments: dict[str, Any],
-) -> tuple[Any, Any]:
-    """The extended config, and the one in the files where that is another."""
+) -> tuple[Any, Any, bool]:
+    """The extended config, the one in the files where that is another, and whether they keep old readers out."""
     place, inside = gguf_inside(checkpoint, {})
     if inside:
         _refuse_gguf(Path(checkpoint), extending=into_gguf and method is not None)
@@ -124,8 +125,8 @@ def _read(
     config = read_any_config(place, trust_remote_code=trust_remote_code, **file)
     model_class(config)  # it says so where transformers has none
     if method is None:
-        return config, None
-    return extended_config(config, method, trust_remote_code=trust_remote_code, **arguments), config
+        return config, None, keeps_old_readers_out(place, **file)
+    return extended_config(config, method, trust_remote_code=trust_remote_code, **arguments), config, False
 
 
 def _refuse_gguf(path: Path, *, extending: bool) -> None:
@@ -143,8 +144,17 @@ def _refuse_gguf(path: Path, *, extending: bool) -> None:
         )
 
 
-def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code: bool = False) -> Export:
-    """Export the extension that ``config`` holds; ``served`` is the config in the files, where it is another one.
+def export_config(
+    config: Any, *, to: str, served: Any = None, trust_remote_code: bool = False, guarded: bool = False
+) -> Export:
+    """Export the extension that ``config`` holds.
+
+    Args:
+        config: the extended config.
+        to: the runtime.
+        served: the config in the files, where it is another one.
+        trust_remote_code: allow the code that it names to run.
+        guarded: whether the files keep out whoever reads the fields of transformers 4.
 
     Raises:
         CheckpointError: what the config says beside its ``ctxext`` entry is not what that entry stands for.
@@ -154,7 +164,7 @@ def export_config(config: Any, *, to: str, served: Any = None, trust_remote_code
         return longer
     if (own := _own_alibi(config, served)) is not None:
         return RUNTIMES[to].export_own_alibi(own)
-    return RUNTIMES[to].export(_extension_of(config, served, trust_remote_code))
+    return RUNTIMES[to].export(replace(_extension_of(config, served, trust_remote_code), guarded=guarded))
 
 
 def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> ExtensionInConfig:
@@ -180,12 +190,12 @@ def _longer_table(config: Any, served: Any, to: str) -> Export | None:
             f"No flag makes {to} read a longer table of positions than the checkpoint holds. Write one first: "
             f"ctxext patch SOURCE NEW --method {saved['method']['method']} --factor {saved['method']['factor']:g}."
         )
-    target = saved["target_length"]
+    target, flag = saved["target_length"], RUNTIMES[to].length_flag
     note = (
         f"The longer table of positions is among the weights, and config.json says how long it is: there is nothing "
         f"else to be told. That {to} runs a {config.model_type} so was not tried here."
     )
-    return Export(target=to, flags=(RUNTIMES[to].length_flag, str(target)), notes=(note,), exact=False)
+    return Export(target=to, flags=() if flag is None else (flag, str(target)), notes=(note,), exact=False)
 
 
 def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:

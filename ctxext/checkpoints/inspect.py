@@ -18,7 +18,7 @@ from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import meta_model
-from ctxext.checkpoints.source import checked_path, read_any_config, read_json
+from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.base import require
@@ -145,7 +145,7 @@ def inspect_checkpoint(
         extended=extended,
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
-        exports=_exports(config, trust_remote_code) if extended else None,
+        exports=_exports(config, trust_remote_code, keeps_old_readers_out(place, **location)) if extended else None,
     )
 
 
@@ -273,11 +273,11 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
     )
 
 
-def _exports(config: Any, trust_remote_code: bool) -> dict[str, Export | str]:
+def _exports(config: Any, trust_remote_code: bool, guarded: bool) -> dict[str, Export | str]:
     found: dict[str, Export | str] = {}
     for target in RUNTIMES:
         try:
-            found[target] = export_config(config, to=target, trust_remote_code=trust_remote_code)
+            found[target] = export_config(config, to=target, trust_remote_code=trust_remote_code, guarded=guarded)
         except IncompatibleError as error:
             found[target] = str(error)
     return found

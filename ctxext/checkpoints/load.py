@@ -412,10 +412,10 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     """Save a model so that its extension cannot be lost.
 
     A whole model is what ``save_pretrained`` writes, whose config carries the extension; beside it stand, wherever they
-    can say the same, the fields that programs written for transformers 4 read (mlx-lm, exllamav3, TGI). For a PEFT adapter, whose
-    directory holds no config of the base model, the extension is written beside it and the adapter is marked so that
-    PEFT and transformers refuse it with a sentence that says what to do. They cannot tell whether a base is extended,
-    and refuse it on one that is, too: put it there with ``ctxext.load(path, base=model)``.
+    can say the same, the fields that programs written for transformers 4 read (mlx-lm, exllamav3, TGI). For a PEFT
+    adapter, whose directory holds no config of the base model, the extension is written beside it and the adapter is
+    marked so that PEFT and transformers refuse it with a sentence that says what to do. They cannot tell whether a base
+    is extended, and refuse it on one that is, too: put it there with ``ctxext.load(path, base=model)``.
 
     Args:
         model: a patched model, or a PEFT wrapper around one.

@@ -24,6 +24,7 @@ from ctxext.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.saved import checked_extension
+from ctxext.surgery.old_form import OLD_GUARD
 from ctxext.surgery.rope_types import GUARD
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "checked_contents",
     "checked_path",
     "gguf_inside",
+    "keeps_old_readers_out",
     "read_any_config",
     "read_json",
     "refuse_source",
@@ -98,6 +100,13 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     if "ctxext" in raw:
         _refuse_two_stories(raw, place)
     return config
+
+
+def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> bool:
+    """Whether the config that lies there has a guard where readers of transformers 4 look for the base."""
+    raw, _ = PreTrainedConfig.get_config_dict(place, **location)
+    parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
+    return any(value == OLD_GUARD for part in parts for value in part.values())
 
 
 def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:

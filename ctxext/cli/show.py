@@ -185,8 +185,10 @@ def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) ->
     method = "yarn" if "yarn" in extending else extending[0]
     place = "ORIGINAL" if checkpoint.endswith(".gguf") else checkpoint
     window = ("--sliding-window", "lift") if found.window_caps else ()
-    for target in RUNTIMES:
-        line = shlex.join(("ctxext", "export", place, "--to", target, "--method", method, "--factor", "4", *window))
+    for target, runtime in RUNTIMES.items():
+        asked = ("--method", method, "--factor", "4", *window)
+        command = ("patch", place, "NEW") if runtime.files_only else ("export", place, "--to", target)
+        line = shlex.join(("ctxext", *command, *asked))
         console.print(Text(f"what {target} must be told for an extension: {line}"), soft_wrap=True)
     if place != checkpoint:
         console.print("ORIGINAL: the checkpoint that this file was converted from.")

@@ -100,6 +100,7 @@ class ExtensionInConfig:
         scale: what cos and sin are multiplied by.
         pairs: how many frequencies there are, where the config scales them.
         unsaid: config fields that the files to be served do not hold yet.
+        guarded: whether those files keep out whoever reads the fields of transformers 4.
     """
 
     config: Any
@@ -109,6 +110,7 @@ class ExtensionInConfig:
     scale: float
     unsaid: dict[str, Any]
     unclear: bool = False
+    guarded: bool = False
     pairs: int | None = None
 
     @property
@@ -152,6 +154,11 @@ class ExtensionInConfig:
         return self.rope_type == "proportional" and self.rope.get("factor", 1.0) != 1.0
 
     @property
+    def scales_scores(self) -> bool:
+        """Whether YaRN's temperature multiplies whole scores of latent attention instead of cos and sin."""
+        return bool(self.rope.get("mscale_all_dim")) and hasattr(self.text, "kv_lora_rank")
+
+    @property
     def method(self) -> str:
         """The method's name, or the rope type where ctxext did not make the extension."""
         saved = getattr(self.config, "ctxext", None)
@@ -163,11 +170,13 @@ class Runtime(ABC):
 
     Attributes:
         name: as ``ctxext.export`` takes it.
-        length_flag: the argument that sets the longest text.
+        length_flag: the argument that sets the longest text; None where there is none.
+        files_only: whether it learns of an extension from the checkpoint's files alone, and no argument tells it.
     """
 
     name: ClassVar[str]
-    length_flag: ClassVar[str]
+    length_flag: ClassVar[str | None]
+    files_only: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def _why_no_keys(extended: ExtensionInConfig) -> list[str]:
     rope, kind = extended.rope, extended.rope_type
     if extended.layer_type is not None:
         return ["they serve all layers, and only some are extended"]
-    if kind not in ("default", "linear", "yarn") or rope.get("truncate") is False or _scales_scores(extended):
+    if kind not in ("default", "linear", "yarn") or rope.get("truncate") is False or extended.scales_scores:
         return [f"they have no word for this {kind}"]
     if kind == "yarn" and (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1) != (32, 1):
         return ["llama.cpp reads beta_fast and beta_slow from flags alone"]
@@ -286,13 +286,8 @@ def _form(extended: ExtensionInConfig) -> str:
     kind = extended.rope_type
     if kind != "yarn":
         return "default" if kind == "proportional" else kind
-    usual = _scales_scores(extended) or abs(attention_factor(extended) - 1) < 1e-6
+    usual = extended.scales_scores or abs(attention_factor(extended) - 1) < 1e-6
     return "yarn" if usual else "yarn_attention"
-
-
-def _scales_scores(extended: ExtensionInConfig) -> bool:
-    """Whether the temperature multiplies whole scores of latent attention instead of cos and sin."""
-    return bool(extended.rope.get("mscale_all_dim")) and hasattr(extended.text, "kv_lora_rank")
 
 
 def attention_factor(extended: ExtensionInConfig) -> float:
@@ -378,7 +373,7 @@ def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
                 "llama.cpp always rounds the ends of YaRN's ramp to whole dimensions (truncate=False is lost)."
             )
             exact = False
-        if _scales_scores(extended) and rope.get("mscale") != rope["mscale_all_dim"]:
+        if extended.scales_scores and rope.get("mscale") != rope["mscale_all_dim"]:
             losses.append("mscale and mscale_all_dim differ; how llama.cpp combines them is not verified.")
             exact = False
         if _form(extended) == "yarn_attention":

@@ -443,7 +443,9 @@ def test_a_real_llama_cpp_computes_an_extension_of_divisors_that_were_there(tmp_
 def compare_with_llama_cpp(model: LlamaForCausalLM, source: Path, method: Method, **choices: Any) -> None:
     """Log-probabilities beyond the trained window, from the file alone: no flag but the length."""
     pytest.importorskip("xllamacpp", reason="a llama.cpp for CPUs: pip install xllamacpp==2026.10.11549")
-    from scripts.llama_cpp_table import TOKENS, VOCABULARY, distance, expected, served
+    from scripts.llama_cpp_table import expected, served
+    from scripts.proof import TOKENS, distance
+    from scripts.walk.tiny import VOCABULARY
 
     ids = torch.randint(5, VOCABULARY - 1, (TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
     plain = expected(model, ids)

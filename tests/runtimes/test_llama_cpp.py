@@ -15,7 +15,8 @@ from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS
-from scripts.llama_cpp_proof import CLOSE, RESULTS, SHAPES, Bench, all_methods, methods_for, prove, tiny
+from scripts.llama_cpp_proof import RESULTS, SHAPES, Bench, prove
+from scripts.proof import CLOSE, all_methods, methods_for, tiny_of
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
@@ -50,7 +51,7 @@ def test_every_method_of_every_shape_was_tried() -> None:
 )
 def test_export_says_today_what_was_measured(shape: str) -> None:
     """Of the extended checkpoint; a verdict that changes needs the measurement anew (make llama-cpp)."""
-    methods, config = all_methods(tiny(shape)), tiny_config(shape)
+    methods, config = all_methods(tiny_of(shape)), tiny_config(shape)
     told = [proof for proof in PROOFS if proof["shape"] == shape and proof["way"] == "extended"]
     assert told
     for proof in told:

@@ -23,7 +23,7 @@ from ctxext.methods import METHODS
 from ctxext.runtimes.base import read_table
 from ctxext.runtimes.vllm import TABLE
 from scripts import vllm_proof
-from scripts.llama_cpp_proof import CLOSE, all_methods, methods_for, tiny
+from scripts.proof import CLOSE, all_methods, methods_for, tiny_of
 from scripts.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
 
@@ -90,7 +90,7 @@ def test_whatever_is_called_exact_was_measured_to_be() -> None:
 @pytest.mark.parametrize("shape", ["llama", "bloom"])
 def test_export_says_today_what_was_measured(shape: str) -> None:
     """Of the extended checkpoint; a verdict that changes needs the measurement anew (make vllm)."""
-    methods = all_methods(tiny(shape))
+    methods = all_methods(tiny_of(shape))
     told = [proof for proof in PROOFS if proof["shape"] == shape and proof["way"] == "extended"]
     assert {proof["method"] for proof in told} == set(methods_for(shape))
     for proof in told:

@@ -1,0 +1,162 @@
+"""What a real mlx-lm was seen to do, against what ``export`` says today; and, slow, the seeing itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import BloomConfig, GemmaConfig, GPT2Config, LlamaConfig, Phi3Config
+
+import ctxext
+from ctxext.checkpoints.export import export, export_config, read_extended
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.load import extended_config
+from ctxext.errors import IncompatibleError
+from ctxext.methods import METHODS, Method
+from ctxext.runtimes.base import read_table
+from ctxext.runtimes.mlx_lm import TABLE, form_of
+from scripts.mlx_lm_proof import RESULTS, SHAPES
+from scripts.mlx_lm_table import FORMS
+from scripts.proof import CLOSE, all_methods, methods_for, tiny_of
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._checkpoints import SHAPE, TRAINED
+
+PROOFS: list[dict[str, Any]] = json.loads(RESULTS.read_text())["proofs"]
+TYPES: dict[str, Any] = read_table(TABLE)["types"]
+
+
+def of(name: str, **parameters: Any) -> Method:
+    return METHODS[name].from_dict({"factor": 4.0, **parameters})
+
+
+# --- what was measured -----------------------------------------------------------------------------------------------
+
+
+def test_whatever_is_called_exact_was_measured_to_be() -> None:
+    exact = [proof for proof in PROOFS if proof["exact"]]
+    assert {proof["shape"] for proof in exact} == set(SHAPES)
+    assert len(exact) > 20
+    for proof in exact:
+        assert proof["error"] <= CLOSE * proof["matters"], proof
+        assert proof["matters"] > 0.1, f"{proof} would not show an error"
+
+
+@pytest.mark.parametrize("shape", ["llama", "phi3", "gemma"])
+def test_export_says_today_what_was_measured(shape: str) -> None:
+    """A verdict that changes needs the measurement anew (make mlx-lm)."""
+    methods, model = all_methods(tiny_of(shape)), tiny_of(shape)
+    told = [proof for proof in PROOFS if proof["shape"] == shape]
+    assert {proof["method"] for proof in told} == set(methods_for(shape))
+    for proof in told:
+        extended = extended_config(model.config, methods[proof["method"]], trained_length=TRAINED_LENGTH)
+        try:
+            found = export_config(extended, to="mlx-lm").exact
+        except IncompatibleError:
+            found = None
+        assert found == proof["exact"], proof
+
+
+def test_every_form_is_told_apart() -> None:
+    """The table is asked by what a config says, not by the method that wrote it."""
+    half, config = 8, LlamaConfig(**SHAPE)
+    same = {"short_factor": (2.0,) * half, "long_factor": (2.0,) * half}
+    for form, (name, parameters) in FORMS.items():
+        method = of(name, **(same if name == "longrope" else {}), **parameters)
+        assert form_of(read_extended(extended_config(config, method))) == form
+    assert TYPES["llama"]["forms"].keys() == FORMS.keys()
+
+
+# --- what export says ------------------------------------------------------------------------------------------------
+
+
+def test_a_class_that_reads_the_base_alone_is_refused_for_all_else() -> None:
+    config = GemmaConfig(**SHAPE, head_dim=16)
+    assert export_config(extended_config(config, "ntk", factor=4.0), to="mlx-lm").exact
+    for method in ("pi", "yarn", "llama3"):
+        with pytest.raises(IncompatibleError, match=r"would run this gemma with other positions: its class \(mlx_lm/"):
+            export_config(extended_config(config, method, factor=4.0), to="mlx-lm")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (of("yarn", attention_factor=1.3), "does not read all of this yarn"),
+        (of("yarn", truncate=False), "does not read all of this yarn"),
+        (of("self_extend"), "rope_type='ctxext_rope', which mlx-lm refuses"),
+        (of("longrope", short_factor=(1.0,) * 8, long_factor=(2.0,) * 8), "stops on this llama"),
+    ],
+    ids=["attention", "truncate", "remapping", "longrope"],
+)
+def test_what_it_does_not_read(method: Method, message: str) -> None:
+    with pytest.raises(IncompatibleError, match=message):
+        export_config(extended_config(LlamaConfig(**SHAPE), method), to="mlx-lm")
+
+
+def test_two_sets_of_factors_are_one_there() -> None:
+    config = Phi3Config(**SHAPE, original_max_position_embeddings=TRAINED, pad_token_id=0)
+    two = extended_config(config, of("longrope", short_factor=(1.0,) * 8, long_factor=(2.0,) * 8))
+    made = export_config(two, to="mlx-lm")
+    assert not made.exact
+    assert any("takes long_factor for every text" in note for note in made.notes)
+    assert not export_config(extended_config(LlamaConfig(**SHAPE), of("dynamic_ntk")), to="mlx-lm").exact
+
+
+def test_types_that_do_not_run_or_are_not_known_are_not_proven() -> None:
+    unknown = [
+        extended_config(transformers.AutoConfig.for_model("mpt"), "alibi", factor=4.0),
+        extended_config(BloomConfig(seq_length=TRAINED), "alibi", factor=4.0),
+    ]
+    for config in unknown:
+        with pytest.raises(IncompatibleError, match=r"has no class for a (mpt|bloom) with ALiBi"):
+            export_config(config, to="mlx-lm")
+    assert "arcee" not in TYPES
+    made = export_config(extended_config(transformers.ArceeConfig(**SHAPE), "yarn", factor=4.0), to="mlx-lm")
+    assert not made.exact
+    assert any("has no class for arcee" in note for note in made.notes)
+
+
+def test_a_longer_table_needs_no_flag() -> None:
+    made = export_config(extended_config(GPT2Config(n_positions=TRAINED), "tile", factor=4.0), to="mlx-lm")
+    assert made.flags == ()
+    assert not made.exact
+
+
+# --- which files it reads --------------------------------------------------------------------------------------------
+
+
+def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: Path) -> None:
+    model = tiny_of("llama")
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(IncompatibleError, match=r"no setting that extends a llama.*ctxext patch SOURCE NEW"):
+        export(tmp_path / "plain", to="mlx-lm", method="yarn", factor=4.0)
+    ctxext.patch(model, "yarn", factor=4.0)
+    model.save_pretrained(tmp_path / "stock")
+    ctxext.save(model, tmp_path / "saved")
+    with pytest.raises(IncompatibleError, match=r"stops on this llama: save_pretrained wrote .*ctxext\.save"):
+        export(tmp_path / "stock", to="mlx-lm")
+    assert "stops on this llama" in str((inspect_checkpoint(tmp_path / "stock").exports or {})["mlx-lm"])
+    for made in (export(tmp_path / "saved", to="mlx-lm"), export(model, to="mlx-lm")):
+        assert made.exact
+        assert made.flags == ()
+    ctxext.save(ctxext.load(tmp_path / "stock"), tmp_path / "again")
+    assert export(tmp_path / "again", to="mlx-lm").exact
+
+
+# --- the measurement -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_real_mlx_lm_computes_what_export_calls_exact(shape: str, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm", reason="make mlx-lm brings an mlx-lm for CPUs")
+    from scripts.mlx_lm_proof import main
+
+    main(tmp_path / "found.json", shapes=shape, only="")
+    found = json.loads((tmp_path / "found.json").read_text())["proofs"]
+    stored = {proof["method"]: proof["exact"] for proof in PROOFS if proof["shape"] == shape}
+    assert {proof["method"]: proof["exact"] for proof in found} == stored, "docs/results/runtimes are old"
+    assert all(math.isfinite(proof["error"]) for proof in found if proof["exact"])
