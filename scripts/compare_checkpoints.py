@@ -30,7 +30,9 @@ from typer import Argument, Option
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ctxext.checkpoints.source import checked_path, gguf_inside
 from ctxext.cli.options import TextOptions, grouped, run_script
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import check_reach, pass_cost, ticking, turning_point
@@ -70,19 +72,22 @@ def main(
     device: Annotated[str | None, Option(help="Where to compute; default a GPU if there is one.")] = None,
 ) -> None:
     """Read the texts with every checkpoint, and print and write the table."""
-    require_matplotlib()  # now, and not when all is read
+    require_matplotlib()  # now, and not when all is read; so with the checkpoints
+    require_each_once(checkpoints)
     console = Console(highlight=False, soft_wrap=True)
     journal = Journal(output / "cells.jsonl", identity=output / "texts.json", work="texts")
     losses: dict[str, list[Tensor]] = {}
     cut: dict[str, dict[int, list[Tensor]]] = {}
     trained, corpus, place = 0, None, ""
+    spans: Spans = ()
     for name, label in labels_of(checkpoints).items():
         checkpoint = load_checkpoint(name, dtype=dtype, device=device)
         check_reach(checkpoint.model, length, beyond=False)
+        trained = trained or known_trained_length(checkpoint.model)
+        spans = spans or list(pairwise(edges_for(trained, length)))
         corpus = texts.read(checkpoint, tokens=length + 1)
         journal.claim({"made_by": "compare_checkpoints", "corpus": {"name": "texts", "sha256": corpus.sha256}})
         place = next(checkpoint.model.parameters()).device.type
-        trained = trained or known_trained_length(checkpoint.model)
         losses[name] = read(checkpoint, corpus, Reading(length), journal, console, label=label)
         for window in windows_of(trained) if truncated else ():
             reading = Reading(length, start=length - trained // ENDS, window=window)
@@ -91,7 +96,6 @@ def main(
         del checkpoint  # before the next one is loaded
     assert corpus is not None, "there is a checkpoint"
     title = f"{len(corpus.documents)} texts, nats per token; {machine(place)}"
-    spans = list(pairwise(edges_for(trained, length)))
     gaps = differences(losses, spans)
     text = markdown_table(title, header(checkpoints), rows(losses, gaps, spans))
     start = length - trained // ENDS
@@ -104,6 +108,14 @@ def main(
     if gaps or ends:
         draw(output / "figure.png", checkpoints, gaps, spans, ends)
     console.print(text, markup=False)
+
+
+def require_each_once(checkpoints: list[str]) -> None:
+    """Raise ``CtxextError`` for a path that holds no checkpoint, or stands there twice."""
+    for number, name in enumerate(checkpoints):
+        checked_path(*gguf_inside(name, {}))
+        if Path(name) in map(Path, checkpoints[:number]):
+            raise InvalidParameterError(f"Every checkpoint is named once; {Path(name)} stands there twice. Drop one.")
 
 
 @dataclass(frozen=True)

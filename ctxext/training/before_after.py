@@ -63,6 +63,9 @@ class BeforeAndAfter:
             path: where the result is kept.
         """
         asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
+        # A run that was killed before its first checkpoint leaves its directory to a new one, which may be another.
+        asked["of"] = self.settings.model_dump(include={"dtype", "quantisation", "seed", "extension"})
+        asked["of"]["checkpoint"] = self.checkpoint.sha256
         if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
             found: dict[str, Any] = stored["found"]
             return found

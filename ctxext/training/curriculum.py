@@ -16,6 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.patching import patched_state, resolve
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.lora import encodings
 from ctxext.training.memory import Memory
 from ctxext.training.sequences import PackedSequences, Sequences, TrainingSequences
 from ctxext.training.settings import ExtensionSettings, Settings
@@ -122,7 +123,8 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
         held: what ``memory.apply(model)`` returned.
 
     Raises:
-        IncompatibleError: stages of a dynamic method, whose positions follow the length of the text by themselves.
+        IncompatibleError: stages of a dynamic method, whose positions follow the length of the text by themselves, or
+            of an encoding with weights, which a change of stages would drop.
     """
 
     def __init__(
@@ -141,6 +143,11 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
             raise IncompatibleError(
                 f"{patched.method.name} follows the length of the text by itself; stages of it have nothing to change. "
                 f"Leave out the stages."
+            )
+        if len(stages) > 1 and patched is not None and encodings(self.base):
+            raise IncompatibleError(
+                f"{patched.method.name} brings weights of its own, and a change of stages would put new ones in their "
+                f"place, which no optimiser has. Leave out the stages."
             )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

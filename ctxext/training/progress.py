@@ -67,7 +67,8 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the step."""
+        """Count the step; what was trained since the last entry of the loss curve is told at the end."""
+        control.should_log |= state.global_step == state.max_steps
         self.steps, self.seconds = self.steps + 1, time.monotonic() - self._started
         self.tokens += self.tokens_of(state.global_step - 1)
         if self._bar is not None:

@@ -10,7 +10,6 @@ after training is whether a model finds things, not whether it knows the questio
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -37,6 +36,8 @@ PASSAGE = (16, 64)  # tokens of a passage to repeat
 BEGINNING = 8  # of which so many say which passage it is, and are not to be predicted
 MOST = 0.5  # of a piece of text that may give way to what is put into it
 NEAR = 64  # tokens within which the end of a sentence is looked for
+ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\u061f", "\u06d4", "\u0964")  # Chinese, Arabic, Hindi too
+CLOSING = " \"'\u201d\u2019)\u00bb\u300d\u300f\uff09"  # what may stand behind them
 
 Insertion = tuple[int, Int[Tensor, " _"]]
 """Before which token of the text, and what."""
@@ -68,7 +69,7 @@ class RetrievalSequences(Sequences):
     ) -> None:
         self.whole, self.tokenizer, self.share, self.kinds, self.seed = whole, tokenizer, share, tuple(kinds), seed
         self.front = len(special_prefix(tokenizer))
-        self._is_end = functools.cache(self._ends_sentence)
+        self._ends: dict[int, bool] = {}  # what was asked of tokens; a functools.cache could not be pickled
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -179,12 +180,14 @@ class RetrievalSequences(Sequences):
 
     def _sentence_from(self, ids: Tensor, place: int) -> int:
         near = ids[place - 1 : place - 1 + NEAR].tolist()
-        found = place + next((number for number, token in enumerate(near) if self._is_end(token)), 0)
+        found = place + next((number for number, token in enumerate(near) if self._ends_sentence(token)), 0)
         return min(found, len(ids) - 1)
 
     def _ends_sentence(self, token: int) -> bool:
-        said: str = self.tokenizer.decode([token])
-        return "\n" in said or said.rstrip(" \"'\u201d\u2019)").endswith((".", "!", "?"))
+        if token not in self._ends:
+            said: str = self.tokenizer.decode([token])
+            self._ends[token] = "\n" in said or said.rstrip(CLOSING).endswith(ENDS)
+        return self._ends[token]
 
     def _names(self, count: int, random: np.random.Generator) -> list[str]:
         return [NAMES[number] for number in random.permutation(len(NAMES))[:count]]

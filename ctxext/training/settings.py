@@ -6,6 +6,7 @@ out of range is an error that names the place and the value, and ``2e-5`` is a n
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods import is_choice, method_in
@@ -42,6 +51,14 @@ class Section(BaseModel):
     """A part of the settings; only the keys that it names exist."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_a_number(cls, value: Any, field: Any) -> Any:
+        """Pydantic takes true for 1, and a key on the command line whose value was forgotten is true."""
+        if isinstance(value, bool) and cls.model_fields[field.field_name].annotation is not bool:
+            raise ValueError("input should not be true or false")
+        return value
 
 
 def _factor_or_length(section: Any) -> Any:
@@ -458,7 +475,14 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         texts = [text] if given else []
         while not given and words and not words[0].startswith("--"):
             texts.append(words.pop(0))
-        found = [yaml.load(text, _Loader) for text in texts]
+        try:
+            found = [yaml.load(text, _Loader) for text in texts]
+        except yaml.YAMLError as error:
+            quoted = " ".join(f"'{json.dumps(text, ensure_ascii=False)}'" for text in texts)
+            raise InvalidParameterError(
+                f"--{key} {' '.join(texts)} is not valid YAML: {error}\nText with signs that mean something to YAML "
+                f"stands in quotes inside the shell's: --{key} {quoted}"
+            ) from error
         yield key, found[0] if len(found) == 1 else found or True
 
 

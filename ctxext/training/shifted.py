@@ -143,11 +143,6 @@ def _interface(layer: nn.Module) -> Any:
     return sys.modules[type(layer).__module__].ALL_ATTENTION_FUNCTIONS
 
 
-def _halved(heads: Tensor, keys: int) -> tuple[Tensor, ...]:
-    """Heads [batch, head, token, dim] in two: a key head and its queries stay together, an odd one is in the second."""
-    return heads.tensor_split([keys // 2 * (heads.shape[1] // keys)], 1)
-
-
 def _folded(heads: Tensor, groups: int) -> Tensor:
     """Heads [batch, head, token, dim] with their equal groups of tokens side by side in the batch."""
     batch, count, tokens, size = heads.shape

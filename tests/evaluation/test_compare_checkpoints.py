@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -140,6 +141,25 @@ def test_a_checkpoint_that_does_not_reach_is_refused_before_it_reads(folder: Pat
     )
     assert isinstance(refused.exception, ctxext.errors.CtxextError)
     assert "640 tokens are more than the 512 that this model is trained for" in str(refused.exception)
+    assert not (folder / "out" / "cells.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "said"),
+    [
+        (["first", "nothing"], LENGTH, "There is no checkpoint at .*nothing"),
+        (["first", "second"], 512, "length=512 leaves too little beyond the trained length of 512"),
+        (["first", "second", "first/"], LENGTH, "Every checkpoint is named once; .*first stands there twice"),
+    ],
+)
+def test_what_could_not_be_compared_in_the_end_is_refused_before_it_is_read(
+    names: list[str], length: int, said: str, folder: Path
+) -> None:
+    paths = [f"{folder}/{name}" for name in names]
+    texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
+    refused = compare(*paths, *texts, "--length", length, "-o", folder / "out")
+    assert isinstance(refused.exception, ctxext.errors.CtxextError)
+    assert re.search(said, str(refused.exception))
     assert not (folder / "out" / "cells.jsonl").exists()
 
 

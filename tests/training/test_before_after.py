@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from tests.training._recipe import recipe
 
 LONG = (0, 2)  # the documents that are longer than the extended window of 128
 PASSKEY = ("--passkey_lengths", "400", "--passkey_depths", "0.5", "--passkey_trials", "2")
+
+
+KEPT = ('"found": {}', '"found": {"kept": 1}')
 
 
 def by_position(model: Any, texts: list[Tensor], first: int, stop: int) -> float:
@@ -79,7 +83,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     loaded: Checkpoint = load_checkpoint(nothing.checkpoint, dtype="fp32")
     kept = tmp_path / "before.json"
     assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
-    kept.write_text(kept.read_text(encoding="utf-8").replace("{}", '{"kept": 1}'), encoding="utf-8")
+    kept.write_text(kept.read_text(encoding="utf-8").replace(*KEPT), encoding="utf-8")
     assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {"kept": 1}
     assert BeforeAndAfter(loaded, settings("--passkey_trials", "2")).before(loaded.model, kept) == {}, (
         "asked something else"
@@ -90,6 +94,27 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
     kept.write_text(json.dumps(earlier | {"evaluation": earlier["evaluation"] | {"format": 1}}), encoding="utf-8")
     assert BeforeAndAfter(loaded, nothing).before(loaded.model, kept) == {}
+
+
+@pytest.mark.parametrize("words", [("--factor", "4"), ("--method", "pi"), ("--dtype", "bf16"), ("--seed", "1")])
+def test_what_was_measured_of_another_model_is_measured_again(
+    words: tuple[str, ...], settings: Any, tmp_path: Path
+) -> None:
+    """A run that was killed before its first checkpoint leaves it to a new one, which may be of another extension."""
+    loaded: Checkpoint = load_checkpoint(settings().checkpoint, dtype="fp32")
+    kept = tmp_path / "before.json"
+    assert BeforeAndAfter(loaded, settings()).before(loaded.model, kept) == {}
+    kept.write_text(kept.read_text(encoding="utf-8").replace(*KEPT), encoding="utf-8")
+    assert BeforeAndAfter(loaded, settings()).before(loaded.model, kept) == {"kept": 1}
+    assert BeforeAndAfter(loaded, settings(*words)).before(loaded.model, kept) == {}
+
+
+def test_what_was_measured_of_other_weights_is_measured_again(settings: Any, tmp_path: Path) -> None:
+    loaded: Checkpoint = load_checkpoint(settings().checkpoint, dtype="fp32")
+    kept = tmp_path / "before.json"
+    assert BeforeAndAfter(loaded, settings()).before(loaded.model, kept) == {}
+    kept.write_text(kept.read_text(encoding="utf-8").replace(*KEPT), encoding="utf-8")
+    assert BeforeAndAfter(replace(loaded, sha256="others"), settings()).before(loaded.model, kept) == {}
 
 
 def test_what_cannot_be_measured_is_said_before_anything_is_trained(

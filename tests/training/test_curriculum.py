@@ -52,6 +52,10 @@ def test_stages_that_cannot_be(settings: Any) -> None:
         recipe.finetune(
             with_stages(settings("--method", "dynamic_yarn", "--positions", "consecutive"), {"steps": 2, "factor": 2})
         )
+    with pytest.raises(IncompatibleError, match=r"kerple brings weights of its own, .*Leave out the stages"):
+        recipe.finetune(
+            with_stages(settings("--method", "kerple", "--positions", "consecutive"), {"steps": 2, "factor": 1.5})
+        )
     with pytest.raises(InvalidParameterError, match=r"of 100 tokens do not fit into the extended window of 96"):
         recipe.finetune(with_stages(settings(), {"steps": 2, "factor": 1.5, "length": 100}))
 

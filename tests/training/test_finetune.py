@@ -80,6 +80,19 @@ def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, caps
     assert AutoTokenizer.from_pretrained(run / "merged")("ab").input_ids[0] == 256
 
 
+@pytest.mark.parametrize(("every", "steps"), [("100", [STEPS]), ("3", [3, STEPS])])
+def test_the_last_losses_are_told_however_rarely_a_run_logs(
+    every: str, steps: list[int], settings: Any, tmp_path: Path
+) -> None:
+    recipe.finetune(settings("--output", str(tmp_path / "all")))
+    recipe.finetune(settings("--training.log_every", every))
+    single, found = losses(tmp_path / "all"), losses(tmp_path / "run")
+    assert list(found) == steps
+    for start, stop in zip([0, *steps], steps, strict=False):
+        mean = sum(single[step] for step in range(start + 1, stop + 1)) / (stop - start)
+        assert found[stop] == pytest.approx(mean, rel=1e-5)
+
+
 def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

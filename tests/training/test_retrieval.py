@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,21 @@ def test_no_space_is_doubled_where_a_tokenizer_puts_one_before_what_it_is_given(
     spaced.backend_tokenizer.normalizer = normalizers.Prepend("a")
     found = RetrievalSequences(TrainingSequences.__new__(TrainingSequences), spaced, share=1.0, seed=0)
     assert said(spaced, found._tokens(" bc.")) == " bc."
+
+
+def test_processes_that_read_for_a_run_make_the_same_of_it(prose: TokenisedDocuments, tokenizer: Any) -> None:
+    """Where they are started anew, as on macOS, the sequences are pickled."""
+    _, found = sequences(prose, tokenizer)
+    again = pickle.loads(pickle.dumps(found))
+    assert all(torch.equal(again[index]["input_ids"], found[index]["input_ids"]) for index in range(COUNT))
+
+
+@pytest.mark.parametrize("end", [".", "!", '?"', "\u3002", "\uff01\u300d", "\u061f", "\u0964", "\n"])
+def test_sentences_end_in_every_script(end: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = RetrievalSequences(TrainingSequences.__new__(TrainingSequences), tokenizer, share=1.0, seed=0)
+    words = ["a", "b", end, "c", "d"]
+    monkeypatch.setattr(type(tokenizer), "decode", lambda _, ids: words[ids[0]])
+    assert found._sentence_from(torch.arange(len(words)), 1) == 3
 
 
 def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, tokenizer: Any) -> None:

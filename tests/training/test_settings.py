@@ -118,6 +118,11 @@ def test_unknown_in_the_file(read: Any, line: str, said: str) -> None:
         ),
         (["--train", "a", "--extension", "yarn"], r"Unknown setting 'extension'|extension: "),
         (["train", "a"], r"Expected --key value on the command line, found 'train'"),
+        (["--train", "a", "--steps"], r"training.steps: input should not be true or false, found True"),
+        (["--train", "a", "--retrieval"], r"data.retrieval: input should not be true or false, found True"),
+        (["--train", "a", "--learning_rate", "yes"], r"training.learning_rate: input should not be true or false"),
+        (["--train", "[draft] a"], r"(?s)--train \[draft\] a is not valid YAML: .*--train '\"\[draft\] a\"'"),
+        (["--train", "@a"], r"--train @a is not valid YAML"),
         (["--train", "a", "--keep", "1"], r"training.keep: input should be greater than or equal to 2, found 1"),
         (
             ["--train", "a", "--checkpointing", "no", "--save_attention", "yes"],
