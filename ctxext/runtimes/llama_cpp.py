@@ -120,8 +120,8 @@ def in_file(extended: ExtensionInConfig) -> Export:
     if by_keys:
         why = f"{_why_no_divisors(extended)}; and keys do not say it, because {by_keys[0]}"
         raise IncompatibleError(
-            f"A GGUF file of this {extended.config.model_type} cannot hold the extension: {why}. Leave --gguf out to see "
-            f"what flags say."
+            f"A GGUF file of this {extended.config.model_type} cannot hold the extension: {why}. Leave --gguf out to "
+            f"see what flags say."
         )
     notes, exact = _differences(extended)
     if extended.length_note:
