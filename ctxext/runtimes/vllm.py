@@ -39,6 +39,8 @@ TABLE = Path(__file__).with_name("vllm.json")
 ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and not looked at
 # vLLM multiplies max_position_embeddings by `factor` for these, although the config already holds the new length.
 MULTIPLIED = ("linear", "dynamic")
+# The rope types for which get_rope looks at mrope_section; its other classes take one row of positions.
+SEVERAL_AXES = ("default", "yarn")
 
 
 class VLLM(Runtime):
@@ -61,6 +63,12 @@ class VLLM(Runtime):
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
                 f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
+            )
+        if extended.rope.get("mrope_section") and extended.rope_type not in SEVERAL_AXES:
+            raise IncompatibleError(
+                f"vLLM would run this {extended.text.model_type} with other positions: they have several axes "
+                f"(mrope_section), which it knows for rope_type {' and '.join(SEVERAL_AXES)} alone, and here it is "
+                f"{extended.rope_type!r}. Extend it by yarn, ntk or abf, or serve it with transformers."
             )
         startable = without_endless_table(extended)
         doubt = _model_class(startable)
@@ -144,7 +152,8 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
     """
     table = read_table(TABLE)
     version, types = table["versions"]["vllm"], table["types"]
-    model_type = next((kind for kind in (extended.config.model_type, extended.text.model_type) if kind in types), None)
+    whole_type = extended.config.model_type
+    model_type = next((kind for kind in (whole_type, extended.text.model_type) if kind in types), None)
     if model_type is None:
         return f"Not proven: what vLLM {version} does for this model type was not looked at."
     line = types[model_type]
@@ -166,6 +175,8 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
         )
     if line["otherwise"] and model_type not in CLASSES:
         return f"Not proven: vLLM's class for {model_type} changes the rope parameters ({line['class']})."
+    if model_type != whole_type:
+        return f"Not proven: what vLLM {version} does for {whole_type} was not looked at, only for its {model_type}."
     return None
 
 

@@ -446,6 +446,30 @@ def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
         export_config(extended, to="vllm")
 
 
+@pytest.mark.parametrize("method", ["pi", "llama3", "nope", "dynamic_ntk"])
+def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: str) -> None:
+    """Its runner makes a row of positions for each axis, and the other classes take them for so many more tokens."""
+    from scripts.walk.tiny import tiny_config
+
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True}
+    config = tiny_config("qwen3_5_text", rope_parameters=rope | {"mrope_section": [1, 1, 2]})
+    with pytest.raises(IncompatibleError, match=r"qwen3_5_text .*mrope_section.* yarn, ntk or abf"):
+        export_config(extended_config(config, method, factor=4.0), to="vllm", served=config)
+    for served in ("yarn", "ntk"):
+        assert export_config(extended_config(config, served, factor=4.0), to="vllm", served=config).exact
+
+
+def test_a_model_of_several_parts_is_not_proven_by_its_text_model() -> None:
+    from transformers import LlavaConfig
+
+    config = LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict(), architectures=["LlavaForConditionalGeneration"])
+    for target, flag in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):
+        made = export_config(extended_config(config, "yarn", factor=4.0), to=target, served=config)
+        assert not made.exact
+        assert any("for llava was not" in note for note in made.notes)
+        assert list(json.loads(made.by_flag[flag])) == ["text_config"]
+
+
 def test_vllm_gpt_oss_gets_the_keys_that_it_insists_on() -> None:
     plain = other("gpt_oss")
     made = export_config(extended_config(plain, "yarn", factor=4.0), to="vllm")
@@ -504,6 +528,18 @@ def test_checkpoints_that_others_extended(rope: dict[str, Any], longest: int, ta
     assert made.by_flag["--max-model-len"] == str(target)
     vllm(config.to_dict(), made)  # which asserts that vLLM serves that length
     assert any("does not say which length" in note for note in made.notes) == (rope["rope_type"] == "linear")
+
+
+def test_a_product_that_is_no_whole_number_is_not_rounded_up() -> None:
+    """vLLM and SGLang refuse more than max_position_embeddings times the factor."""
+    rope = {"rope_type": "linear", "factor": 3.3, "rope_theta": 10000.0}
+    config = LlamaConfig(**SHAPE, rope_parameters=rope)
+    assert TRAINED * 3.3 % 1 > 0.5
+    made = export_config(config, to="vllm")
+    vllm(config.to_dict(), made)
+    for target in ("sglang", "llama.cpp"):
+        found = export_config(config, to=target).by_flag
+        assert found["--context-length" if target == "sglang" else "-c"] == made.by_flag["--max-model-len"]
 
 
 # rope, max_position_embeddings and the window of published checkpoints; None of them was written by ctxext.
