@@ -14,6 +14,7 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.adapters import is_adapter
+from ctxext.checkpoints.config_check import building
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
@@ -303,13 +304,17 @@ def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, flo
     """How many frequencies stock transformers makes, and what it multiplies cos and sin by.
 
     None and 1 where they are plain, or need ctxext anyway.
+
+    Raises:
+        CheckpointError: it makes none of such a config, as of longrope with too few factors.
     """
     rope = text.rope_parameters if layer_type is None else text.rope_parameters[layer_type]
     kind = rope.get("rope_type", "default")
     if kind == "default" or kind not in STOCK_TYPES:
         return None, 1.0
     arguments = {} if layer_type is None else {"layer_type": layer_type}
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(text), None, **arguments)
+    with building(f"the positions of a {text.model_type}"):
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(text), None, **arguments)
     return len(inv_freq), float(scale)
 
 

@@ -70,7 +70,7 @@ class SGLang(Runtime):
             exact = False
         elif extended.target_length > _promised(extended):
             overrides["max_position_embeddings"] = extended.target_length
-        if extended.rope_type == "yarn" and "rope_parameters" in overrides:
+        if extended.leaves_factor_open or (extended.rope_type == "yarn" and "rope_parameters" in overrides):
             rope = USUAL | rope
             overrides["rope_parameters"] = whole(extended, rope)
         if said := _scale(extended):

@@ -111,6 +111,8 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
     rope, overrides = extended.rope, dict(extended.unsaid)
     if extended.rope_type not in MULTIPLIED and extended.target_length > longest(extended):
         overrides["max_position_embeddings"] = extended.target_length  # vLLM serves no more than this
+    if extended.leaves_factor_open:
+        overrides["rope_parameters"] = whole(extended, rope)
     if extended.text.model_type == "gpt_oss" and not {"beta_fast", "beta_slow"} <= rope.keys():
         usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
         overrides["rope_parameters"] = whole(extended, usual | rope)
@@ -247,7 +249,8 @@ def _notes(extended: ExtensionInConfig) -> list[str]:
             f"{' and '.join(read_late)}: read by vLLM from PR #56446 on (merged 2026-09-11); older versions drop it "
             f"and scale attention by the default."
         )
-    if extended.rope_type in MULTIPLIED and extended.target_length <= longest(extended):
+    multiplied = extended.rope_type in MULTIPLIED and "gemma3" not in extended.text.model_type  # as vLLM excepts it
+    if multiplied and extended.target_length <= longest(extended):
         notes.append(
             f"--max-model-len is needed: vLLM multiplies max_position_embeddings by factor for rope_type "
             f"{extended.rope_type!r} and would otherwise promise a length {extended.rope['factor']:g} times too long."
