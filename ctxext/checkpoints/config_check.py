@@ -40,6 +40,8 @@ def building(what: str) -> Iterator[None]:
         yield
     except CtxextError:
         raise
+    except ImportError as error:  # of a package that only some models need; transformers says how to install it
+        raise CheckpointError(f"transformers cannot build {what} here: {' '.join(str(error).split())}") from error
     except UNFIT as error:
         said = str(error).strip().splitlines()
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.adapters import is_adapter
+from ctxext.checkpoints.config_check import building
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, model_class
@@ -292,33 +294,37 @@ def _lengths(config: Any, rope: dict[str, Any]) -> tuple[int, int, bool]:
     kind, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
     original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
     if kind == "yarn" and rope.get("factor"):  # published instructions leave max_position_embeddings as it was
-        return int(original or longest), round((original or longest) * factor), False
+        return int(original or longest), math.floor((original or longest) * factor), False
     if kind == "dynamic":  # stock code stretches beyond max_position_embeddings and looks at nothing else
-        return int(longest), round(longest * factor), False
+        return int(longest), math.floor(longest * factor), False
     if kind == "linear" and factor >= NEVER:  # it stops all rotation, and says nothing about lengths
         return int(original or longest), int(longest), False
     if kind == "linear":
         if original:
-            return int(original), round(original * factor), False
+            return int(original), math.floor(original * factor), False
         # Gemma 3 holds the extended length, as vLLM's own exception for it says; else it stays the trained one.
         raised = text.model_type.startswith("gemma3")
-        lengths = (round(longest / factor), longest) if raised else (longest, round(longest * factor))
+        lengths = (round(longest / factor), longest) if raised else (longest, math.floor(longest * factor))
         return (*lengths, not raised)
     original = int(original or longest / factor)
-    return original, longest if longest > original else round(original * factor), False
+    return original, longest if longest > original else math.floor(original * factor), False
 
 
 def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, float]:
     """How many frequencies stock transformers makes, and what it multiplies cos and sin by.
 
     None and 1 where they are plain, or need ctxext anyway.
+
+    Raises:
+        CheckpointError: it makes none of such a config, as of longrope with too few factors.
     """
     rope = text.rope_parameters if layer_type is None else text.rope_parameters[layer_type]
     kind = rope.get("rope_type", "default")
     if kind == "default" or kind not in STOCK_TYPES:
         return None, 1.0
     arguments = {} if layer_type is None else {"layer_type": layer_type}
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(text), None, **arguments)
+    with building(f"the positions of a {text.model_type}"):
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(text), None, **arguments)
     return len(inv_freq), float(scale)
 
 

@@ -62,9 +62,29 @@ class GGUFFile:
         return [name for name in self._reader.fields if not name.startswith("GGUF.")]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What it says under a key."""
+        """What it says under a key.
+
+        Raises:
+            CheckpointError: it is text in no encoding that the format has.
+        """
         found = self._reader.fields.get(key)
-        return default if found is None else found.contents()
+        try:
+            return default if found is None else found.contents()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path} cannot be read as GGUF: {key} is no text ({error}).") from error
+
+    def number(self, key: str, default: int | float) -> int | float:
+        """What it says under a key that stands for a number.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        found = self.get(key, default)
+        if not isinstance(found, int | float):
+            raise CheckpointError(
+                f"{self.path} says {key}={found!r}, which should be a number. Convert the checkpoint anew."
+            )
+        return found
 
     @property
     def tensors(self) -> list[str]:

@@ -54,7 +54,7 @@ def write_into_gguf(
     """
     file = GGUFFile(source)
     before = text_of(plain)
-    base = float(file.get(f"{architecture}.rope.freq_base", USUAL_BASE))
+    base = float(file.number(f"{architecture}.rope.freq_base", USUAL_BASE))
     divisors = _divisors(extended.text, base, extended.target_length)
     _refuse_other_model(file, architecture, extended, before, rotary_dim=2 * len(divisors))
     _refuse_other_scaling(file, [divisors, _divisors(before, base, extended.trained_length)])
@@ -99,7 +99,7 @@ def _refuse_other_model(
     file: GGUFFile, architecture: str, extended: ExtensionInConfig, before: Any, rotary_dim: int
 ) -> None:
     """Refuse a file that is not a whole model, or whose numbers are not those of the checkpoint."""
-    if (parts := file.get("split.count", 1)) > 1:
+    if (parts := file.number("split.count", 1)) > 1:
         raise CheckpointError(
             f"{file.path} is one of {parts} files of a model. Put them together first: llama-gguf-split --merge."
         )

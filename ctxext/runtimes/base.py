@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import shlex
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,8 +68,8 @@ class Export:
 
     @property
     def told(self) -> str:
-        """The flags in one line, and which file they are for where it is not any file of the model."""
-        flags = " ".join(self.flags)
+        """The flags in one line of a shell, and which file they are for where it is not any file of the model."""
+        flags = shlex.join(self.flags)
         return f"{flags} (with a GGUF file that ctxext export --gguf writes)" if self.in_file else flags
 
 
@@ -121,11 +122,20 @@ class ExtensionInConfig:
     @property
     def rope(self) -> dict[str, Any]:
         """The rope dict that was extended."""
-        whole = self.text.rope_parameters
-        rope = dict(whole if self.layer_type is None else whole[self.layer_type])
+        rope = dict(self._said)
         if "factor" in rope and rope["factor"] is None:  # stock code then takes the ratio of the lengths
             rope["factor"] = self.target_length / self.trained_length
         return rope
+
+    @property
+    def _said(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.text.rope_parameters
+        return found if self.layer_type is None else dict(found[self.layer_type])
+
+    @property
+    def leaves_factor_open(self) -> bool:
+        """Whether it is YaRN with a factor of null, which stock transformers alone fills in."""
+        return self.rope_type == "yarn" and self._said.get("factor") is None
 
     @property
     def rope_type(self) -> str:

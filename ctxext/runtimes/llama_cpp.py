@@ -15,7 +15,8 @@ BLOOM has ALiBi there, with slopes that nothing changes.
 Source: llama.cpp 0c1e57098 as vendored by llama_cpp_python 0.3.36 (conversion/, common/arg.cpp,
     src/llama-context.cpp:114-214, src/llama-model.cpp:1406-1432 and :2329-2350; for ALiBi src/models/bloom.cpp:18,
     src/llama-graph.cpp:2620-2722; for the tensor src/models/llama.cpp:66
-    and its like, get_rope_factors in src/llama-model.cpp:2337, ggml_rope_cache_init in ggml/src/ggml-cpu/ops.cpp:6204).
+    and its like, get_rope_factors in src/llama-model.cpp:2337, ggml_rope_cache_init in ggml/src/ggml-cpu/ops.cpp:6204;
+    for windows LLM_KV_ATTENTION_SLIDING_WINDOW in src/models/; for slots tools/server/server-context.cpp:1213).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, Runtime, read_table
+from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, Runtime, longest, read_table
+from ctxext.surgery.windows import window_of
 
 __all__ = [
     "DIVISORS",
@@ -46,6 +48,11 @@ TABLE = Path(__file__).with_name("llama_cpp.json")
 CLOSE = 1e-3  # of what the extension changes: rounding in float32 reaches a twentieth of this
 # The model types whose ALiBi it computes and its converter knows; their names are those of their architectures.
 ALIBI = ("bloom",)
+# The architectures of the table that have sliding windows; phi3 reads its key and switches them off.
+WINDOWED = (
+    *("afmoe", "cohere2moe", "exaone-moe", "exaone4", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss"),
+    *("granite_swa", "laguna", "lfm2", "olmo2"),
+)
 # The tensor of divisors, half as many as dimensions rotate, in float32.
 DIVISORS = "rope_freqs.weight"
 
@@ -113,8 +120,8 @@ def in_file(extended: ExtensionInConfig) -> Export:
     if by_keys:
         why = f"{_why_no_divisors(extended)}; and keys do not say it, because {by_keys[0]}"
         raise IncompatibleError(
-            f"A GGUF file of this {extended.text.model_type} cannot hold the extension: {why}. Leave --gguf out to see "
-            f"what flags say."
+            f"A GGUF file of this {extended.config.model_type} cannot hold the extension: {why}. Leave --gguf out to "
+            f"see what flags say."
         )
     notes, exact = _differences(extended)
     if extended.length_note:
@@ -205,16 +212,28 @@ def _by_flags(extended: ExtensionInConfig, line: dict[str, Any]) -> Export:
             exact = False
     else:
         notes.insert(0, "Convert this checkpoint and pass all flags: converters leave out a part of the scaling.")
+    if _is_capped(extended):
+        notes.insert(1, _RAISED if line.get("architecture") else _raise_it(extended.target_length))
     overrides = _overrides(extended, line)
     flags = (*flags_of(extended), *(("--override-kv", overrides) if overrides else ()))
     flags = (*flags, "-c", str(extended.target_length))
     return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact and proven is True)
 
 
-_UNCONVERTED = (
-    "These flags are for a GGUF of the original checkpoint. --override-kv raises the trained length in it, at which "
-    "llama-server caps its slots."
-)
+def _is_capped(extended: ExtensionInConfig) -> bool:
+    """Whether the GGUF names a shorter length, beyond which llama-server serves nothing."""
+    return bool(extended.unsaid) or extended.target_length > longest(extended)
+
+
+def _raise_it(length: int) -> str:
+    return (
+        f"llama-server caps its slots at the length in the GGUF. Raise it: --override-kv ARCH.context_length=int:"
+        f"{length}, with the file's general.architecture for ARCH."
+    )
+
+
+_RAISED = "--override-kv raises the length in the GGUF, at which llama-server caps its slots."
+_UNCONVERTED = "These flags are for a GGUF of the original checkpoint."
 _CONVERT_FIRST = (
     "No flag expresses these frequencies on a GGUF of the original checkpoint. Write the extended checkpoint (ctxext "
     "patch) and convert that one; the flags are for that GGUF."
@@ -237,9 +256,11 @@ def _version() -> str:
 
 
 def _line(extended: ExtensionInConfig) -> dict[str, Any]:
-    """What was found out about this model type; empty where it was not looked at."""
-    types = read_table(TABLE)["types"]
-    found: dict[str, Any] = types.get(extended.config.model_type) or types.get(extended.text.model_type) or {}
+    """What was found out about this model type; empty where it was not looked at.
+
+    Of a model of several parts its text model says nothing: Mistral3's is a mistral, and its GGUF is none.
+    """
+    found: dict[str, Any] = read_table(TABLE)["types"].get(extended.config.model_type, {})
     return found
 
 
@@ -354,7 +375,7 @@ def _number(value: float | int) -> str:
 def _overrides(extended: ExtensionInConfig, line: dict[str, Any]) -> str:
     """Metadata of the GGUF that have no flag of their own."""
     arch, found = line.get("architecture"), []
-    if arch and extended.unsaid:
+    if arch and _is_capped(extended):
         found.append(f"{arch}.context_length=int:{extended.target_length}")
     if arch and _form(extended) == "yarn_attention":
         found.append(f"{arch}.rope.scaling.attn_factor=float:{_number(attention_factor(extended))}")
@@ -404,7 +425,7 @@ def _differences(extended: ExtensionInConfig) -> tuple[list[str], bool]:
             f"llama.cpp chooses between short_factor and long_factor once, by -c (above {extended.trained_length} "
             f"long_factor), and a copy that --gguf writes holds long_factor alone: short texts get it too."
         )
-    window = getattr(extended.text, "sliding_window", None)
-    if window and window < extended.target_length and _line(extended).get("architecture") == "llama":
+    window, architecture = window_of(extended.text), _line(extended).get("architecture")
+    if window and window < extended.target_length and architecture and architecture not in WINDOWED:
         found.append(f"llama.cpp has no sliding window for this architecture: it attends beyond the {window} tokens.")
     return found, not found

@@ -1,12 +1,13 @@
 """What SGLang must be told, for the model classes that were read.
 
 It takes ``rope_parameters`` as transformers 5 has them, and reads YaRN's attention factor under another name
-(``attn_factor``, a multiple of its own) and longrope's as ``short_mscale`` and ``long_mscale``. Classes differ: Gemma's
-hands on the base and no scaling at all, so that only what was read is called exact. It was not run.
+(``attn_factor``, a multiple of its own) and longrope's as ``short_mscale`` and ``long_mscale``. An override of
+``rope_parameters`` is merged into what the files say. Classes differ: Gemma's hands on the base and no scaling at all,
+so that only what was read is called exact. It was not run.
 
 Source: sglang 0.5.23 (srt/layers/rotary_embedding/factory.py:125-443, yarn.py:91-181 and rope_variant.py:37-130 there;
-    srt/utils/hf_transformers/common.py:501 and :677, config.py:405; srt/models/llama.py:322, mistral.py, qwen2.py:273,
-    qwen3.py:381, gemma.py:178; srt/configs/model_config.py:1291).
+    srt/utils/hf_transformers/common.py:501 and :677, config.py:405-422; srt/models/llama.py:322, mistral.py,
+    qwen2.py:273, qwen3.py:381, gemma.py:178; srt/configs/model_config.py:1291).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ctxext.runtimes.base import (
     whole,
     without_endless_table,
 )
+from ctxext.surgery.windows import window_of
 
 __all__ = ["READ", "SGLang"]
 
@@ -36,6 +38,8 @@ VERSION = "0.5.23"
 READ = ("llama", "mistral", "qwen2", "qwen3")
 # Those that hand on the base alone.
 BASE_ONLY = ("gemma",)
+# What its YaRN takes where nothing is said, so that an override can replace what the files say.
+USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 class SGLang(Runtime):
@@ -57,14 +61,18 @@ class SGLang(Runtime):
         extended = without_endless_table(extended)
         rope, overrides = extended.rope, dict(extended.unsaid)
         notes, exact = [extended.length_note] if extended.length_note else [], True
-        if extended.rope_type not in ("linear", "dynamic") and extended.target_length > longest(extended):
-            overrides["max_position_embeddings"] = extended.target_length
         if extended.rope_type == "dynamic":
             overrides["max_position_embeddings"] = extended.trained_length
             notes.append(
-                "Dynamic scaling is static in SGLang: every text gets the base that transformers uses at the end."
+                f"Dynamic scaling is static in SGLang: every text gets the base that transformers uses at "
+                f"{_end_of_dynamic(extended)} tokens."
             )
             exact = False
+        elif extended.target_length > _promised(extended):
+            overrides["max_position_embeddings"] = extended.target_length
+        if extended.leaves_factor_open or (extended.rope_type == "yarn" and "rope_parameters" in overrides):
+            rope = USUAL | rope
+            overrides["rope_parameters"] = whole(extended, rope)
         if said := _scale(extended):
             overrides["rope_parameters"] = whole(extended, rope | said)
             notes.append(f"SGLang does not read attention_factor; {' and '.join(said)} carry it.")
@@ -74,11 +82,15 @@ class SGLang(Runtime):
                 f"one position above {extended.trained_length} gives long_factor to all."
             )
             exact = False
-        if extended.text.model_type not in READ or extended.layer_type is not None:
+        window = window_of(extended.text)
+        if extended.config.model_type not in READ or extended.layer_type is not None:
             notes.append(
-                f"Not proven: what SGLang {VERSION} does for {extended.text.model_type} was not read, only for "
+                f"Not proven: what SGLang {VERSION} does for {extended.config.model_type} was not read, only for "
                 f"{', '.join(READ)}."
             )
+            exact = False
+        elif window and window < extended.target_length:
+            notes.append(f"SGLang {VERSION} has no sliding window here: it attends beyond the {window} tokens.")
             exact = False
         flags = ("--json-model-override-args", json.dumps(nested(extended, overrides))) if overrides else ()
         flags = (*flags, self.length_flag, str(extended.target_length))
@@ -104,6 +116,25 @@ def _refuse(extended: ExtensionInConfig) -> None:
             f"SGLang {VERSION} would run this {model_type} unextended: it reads the base of it and no factor. Extend "
             f"it by another base (ntk or abf), or serve it with transformers."
         )
+    if extended.rope_type == "dynamic" and extended.target_length > _end_of_dynamic(extended):
+        raise IncompatibleError(
+            f"SGLang {VERSION} does not serve {extended.target_length} tokens of this {model_type}: for rope_type "
+            f"'dynamic' it reads {_end_of_dynamic(extended)} at most, max_position_embeddings times the factor, and "
+            f"stretches for as many. Give --factor the whole stretch, or choose a static method (yarn or ntk)."
+        )
+
+
+def _end_of_dynamic(extended: ExtensionInConfig) -> int:
+    """The length that dynamic scaling is made static for."""
+    return math.floor(extended.trained_length * float(extended.rope["factor"]) + 1e-6)
+
+
+def _promised(extended: ExtensionInConfig) -> int:
+    """The longest text that SGLang takes a config to allow."""
+    rope = extended.rope
+    scales = extended.layer_type is None and extended.rope_type != "llama3"
+    scales &= "original_max_position_embeddings" not in rope
+    return int(longest(extended) * (rope.get("factor", 1.0) if scales else 1.0))
 
 
 def _scale(extended: ExtensionInConfig) -> dict[str, Any]:

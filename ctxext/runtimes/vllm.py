@@ -39,6 +39,8 @@ TABLE = Path(__file__).with_name("vllm.json")
 ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and not looked at
 # vLLM multiplies max_position_embeddings by `factor` for these, although the config already holds the new length.
 MULTIPLIED = ("linear", "dynamic")
+# The rope types for which get_rope looks at mrope_section; its other classes take one row of positions.
+SEVERAL_AXES = ("default", "yarn")
 
 
 class VLLM(Runtime):
@@ -61,6 +63,12 @@ class VLLM(Runtime):
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
                 f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
+            )
+        if extended.rope.get("mrope_section") and extended.rope_type not in SEVERAL_AXES:
+            raise IncompatibleError(
+                f"vLLM would run this {extended.text.model_type} with other positions: they have several axes "
+                f"(mrope_section), which it knows for rope_type {' and '.join(SEVERAL_AXES)} alone, and here it is "
+                f"{extended.rope_type!r}. Extend it by yarn, ntk or abf, or serve it with transformers."
             )
         startable = without_endless_table(extended)
         doubt = _model_class(startable)
@@ -103,6 +111,8 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
     rope, overrides = extended.rope, dict(extended.unsaid)
     if extended.rope_type not in MULTIPLIED and extended.target_length > longest(extended):
         overrides["max_position_embeddings"] = extended.target_length  # vLLM serves no more than this
+    if extended.leaves_factor_open:
+        overrides["rope_parameters"] = whole(extended, rope)
     if extended.text.model_type == "gpt_oss" and not {"beta_fast", "beta_slow"} <= rope.keys():
         usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
         overrides["rope_parameters"] = whole(extended, usual | rope)
@@ -144,7 +154,8 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
     """
     table = read_table(TABLE)
     version, types = table["versions"]["vllm"], table["types"]
-    model_type = next((kind for kind in (extended.config.model_type, extended.text.model_type) if kind in types), None)
+    whole_type = extended.config.model_type
+    model_type = next((kind for kind in (whole_type, extended.text.model_type) if kind in types), None)
     if model_type is None:
         return f"Not proven: what vLLM {version} does for this model type was not looked at."
     line = types[model_type]
@@ -166,6 +177,8 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
         )
     if line["otherwise"] and model_type not in CLASSES:
         return f"Not proven: vLLM's class for {model_type} changes the rope parameters ({line['class']})."
+    if model_type != whole_type:
+        return f"Not proven: what vLLM {version} does for {whole_type} was not looked at, only for its {model_type}."
     return None
 
 
@@ -236,7 +249,8 @@ def _notes(extended: ExtensionInConfig) -> list[str]:
             f"{' and '.join(read_late)}: read by vLLM from PR #56446 on (merged 2026-09-11); older versions drop it "
             f"and scale attention by the default."
         )
-    if extended.rope_type in MULTIPLIED and extended.target_length <= longest(extended):
+    multiplied = extended.rope_type in MULTIPLIED and "gemma3" not in extended.text.model_type  # as vLLM excepts it
+    if multiplied and extended.target_length <= longest(extended):
         notes.append(
             f"--max-model-len is needed: vLLM multiplies max_position_embeddings by factor for rope_type "
             f"{extended.rope_type!r} and would otherwise promise a length {extended.rope['factor']:g} times too long."

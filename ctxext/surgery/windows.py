@@ -7,7 +7,7 @@ from typing import Any
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.spec import Request
 
-__all__ = ["is_windowed", "mixes_windows", "window_fields", "window_note"]
+__all__ = ["is_windowed", "mixes_windows", "window_fields", "window_note", "window_of"]
 
 CHOICES = (None, "keep", "lift")
 
@@ -79,6 +79,12 @@ def window_note(config: Any, target_length: int | None) -> str | None:
 def mixes_windows(config: Any) -> bool:
     """Whether the config has layers with a window beside layers without one."""
     return any(map(is_windowed, _layer_types(config))) and not _all_windowed(config)
+
+
+def window_of(config: Any) -> int | None:
+    """The tokens that layers with a window look back over; None where no layer has one."""
+    kinds = _layer_types(config)
+    return None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else _window(config)
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +356,7 @@ def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None
     from transformers import Gemma3Config, Gemma3TextConfig
 
     made = export(checkpoints["gemma3"], to="vllm", method="yarn", factor=4.0)
+    assert shlex.split(made.told) == list(made.flags), "a line for a shell"
     rope = json.loads(made.by_flag["--hf-overrides"])["rope_parameters"]
     assert rope["full_attention"]["rope_type"] == "yarn"
     assert rope["sliding_attention"]["rope_type"] == "default"
@@ -446,6 +449,30 @@ def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
         export_config(extended, to="vllm")
 
 
+@pytest.mark.parametrize("method", ["pi", "llama3", "nope", "dynamic_ntk"])
+def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: str) -> None:
+    """Its runner makes a row of positions for each axis, and the other classes take them for so many more tokens."""
+    from scripts.walk.tiny import tiny_config
+
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True}
+    config = tiny_config("qwen3_5_text", rope_parameters=rope | {"mrope_section": [1, 1, 2]})
+    with pytest.raises(IncompatibleError, match=r"qwen3_5_text .*mrope_section.* yarn, ntk or abf"):
+        export_config(extended_config(config, method, factor=4.0), to="vllm", served=config)
+    for served in ("yarn", "ntk"):
+        assert export_config(extended_config(config, served, factor=4.0), to="vllm", served=config).exact
+
+
+def test_a_model_of_several_parts_is_not_proven_by_its_text_model() -> None:
+    from transformers import LlavaConfig
+
+    config = LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict(), architectures=["LlavaForConditionalGeneration"])
+    for target, flag in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):
+        made = export_config(extended_config(config, "yarn", factor=4.0), to=target, served=config)
+        assert not made.exact
+        assert any("for llava was not" in note for note in made.notes)
+        assert list(json.loads(made.by_flag[flag])) == ["text_config"]
+
+
 def test_vllm_gpt_oss_gets_the_keys_that_it_insists_on() -> None:
     plain = other("gpt_oss")
     made = export_config(extended_config(plain, "yarn", factor=4.0), to="vllm")
@@ -506,6 +533,48 @@ def test_checkpoints_that_others_extended(rope: dict[str, Any], longest: int, ta
     assert any("does not say which length" in note for note in made.notes) == (rope["rope_type"] == "linear")
 
 
+def test_a_product_that_is_no_whole_number_is_not_rounded_up() -> None:
+    """vLLM and SGLang refuse more than max_position_embeddings times the factor."""
+    rope = {"rope_type": "linear", "factor": 3.3, "rope_theta": 10000.0}
+    config = LlamaConfig(**SHAPE, rope_parameters=rope)
+    assert TRAINED * 3.3 % 1 > 0.5
+    made = export_config(config, to="vllm")
+    vllm(config.to_dict(), made)
+    for target in ("sglang", "llama.cpp"):
+        found = export_config(config, to=target).by_flag
+        assert found["--context-length" if target == "sglang" else "-c"] == made.by_flag["--max-model-len"]
+
+
+@pytest.mark.parametrize(("target", "flag"), [("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")])
+def test_a_factor_of_null_is_told(target: str, flag: str) -> None:
+    """Stock transformers takes the ratio of the lengths; the others would multiply by None."""
+    rope = {"rope_type": "yarn", "factor": None, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
+    config = LlamaConfig(**(SHAPE | {"max_position_embeddings": TARGET}), rope_parameters=rope)
+    made = export_config(config, to=target)
+    assert json.loads(made.by_flag[flag])["rope_parameters"]["factor"] == 4.0
+
+
+def test_too_few_factors_are_a_sentence(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    lengths = {"max_position_embeddings": TARGET}
+    config = LlamaConfig(**(SHAPE | lengths), rope_parameters=rope | {"original_max_position_embeddings": TRAINED})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot build the positions of a llama.*Compare config\.json"):
+        export(tmp_path, to="vllm")
+
+
+def test_a_package_that_a_model_needs_is_named() -> None:
+    from scripts.walk.tiny import tiny_config
+
+    if find_spec("timm") is not None:
+        pytest.skip("timm is installed, which gemma3n needs")
+    config = tiny_config("gemma3n")
+    config.architectures = ["Gemma3nForConditionalGeneration"]
+    with pytest.raises(CheckpointError, match=r"cannot build a gemma3n here: .*pip install timm"):
+        extended_config(config, "yarn", factor=4.0)
+
+
 # rope, max_position_embeddings and the window of published checkpoints; None of them was written by ctxext.
 LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -542,7 +611,9 @@ def test_gemma3_holds_its_extended_length() -> None:
     ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     shape = SHAPE | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
     config = Gemma3TextConfig(**(shape | {"max_position_embeddings": 131072}), rope_parameters=ropes)
-    assert export_config(config, to="vllm").by_flag["--max-model-len"] == "131072"
+    made = export_config(config, to="vllm")
+    assert made.by_flag["--max-model-len"] == "131072"
+    assert not any("multiplies" in note for note in made.notes), "vLLM excepts Gemma 3"
 
 
 def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_path: Path) -> None:

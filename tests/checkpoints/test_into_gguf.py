@@ -376,6 +376,32 @@ def test_files_that_cannot_be_read_or_written(llama: Path, plain_gguf: Path, tmp
         export(llama, to="vllm", method="pi", factor=4.0, gguf=(plain_gguf, out))
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope__freq_base": "10000"}, r"llama\.rope\.freq_base='10000', which should be a number"),
+        ({"split__count": "two"}, r"split\.count='two', which should be a number"),
+    ],
+    ids=["base", "split"],
+)
+def test_values_of_another_kind(
+    model: LlamaForCausalLM, llama: Path, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    source = write_gguf(model, tmp_path / "in.gguf", **keys)
+    with pytest.raises(CheckpointError, match=message):
+        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
+
+
+def test_text_that_is_no_utf8(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "in.gguf"
+    content = plain_gguf.read_bytes()
+    place = content.index(b"general.architecture") + len(b"general.architecture") + 4 + 8
+    assert content[place : place + 5] == b"llama"
+    damaged.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    with pytest.raises(CheckpointError, match=r"in\.gguf cannot be read as GGUF: general\.architecture .*utf-8"):
+        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(damaged, tmp_path / "out.gguf"))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, os.strerror(28))], ids=["ctrl-c", "disk full"])
 def test_an_interrupted_copy_leaves_nothing(
     llama: Path, plain_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

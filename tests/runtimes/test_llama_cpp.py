@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import BloomConfig, FalconConfig, LlamaConfig, LlamaForCausalLM, MptConfig, Qwen2Config
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    MptConfig,
+    Olmo3Config,
+    Qwen2Config,
+    Starcoder2Config,
+)
 
 from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
@@ -88,6 +98,49 @@ def test_other_slopes_and_other_families_are_refused() -> None:
         for config in others:
             with pytest.raises(IncompatibleError, match=f"the ALiBi of (a )?{config.model_type}"):
                 export_config(extended_config(config, "alibi", factor=4.0), to=target)
+
+
+# --- what the flags leave open ---------------------------------------------------------------------------------------
+
+
+def test_windows_that_an_architecture_does_not_have() -> None:
+    """Of all that the table calls right, a few architectures there have windows; Qwen2's and StarCoder2's have none."""
+    mixed = {"use_sliding_window": True, "max_window_layers": 1}
+    arguments: dict[str, Any] = {"method": "yarn", "factor": 4.0}
+    for config, seen in (
+        (Starcoder2Config(**SHAPE, sliding_window=100), False),
+        (Starcoder2Config(**SHAPE, sliding_window=4 * TRAINED), True),  # which no text fills
+        (Starcoder2Config(**SHAPE, sliding_window=None), True),
+        (Qwen2Config(**SHAPE, sliding_window=100, **mixed), False),
+        (Qwen2Config(**SHAPE, sliding_window=100, **(mixed | {"max_window_layers": 2})), True),  # of no layer
+        (Olmo3Config(**SHAPE, sliding_window=100, layer_types=["sliding_attention", "full_attention"]), True),
+    ):
+        kept = {} if "layer_types" in vars(config) else {"sliding_window": "keep"}
+        made = export_config(extended_config(config, **arguments, **kept), to="llama.cpp", served=config)
+        assert made.exact == seen, (config, made.notes)
+        assert any("attends beyond the 100 tokens" in note for note in made.notes) != seen
+
+
+def test_a_config_that_names_its_trained_length_alone_is_served_beyond_it() -> None:
+    """YaRN as Qwen's cards say it: the converter writes max_position_embeddings, at which llama-server caps slots."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
+    made = export_config(Qwen2Config(**SHAPE, rope_parameters=rope), to="llama.cpp")
+    assert made.by_flag["--override-kv"] == f"qwen2.context_length=int:{4 * TRAINED}"
+    assert any("caps its slots" in note for note in made.notes)
+    raised = Qwen2Config(**(SHAPE | {"max_position_embeddings": 4 * TRAINED}), rope_parameters=rope)
+    made = export_config(raised, to="llama.cpp")
+    assert "--override-kv" not in made.flags
+    assert not any("--override-kv" in note for note in made.notes)
+
+
+def test_a_model_of_several_parts_is_not_its_text_model() -> None:
+    """Its converter may write another architecture (Mistral3's does), or there is none."""
+    config = LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict(), architectures=["LlavaForConditionalGeneration"])
+    made = export_config(extended_config(config, "yarn", factor=4.0), to="llama.cpp", served=config)
+    assert not made.exact
+    assert "--override-kv" not in made.flags
+    assert any(f"ARCH.context_length=int:{4 * TRAINED}" in note for note in made.notes)
+    assert any("this model type was not tried" in note for note in made.notes)
 
 
 # --- a file that needs no flags, where no tensor divides -------------------------------------------------------------

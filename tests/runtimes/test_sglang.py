@@ -9,21 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import GemmaConfig, LlamaConfig
+from transformers import GemmaConfig, LlamaConfig, MistralConfig
 
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
-from ctxext.methods import Method
+from ctxext.methods import METHODS, Method
 from tests._checkpoints import SHAPE, TRAINED
 from tests.checkpoints.test_export import TARGET, VARIANTS, Spectrum, label, same, wanted, yarn_ramp
 
 
 def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:
-    config = config | json.loads(flags.get("--json-model-override-args", "{}"))
+    told = json.loads(flags.get("--json-model-override-args", "{}"))
+    if "rope_parameters" in told:  # config.py:414: what the files say stays where it is not said anew
+        told["rope_parameters"] = config["rope_parameters"] | told["rope_parameters"]
+    config = config | told
     rope, longest = config["rope_parameters"], config["max_position_embeddings"]
     kind, factor = rope["rope_type"], rope.get("factor", 1.0)
-    promised = longest * (1 if "original_max_position_embeddings" in rope or kind == "llama3" else factor)
+    promised = int(longest * (1 if "original_max_position_embeddings" in rope or kind == "llama3" else factor))
     assert int(flags["--context-length"]) <= promised, "SGLang refuses a longer one"
     assert longest * (factor if kind == "linear" else 1) < 1e9, "a table of so many rows"
     plain = rope["rope_theta"] ** (-np.arange(0, 16, 2) / 16)
@@ -64,6 +67,43 @@ def test_sglang_computes_what_the_method_says(llama: Path, method: Method, on_di
     found = sglang((extended if on_disk else plain).to_dict(), flags)
     assert same(found, wanted(method, TARGET))
     assert made.exact == same(found, wanted(method, TRAINED))
+
+
+def test_what_the_files_say_of_another_yarn_is_said_anew() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
+    plain = LlamaConfig(**SHAPE, rope_parameters=rope | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False})
+    method = METHODS["yarn"].from_dict({"factor": 8.0})
+    extended = extended_config(plain, method, scaling="replace", trained_length=TRAINED)
+    made = export_config(extended, to="sglang", served=plain)
+    assert made.exact
+    assert same(sglang(plain.to_dict(), made.by_flag), wanted(method, 8 * TRAINED))
+
+
+@pytest.mark.parametrize("longest", [TRAINED, TARGET])
+def test_a_linear_checkpoint_that_names_its_original_length_is_served_whole(longest: int) -> None:
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
+    config = LlamaConfig(**(SHAPE | {"max_position_embeddings": longest}), rope_parameters=rope)
+    flags = export_config(config, to="sglang").by_flag
+    assert flags["--context-length"] == str(TARGET)
+    sglang(config.to_dict(), flags)  # which asserts that it serves that length
+
+
+def test_dynamic_scaling_beyond_its_factor_is_refused() -> None:
+    """The paper's form has the factor 1, and grows with the text; SGLang would run it plain."""
+    plain = LlamaConfig(**SHAPE)
+    with pytest.raises(IncompatibleError, match=rf"{8 * TRAINED} tokens .* {TRAINED} .*(yarn|ntk)"):
+        export_config(extended_config(plain, "dynamic_ntk", factor=1.0, reach=8.0), to="sglang")
+    made = export_config(extended_config(plain, "dynamic_ntk", factor=4.0, reach=2.0), to="sglang")
+    assert any(f"at {TARGET} tokens" in note for note in made.notes)
+
+
+def test_windows_are_not_those_of_the_model() -> None:
+    """None of the classes that were read tells its attention of a window."""
+    for window, kept in ((100, "keep"), (100, "lift"), (TARGET, None), (None, None)):
+        config = MistralConfig(**SHAPE, sliding_window=window)
+        made = export_config(extended_config(config, "yarn", factor=4.0, sliding_window=kept), to="sglang")
+        assert made.exact == (kept != "keep")
+        assert any("attends beyond the 100 tokens" in note for note in made.notes) == (kept == "keep")
 
 
 def test_classes_that_drop_the_scaling_or_were_not_read() -> None:
