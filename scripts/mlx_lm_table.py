@@ -36,6 +36,7 @@ import ctxext
 from ctxext.checkpoints.export import read_extended
 from ctxext.errors import CtxextError
 from ctxext.runtimes.mlx_lm import TABLE, form_of
+from ctxext.surgery.windows import window_of
 from scripts.proof import TARGET, distance, log_probabilities, patched_as, some_tokens, tiny_of
 from scripts.walk.tiny import model_types
 
@@ -83,6 +84,7 @@ def _line(model_type: str) -> dict[str, Any] | None:
         return None
     return {
         "class": f"mlx_lm/models/{name}.py",
+        "window": window_of(plain.config.get_text_config(decoder=True)),
         "noise": _tried(plain, lambda place: plain.save_pretrained(place)),
         "forms": dict(_form(model_type, form, plain) for form in FORMS),
     }

@@ -26,6 +26,7 @@ from ctxext.runtimes.base import (
     read_table,
     require_known_type,
 )
+from ctxext.surgery.windows import window_of
 
 __all__ = ["TABLE", "MlxLm", "form_of", "is_close", "runs"]
 
@@ -92,9 +93,8 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
     Raises:
         IncompatibleError: if it was seen to stop, or to compute other positions.
     """
-    kind, form = extended.text.model_type, form_of(extended)
-    types = read_table(TABLE)["types"]
-    line: dict[str, Any] = types.get(extended.config.model_type) or types.get(kind) or {}
+    kind, form = extended.config.model_type, form_of(extended)  # of a model of several parts its text says nothing
+    line: dict[str, Any] = read_table(TABLE)["types"].get(kind, {})
     if not line:
         return f"Not proven: {_version()} has no class for {kind}, or its models were not tried."
     found = line["forms"].get(form, {})
@@ -119,6 +119,9 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
             f"of this {extended.rope_type}; it was {error:g} nats from the patched model, when the unextended one is "
             f"{found['matters']:g} away. {_OTHERWISE}"
         )
+    window = window_of(extended.text)
+    if window and window < extended.target_length and not line["window"]:
+        return f"Not proven: this {kind} has a sliding window of {window} tokens, and those that were run had none."
     if extended.rope_type == "dynamic":
         return "mlx-lm caches keys with the base of their time, so that decoding differs from one pass over the text."
     if extended.rope_type == "longrope" and extended.rope["short_factor"] != extended.rope["long_factor"]:

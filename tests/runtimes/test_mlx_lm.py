@@ -119,6 +119,19 @@ def test_types_that_do_not_run_or_are_not_known_are_not_proven() -> None:
     assert any("has no class for arcee" in note for note in made.notes)
 
 
+def test_a_window_and_a_model_of_several_parts_were_not_run() -> None:
+    mistral = {"sliding_window": TRAINED}
+    windowed = extended_config(transformers.MistralConfig(**SHAPE | mistral), "yarn", factor=4.0, sliding_window="keep")
+    llava = transformers.LlavaConfig(text_config=LlamaConfig(**SHAPE), architectures=["LlavaForConditionalGeneration"])
+    parts = extended_config(llava, "yarn", factor=4.0)
+    for config, said in ((windowed, f"sliding window of {TRAINED} tokens"), (parts, "has no class for llava")):
+        made = export_config(config, to="mlx-lm")
+        assert not made.exact
+        assert any(said in note for note in made.notes)
+    without = transformers.MistralConfig(**SHAPE, sliding_window=None)
+    assert export_config(extended_config(without, "yarn", factor=4.0), to="mlx-lm").exact
+
+
 def test_a_longer_table_needs_no_flag() -> None:
     made = export_config(extended_config(GPT2Config(n_positions=TRAINED), "tile", factor=4.0), to="mlx-lm")
     assert made.flags == ()
