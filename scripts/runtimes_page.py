@@ -110,8 +110,8 @@ def by_formula_markdown() -> str:
     others: list[str] = []
     tables: list[str] = []
     lines = [
-        f"| method | vLLM | SGLang | mlx-lm | {' | '.join(READERS)} |",
-        f"|---|---|---|---|{'---|' * len(READERS)}",
+        f"| method | vLLM | SGLang | mlx-lm | exllamav3 | {' | '.join(READERS)} |",
+        f"|---|---|---|---|---|{'---|' * len(READERS)}",
     ]
     for name, method in _methods().items():
         if not isinstance(method, RopeMethod):
@@ -124,7 +124,7 @@ def by_formula_markdown() -> str:
         if config.rope_parameters["rope_type"].startswith("ctxext"):
             others.append(name)
             continue
-        told = [_exported(config, to) for to in ("vllm", "sglang", "mlx-lm")]
+        told = [_exported(config, to) for to in ("vllm", "sglang", "mlx-lm", "exllamav3")]
         read = [rule(dict(config.rope_parameters)) for rule in READERS.values()]
         lines.append(f"| {_code(name)} | {' | '.join([*told, *read])} |")
     rest = "On a rotary model all others are saved under a rope type that each of these refuses: "
@@ -155,17 +155,6 @@ def _own_scale(rope: dict[str, Any]) -> bool:
     return abs(rope.get("attention_factor", usual) - usual) > 1e-6
 
 
-def _exllama(rope: dict[str, Any]) -> str:
-    if rope["rope_type"] == "dynamic":
-        return "stops"
-    if rope["rope_type"] != "longrope":
-        return "exact"
-    usual = math.sqrt(1 + math.log(rope["factor"]) / math.log(rope["original_max_position_embeddings"]))
-    if abs(rope.get("attention_factor", usual) - usual) > 1e-6:
-        return "**wrong**"
-    return "exact" if rope["short_factor"] == rope["long_factor"] else "nearly"
-
-
 def _tgi(rope: dict[str, Any]) -> str:
     kind = rope["rope_type"]
     betas = (rope.get("beta_fast", 32), rope.get("beta_slow", 1)) != (32, 1)
@@ -176,4 +165,4 @@ def _tgi(rope: dict[str, Any]) -> str:
     return "nearly" if kind == "dynamic" else "exact"
 
 
-READERS: dict[str, Callable[[dict[str, Any]], str]] = {"exllamav3": _exllama, "TGI": _tgi}
+READERS: dict[str, Callable[[dict[str, Any]], str]] = {"TGI": _tgi}

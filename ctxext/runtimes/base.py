@@ -200,6 +200,13 @@ class Runtime(ABC):
             IncompatibleError: if it cannot run the extension, or would silently compute something else.
         """
 
+    def needs_files(self, extended: ExtensionInConfig) -> IncompatibleError:
+        """What to say of an extension that is not in the files yet, where these are all that is read."""
+        return IncompatibleError(
+            f"{self.name} has no setting that extends a {extended.text.model_type}; it reads config.json alone. Write "
+            f"the extended checkpoint (ctxext patch SOURCE NEW), and export that one."
+        )
+
     @abstractmethod
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
         """What to tell it of a model that has ALiBi of its own and keeps its slopes.

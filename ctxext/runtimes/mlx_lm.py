@@ -53,10 +53,7 @@ class MlxLm(Runtime):
         require_known_type("mlx-lm", extended)
         model_type = extended.text.model_type
         if extended.unsaid:
-            raise IncompatibleError(
-                f"mlx-lm has no setting that extends a {model_type}; it reads config.json alone. Write the extended "
-                f"checkpoint (ctxext patch SOURCE NEW), and export that one."
-            )
+            raise self.needs_files(extended)
         if extended.guarded:
             raise IncompatibleError(
                 f"mlx-lm stops on this {model_type}: save_pretrained wrote its config.json for readers of transformers "

@@ -211,7 +211,7 @@ def test_patch_on_disk_export_and_load(
     assert f"{window} -> {4 * window} tokens" in result.output
     for target in RUNTIMES:
         exported = cli("export", extended, "--to", target)
-        if target not in ("sglang", "mlx-lm") and (method == "yarn" or name == "bigscience/bloom-560m"):
+        if target in ("vllm", "llama.cpp") and (method == "yarn" or name == "bigscience/bloom-560m"):
             assert exported.exit_code == 0, exported.stderr
         said = exported.stdout if exported.exit_code == 0 else exported.stderr
         assert (str(4 * window) if exported.exit_code == 0 else "with transformers.") in said
