@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
-from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces
+from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.errors import IncompatibleError
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec
@@ -88,7 +88,7 @@ class RemapAttend:
         if sharpness is not None:
             q = (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
-        out = attend_pieces(self.backends.for_(call.need), call, pieces, settled=settled)
+        out = attend_pieces(self.backends.for_(need_in_pieces(call, pieces)), call, pieces, settled=settled)
         _drop_unseen(cached, layout, pieces)
         return out
 
