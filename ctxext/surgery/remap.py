@@ -29,6 +29,7 @@ from ctxext.surgery.attend import (
 from ctxext.surgery.bounded import BoundedLayer, reach_of
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.positions import LayoutMask, cache_layer_of, replace_cache_layer
 from ctxext.surgery.probe import FAILURES, Layers
 from ctxext.surgery.rebuild import Rebuild
@@ -291,6 +292,7 @@ def install_pieces(
     attend = RemapAttend(method, site.spec, False, Backends(backend))
     attend.interleaved = _is_interleaved(model, site, attend, refusal)
     install_attention(model, site, attend, edits)
+    compile_nothing_in_generate(model, edits)
     return attend
 
 
