@@ -26,14 +26,15 @@ from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.spec import OwnAttention, PairScore, ScoreForm
 
-__all__ = ["AttentionBackend", "Call", "Need", "expand_heads"]
+__all__ = ["AttentionBackend", "Call", "Need", "capability_of", "expand_heads"]
 
 # Queries whose weights the plain form of ``gradients`` writes out at a time.
 ROWS = 256
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -160,7 +161,7 @@ class Call:
             order = "consecutive" if layout.consecutive else "increasing"
         need = Need(
             device=q.device.type,
-            capability=_capability(q.device) if q.device.type == "cuda" else None,
+            capability=capability_of(q.device) if q.device.type == "cuda" else None,
             dtype=q.dtype,
             head_dim=q.shape[-1],
             heads=q.shape[1],

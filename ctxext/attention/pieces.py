@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from ctxext.attention.layout import Layout, Span
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
-__all__ = ["TILE", "Part", "Tile", "Turn", "TurnedPiece", "attend_pieces", "tiled"]
+__all__ = ["TILE", "Part", "Tile", "Turn", "TurnedPiece", "attend_pieces", "need_in_pieces", "tiled"]
 
 TILE = 2048
 """Rows of queries, one for each head, that a thread of the CPU merges at once."""
@@ -283,16 +283,31 @@ def attend_pieces(
             piece reads them, unless it turns keys likewise. Without a gradient only.
         tile: queries that are merged at once, at least 1; None for what suits the device.
     """
-    need = call.need
-    some = _key_heads_at_once(need)
-    size = tile or _queries_at_once(need, some)
-    regions = [piece.region for piece in pieces]
-    plan = call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
+    plan, some = _plan(call, pieces, tile), _key_heads_at_once(call.need)
     run = _Run(backend, tuple(pieces), plan, call.scale, settled, some)
-    if need.training:
+    if call.need.training:
         found: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
         return found
     return run.forward(call.q, call.k, call.v)[0]
+
+
+def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
+    """What a call needs of the backend that computes its parts.
+
+    Blocks of plain attention need no mask, but their pieces do where positions leave some out.
+    """
+    if call.need.order == "external":
+        return call.need
+    plan = _plan(call, pieces, None)
+    is_masked = bool(plan) and any(part.mask is not None for part in plan[0].parts)  # all are, or none is
+    return replace(call.need, order="free") if is_masked else call.need
+
+
+def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None) -> tuple[Tile, ...]:
+    """The calls of a kernel, the same for all layers of a forward."""
+    regions = [piece.region for piece in pieces]
+    size = tile or _queries_at_once(call.need, _key_heads_at_once(call.need))
+    return call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
 
 
 def _key_heads_at_once(need: Need) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
+from ctxext.attention.base import AttentionBackend, Call, Need, capability_of, expand_heads
 from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
 from ctxext.attention.near_far import attend_near_far, has_far_keys
@@ -44,13 +44,14 @@ def _no_fused_kernel(need: Need) -> str | None:
     """Why none of CUDA's fused kernels takes a call that the math path must not compute; None where one does."""
     if need.dtype == torch.float64:
         return None
-    if need.dtype == torch.bfloat16 and need.capability is not None and need.capability < (8, 0):
+    is_old = need.capability is not None and need.capability < (8, 0)
+    if need.dtype == torch.bfloat16 and is_old:
         return f"its fused kernels for bfloat16 need compute capability 8.0, found {need.capability}. Use float16."
     half = need.dtype != torch.float32
-    # Without a mask flash attention serves 16-bit heads of any size: torch pads them.
+    # Without a mask flash attention serves 16-bit heads of any size: torch pads them, unless asked for the log-sum-exp.
     masked = need.order == "free" or need.window is not None or need.cached or need.sees == "both"
     step = 8 if half else 4
-    if need.head_dim % step and (masked or not half):
+    if need.head_dim % step and (masked or need.lse or is_old or not half):
         return f"its fused kernels need a head_dim that is a multiple of {step}, found {need.head_dim}."
     return None
 
@@ -87,7 +88,7 @@ class Sdpa(AttentionBackend):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
         if need.dropout and need.score == "own":
             return "this encoding has an attention of its own, without dropout. Set attention_dropout to 0."
-        if need.device == "cuda" and need.widened and (reason := _no_fused_kernel(need)):
+        if need.device == "cuda" and (need.widened or need.lse) and (reason := _no_fused_kernel(need)):
             return reason
         if need.order == "external" and need.window is not None:
             return "a window needs a mask, and the engine around a sharded layout forbids masks."
@@ -175,6 +176,12 @@ def _far_need(need: Need) -> Need:
     return replace(need, score="none", lse=True)
 
 
+def _is_for_flash(q: Tensor) -> bool:
+    """Whether CUDA's flash attention has a kernel for such a head, which torch pads to a multiple of 8 dimensions."""
+    is_half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 256
+    return q.device.type == "cuda" and is_half and capability_of(q.device) >= (8, 0)
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The kernels below torch's ``scaled_dot_product_attention``, which return the log-sum-exp as well."""
     if q.device.type == "cpu":
@@ -183,7 +190,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Te
         if mask is not None:  # a query that sees nothing gets 0 from this kernel, not minus infinity
             lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
         return out, lse
-    if mask is None and q.dtype != torch.float32 and q.shape[3] <= 256:
+    if mask is None and _is_for_flash(q) and q.shape[3] % 8 == 0:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
         return out, lse
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
@@ -213,7 +220,8 @@ class _Kernel:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Run the kernel; k and v may have fewer heads than q."""
-        if mask is not None:
+        if mask is not None or (self.need.device == "cuda" and not _is_for_flash(q)):
+            # Efficient attention knows no grouped heads: torch would write out all scores.
             k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         grouped = False
         if q.shape[1] != k.shape[1]:  # a branch, not an expression: dynamic shapes would make that a SymBool
@@ -223,13 +231,11 @@ class _Kernel:
                 q, k, v, mask, self.dropout, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
 
-    def merges(self, head_dim: int) -> bool:
+    def merges(self, q: Tensor) -> bool:
         """Whether parts of a call may be merged by their log-sum-exp: a kernel gives it, and no gradient needs it."""
-        need = self.need
-        if need.training or need.compiling or self.dropout:
+        if self.need.training or self.need.compiling or self.dropout:
             return False
-        is_flash = need.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-        return need.device == "cpu" or (is_flash and need.capability is not None and need.capability >= (8, 0))
+        return self.need.device == "cpu" or (_is_for_flash(q) and q.shape[3] % 8 == 0)
 
     def _kernels(self) -> contextlib.AbstractContextManager[object]:
         if self.need.device == "cuda":
@@ -281,7 +287,7 @@ def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Te
     if query == 1 or not causal:
         return kernel(q, k, v)
     # is_causal would align the *first* query with the first key.
-    if kernel.merges(q.shape[3]):
+    if kernel.merges(q):
         return _after(kernel, q, k, v)
     mask = torch.ones(query, key, dtype=torch.bool, device=q.device).tril(key - query)
     return kernel(q, k, v, mask[None, None])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -76,7 +75,10 @@ class _Summaries(Encoding):
 
 
 class _WindowAndSummaries(OwnAttention):
-    """Tokens are counted from the start of their document by the slots that they stand in."""
+    """Tokens are counted from the start of their document by the slots that they stand in.
+
+    All is computed at once: before Python 3.12 a ``cached_property`` has a lock, which torch.compile breaks a graph at.
+    """
 
     def __init__(self, pairs: Pairs, weights: tuple[Tensor, ...], window: int) -> None:
         self.pairs, self.weights, self.window = pairs, weights, window
@@ -90,38 +92,20 @@ class _WindowAndSummaries(OwnAttention):
         # Queries stand side by side: the last at the last token, but for a whole text, where padding may follow.
         first = 0 if self.length == self.keys else torch.where(self.documents >= 0, slots, 0).max() + 1 - self.length
         self.at = torch.arange(self.length, device=slots.device) + first
+        self.query_ranks, self.query_documents = self.ranks[:, self.at], self.documents[:, self.at]
+        # How many tokens of its document lie before a query's window, and which sizes of blocks these make: the digits.
+        self.before = torch.where(self.query_documents < 0, 0, (self.query_ranks - self.window + 1).clamp(min=0))
+        self.has_block = torch.stack([self.before >> level & 1 for level in range(self.levels)], -1).bool()
+        kv_heads, q = pairs.k.shape[1], pairs.q.to(pairs.dtype)
+        self.q = q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])  # [batch, kv_heads, shared, query, head_dim]
 
     @property
     def levels(self) -> int:
         return self.keys.bit_length()
 
-    @cached_property
-    def query_ranks(self) -> Int[Tensor, "rows query"]:
-        return self.ranks[:, self.at]
-
-    @cached_property
-    def query_documents(self) -> Int[Tensor, "rows query"]:
-        return self.documents[:, self.at]
-
-    @cached_property
-    def before(self) -> Int[Tensor, "rows query"]:
-        """How many tokens of its document lie before a query's window."""
-        return torch.where(self.query_documents < 0, 0, (self.query_ranks - self.window + 1).clamp(min=0))
-
-    @cached_property
-    def has_block(self) -> Bool[Tensor, "rows query level"]:
-        """Which sizes of blocks there are before a query's window: the digits of their number of tokens."""
-        return torch.stack([self.before >> level & 1 for level in range(self.levels)], -1).bool()
-
     def _starts(self, level: int) -> Int[Tensor, "rows query"]:
         """The first token of the block of this size: behind all larger ones."""
         return self.before >> level + 1 << level + 1
-
-    @cached_property
-    def q(self) -> Float[Tensor, "batch kv_heads shared query head_dim"]:
-        kv_heads = self.pairs.k.shape[1]
-        q = self.pairs.q.to(self.pairs.dtype)
-        return q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])
 
     def _of_level(self, level: int) -> Float[Tensor, "kv_heads shared 1"]:
         scores = self.pairs.like_scores(self.weights[0])

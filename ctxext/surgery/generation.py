@@ -28,7 +28,13 @@ from ctxext.methods import Method
 from ctxext.surgery.caches import Filled, current_filling, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
 
-__all__ = ["LengthRule", "note_fitted_lengths", "recompute_in_generate", "refuse_stale_cache"]
+__all__ = [
+    "LengthRule",
+    "compile_nothing_in_generate",
+    "note_fitted_lengths",
+    "recompute_in_generate",
+    "refuse_stale_cache",
+]
 
 
 @dataclass(frozen=True)
@@ -238,12 +244,19 @@ class RefuseAssistedDecoding:
 
 
 def _never_compiles(*_: Any, **__: Any) -> bool:
-    """Stands in for ``model._valid_auto_compile_criteria``: generate() compiles nothing by itself.
-
-    On CUDA it does so for static caches; positions that follow the length would break such a graph at every layer. The
-    model's ``generation_config`` could say so too, but it is saved with the model and belongs to the user.
-    """
+    """Stands in for ``model._valid_auto_compile_criteria``."""
     return False
+
+
+def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
+    """Let ``model.generate`` compile nothing by itself.
+
+    On CUDA it does so for static caches; positions that follow the length, and attention in pieces, would break such a
+    graph at every layer, and with more than eight layers torch gives up. The model's ``generation_config`` could say so
+    too, but it is saved with the model and belongs to the user.
+    """
+    if hasattr(model, "_valid_auto_compile_criteria"):
+        edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
 
 
 def _refuse_continuous_batching(method: str, *_: Any, **__: Any) -> Any:
@@ -262,8 +275,8 @@ def _refuse_continuous_batching(method: str, *_: Any, **__: Any) -> Any:
 def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
     """Let ``model.generate`` follow a dynamic method."""
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule))
+    compile_nothing_in_generate(model, edits)
     optional = {
-        "_valid_auto_compile_criteria": _never_compiles,
         "init_continuous_batching": functools.partial(_refuse_continuous_batching, rule.method.name),
         "_get_candidate_generator": RefuseAssistedDecoding(model, rule),
     }

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ctxext.attention import Call, Layout
-from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces
+from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.errors import IncompatibleError
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec
@@ -29,6 +29,7 @@ from ctxext.surgery.attend import (
 from ctxext.surgery.bounded import BoundedLayer, reach_of
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.positions import LayoutMask, cache_layer_of, replace_cache_layer
 from ctxext.surgery.probe import FAILURES, Layers
 from ctxext.surgery.rebuild import Rebuild
@@ -88,7 +89,7 @@ class RemapAttend:
         if sharpness is not None:
             q = (q * sharpness[:, None, :, None].to(precise)).to(q.dtype)
         call = Call.of(q, k, v, layout, scale=scale, lse=True)
-        out = attend_pieces(self.backends.for_(call.need), call, pieces, settled=settled)
+        out = attend_pieces(self.backends.for_(need_in_pieces(call, pieces)), call, pieces, settled=settled)
         _drop_unseen(cached, layout, pieces)
         return out
 
@@ -291,6 +292,7 @@ def install_pieces(
     attend = RemapAttend(method, site.spec, False, Backends(backend))
     attend.interleaved = _is_interleaved(model, site, attend, refusal)
     install_attention(model, site, attend, edits)
+    compile_nothing_in_generate(model, edits)
     return attend
 
 

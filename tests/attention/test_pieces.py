@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, flex, named
-from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces
+from ctxext.attention import BACKENDS, AttentionBackend, Call, Layout, Need, flex, named
+from ctxext.attention.flash import INSTALLED, Flash
+from ctxext.attention.pieces import Turn, TurnedPiece, attend_pieces, need_in_pieces
 from ctxext.attention.reference import Reference
 from ctxext.errors import BackendUnavailableError
 from ctxext.methods import DPE, DualChunk, ReRoPE, SelfExtend, Streaming
@@ -54,6 +56,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
     "padded": lambda: Layout.padded(KEEP),
     "padded, decoding": lambda: Layout.padded(KEEP, query=1),
     "static cache": lambda: Layout.cached(2, 7, LENGTH, filled=150),
+    "not from the start": lambda: Layout.of(*[torch.arange(5, 5 + LENGTH).expand(2, -1)] * 2),
     "gaps": _gaps,
     "gaps behind padding": _padded_gaps,
 }
@@ -166,6 +169,31 @@ def test_backends_that_cannot_here_say_why(name: str) -> None:
     call = Call.of(*(x.detach() for x in _tensors(where, torch.float32)), where, scale=SCALE, lse=True)
     with pytest.raises(BackendUnavailableError, match=r"runs on CUDA only|compiles anew"):
         named(name).run(call)
+
+
+class Watched(Reference):
+    """Knows whether it was given a mask."""
+
+    masked = False
+
+    def with_lse(self, *tensors: Tensor, mask: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
+        self.masked = self.masked or mask is not None
+        return super().with_lse(*tensors, mask=mask, **how)
+
+
+@every_layout
+@every_method
+def test_what_takes_a_mask_is_not_for_flash_attn_and_all_else_is(
+    method: RemapMethod, layout: Callable[[], Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(INSTALLED, "flash", True)
+    where, backend = layout(), Watched()
+    q, k, v = (x.detach() for x in _tensors(where, torch.float32))
+    call, pieces = Call.of(q, k, v, where, scale=SCALE, lse=True), _pieces(method, where, torch.float32)
+    attend_pieces(backend, call, pieces)
+    there = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 64}
+    reason = Flash().refuses(Need(**(vars(need_in_pieces(call, pieces)) | there)))
+    assert (reason is not None) == backend.masked
 
 
 class OldBackend(Reference):

@@ -130,6 +130,11 @@ def test_why_not() -> None:
         ({"capability": (8, 0), "dtype": torch.float32, "head_dim": 18}, "multiple of 4, found 18"),
         ({"capability": (8, 0), "dtype": torch.float32, "head_dim": 20, "order": "free"}, None),
         ({"capability": (8, 0), "dtype": torch.bfloat16, "head_dim": 20, "order": "free", "biased": False}, None),
+        ({"capability": (7, 5), "dtype": torch.float16, "head_dim": 20}, "multiple of 8, found 20"),
+        ({"capability": (7, 5), "dtype": torch.bfloat16, "biased": False, "lse": True}, "compute capability 8.0"),
+        ({"capability": (7, 5), "dtype": torch.float16, "biased": False, "lse": True}, None),
+        ({"capability": (8, 0), "dtype": torch.float16, "biased": False, "lse": True, "head_dim": 20}, "found 20"),
+        ({"capability": (8, 0), "dtype": torch.float32, "biased": False, "lse": True, "head_dim": 20}, None),
     ],
 )
 def test_why_no_fused_kernel_on_cuda(changes: dict[str, Any], reason: str | None) -> None:

@@ -112,7 +112,9 @@ def test_a_trace_that_would_hold_one_length_is_refused(model_type: str, method: 
         torch.jit.trace(model, (tokens(),), check_trace=False, strict=False)
 
 
-@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi"), ("llama", "self_extend")]
+)
 def test_generate_does_not_compile_by_itself(model_type: str, method: str) -> None:
     model = tiny(model_type)
     assert compiled_steps(model) > 0

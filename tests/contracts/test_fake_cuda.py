@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.attention import base
+from ctxext.attention import base, sdpa
 from ctxext.attention.near_far import _WithFar
 from ctxext.attention.pieces import _Differentiable
 from ctxext.methods import METHODS
@@ -36,10 +37,15 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_guard(tmp_path_factory.mktemp("guard"))
 
 
+def set_capability(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for module in (base, sdpa):
+        monkeypatch.setattr(module, "capability_of", torch.cuda.get_device_capability)  # without what it remembers
+
+
 @pytest.fixture(autouse=True, params=[torch.bfloat16, torch.float32], ids=str)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(base, "_capability", torch.cuda.get_device_capability)  # without what it remembers
+    set_capability((9, 0), monkeypatch)
     kind: torch.dtype = request.param
     return kind
 
@@ -114,6 +120,68 @@ def test_own_backward_passes(
     assert len(found) >= 3 * model.config.num_hidden_layers
     for given, gradient in found:
         assert (gradient.shape, gradient.dtype, gradient.device) == (given.shape, given.dtype, CUDA)
+
+
+class _Kernels(TorchDispatchMode):
+    """Which fused kernels were called by their own names, with how many dimensions of a head."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: set[tuple[str, int]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::_scaled_dot_product_")
+        if name in ("flash_attention", "efficient_attention"):
+            self.called.add((name, args[0].shape[3]))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "capability", "head_dim", "kernel"),
+    [
+        *((name, (7, 5), 32, "efficient_attention") for name in ("self_extend", "t5_bias", "alibi")),
+        *((name, (8, 0), 32, "flash_attention") for name in ("self_extend", "t5_bias", "alibi")),
+        ("t5_bias", (8, 0), 36, None),
+    ],
+)
+def test_no_kernel_is_called_that_refuses_the_device_or_the_head(
+    name: str,
+    capability: tuple[int, int],
+    head_dim: int,
+    kernel: str | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those below torch's own function check neither: flash attention wants Ampere and multiples of 8, and stops."""
+    set_capability(capability, monkeypatch)
+    model = ctxext.patch(tiny(head_dim=head_dim).to(dtype), name, factor=4.0)
+    with on_fake_cuda(model), torch.no_grad(), _Kernels() as kernels:
+        tokens = torch.full((1, 8 * LENGTH), 7, device=CUDA)
+        read = model(tokens, use_cache=True)
+        model(tokens[:, :20], past_key_values=read.past_key_values)
+    assert {called for called, _ in kernels.called} <= {kernel}
+    assert all(size % 8 == 0 for _, size in kernels.called)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=str)
+def test_grouped_heads_do_not_cost_the_fused_kernel(
+    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Efficient attention knows none: torch would write out all scores, where flash attention does not serve."""
+    set_capability(capability, monkeypatch)
+    model = ctxext.patch(tiny(num_key_value_heads=2).to(dtype), "sinusoidal", factor=4.0)
+    is_for_flash = dtype == torch.bfloat16 and capability >= (8, 0)
+    grouped, real = set(), torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, **options: Any) -> Tensor:
+        grouped.add(options["enable_gqa"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    with on_fake_cuda(model), torch.no_grad():
+        model(torch.full((1, LENGTH), 7, device=CUDA))
+    assert grouped == {is_for_flash}
 
 
 def test_what_stays_on_the_cpu_is_noticed(dtype: torch.dtype) -> None:
