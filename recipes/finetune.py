@@ -64,7 +64,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     output, started = Path(settings.output), now()
     arguments = training_arguments(settings, require_device(settings))
     checkpoint = resume_point(settings, resume=resume)
-    if settings.memory.return_freed is not None:
+    if settings.memory.return_freed is not None and arguments.device.type == "cpu":
         return_freed_memory(above=settings.memory.return_freed * 2**20)
     set_seed(settings.seed)
 
