@@ -60,7 +60,7 @@ def export(
     loaded, nothing is started; only ``gguf`` lets a file be written.
 
     Args:
-        checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``save_pretrained``).
+        checkpoint: a directory, a name on the hub, or a patched model (which is taken as saved by ``ctxext.save``).
             With ``gguf`` and ``method`` also a ``.gguf`` file whose positions are not scaled.
         to: the runtime: "exllamav3", "llama.cpp", "mlx-lm", "sglang" or "vllm".
         method: for a checkpoint that is to be served extended while its files stay as they are; as for

@@ -69,7 +69,7 @@ class Export:
     @property
     def told(self) -> str:
         """The flags in one line of a shell, and which file they are for where it is not any file of the model."""
-        flags = shlex.join(self.flags)
+        flags = shlex.join(self.flags) or "no flags, its files say it all"
         return f"{flags} (with a GGUF file that ctxext export --gguf writes)" if self.in_file else flags
 
 

@@ -155,6 +155,7 @@ def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: P
     for made in (export(tmp_path / "saved", to="mlx-lm"), export(model, to="mlx-lm")):
         assert made.exact
         assert made.flags == ()
+        assert made.told == "no flags, its files say it all"
     ctxext.save(ctxext.load(tmp_path / "stock"), tmp_path / "again")
     assert export(tmp_path / "again", to="mlx-lm").exact
 
