@@ -56,8 +56,8 @@ class MlxLm(Runtime):
             raise self.needs_files(extended)
         if extended.guarded:
             raise IncompatibleError(
-                f"mlx-lm stops on this {model_type}: save_pretrained wrote its config.json for readers of transformers "
-                f"5, and mlx-lm reads the fields of transformers 4. Write it with both: "
+                f"mlx-lm may stop on this {model_type}: save_pretrained wrote its config.json for readers of "
+                f"transformers 5, and most of mlx-lm's classes read the fields of transformers 4. Write it with both: "
                 f"ctxext.save(ctxext.load(THIS), NEW)."
             )
         why = _why_not_exact(extended)

@@ -149,9 +149,9 @@ def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: P
     ctxext.patch(model, "yarn", factor=4.0)
     model.save_pretrained(tmp_path / "stock")
     ctxext.save(model, tmp_path / "saved")
-    with pytest.raises(IncompatibleError, match=r"stops on this llama: save_pretrained wrote .*ctxext\.save"):
+    with pytest.raises(IncompatibleError, match=r"may stop on this llama: save_pretrained wrote .*ctxext\.save"):
         export(tmp_path / "stock", to="mlx-lm")
-    assert "stops on this llama" in str((inspect_checkpoint(tmp_path / "stock").exports or {})["mlx-lm"])
+    assert "may stop on this llama" in str((inspect_checkpoint(tmp_path / "stock").exports or {})["mlx-lm"])
     for made in (export(tmp_path / "saved", to="mlx-lm"), export(model, to="mlx-lm")):
         assert made.exact
         assert made.flags == ()
