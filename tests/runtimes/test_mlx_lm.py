@@ -45,12 +45,18 @@ def test_whatever_is_called_exact_was_measured_to_be() -> None:
         assert proof["matters"] > 0.1, f"{proof} would not show an error"
 
 
-@pytest.mark.parametrize("shape", ["llama", "phi3", "gemma"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_method_of_a_shape_was_tried(shape: str) -> None:
+    assert {proof["method"] for proof in PROOFS if proof["shape"] == shape} == set(methods_for(shape))
+
+
+@pytest.mark.parametrize("shape", ["llama", "phi3", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_export_says_today_what_was_measured(shape: str) -> None:
     """A verdict that changes needs the measurement anew (make mlx-lm)."""
     methods, model = all_methods(tiny_of(shape)), tiny_of(shape)
     told = [proof for proof in PROOFS if proof["shape"] == shape]
-    assert {proof["method"] for proof in told} == set(methods_for(shape))
+    assert told
     for proof in told:
         extended = extended_config(model.config, methods[proof["method"]], trained_length=TRAINED_LENGTH)
         try:
@@ -151,13 +157,19 @@ def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: P
     ctxext.save(model, tmp_path / "saved")
     with pytest.raises(IncompatibleError, match=r"may stop on this llama: save_pretrained wrote .*ctxext\.save"):
         export(tmp_path / "stock", to="mlx-lm")
-    assert "may stop on this llama" in str((inspect_checkpoint(tmp_path / "stock").exports or {})["mlx-lm"])
     for made in (export(tmp_path / "saved", to="mlx-lm"), export(model, to="mlx-lm")):
         assert made.exact
         assert made.flags == ()
         assert made.told == "no flags, its files say it all"
     ctxext.save(ctxext.load(tmp_path / "stock"), tmp_path / "again")
     assert export(tmp_path / "again", to="mlx-lm").exact
+
+
+@pytest.mark.slow
+def test_inspect_says_so_too(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny_of("llama"), "yarn", factor=4.0)
+    model.save_pretrained(tmp_path)
+    assert "may stop on this llama" in str((inspect_checkpoint(tmp_path).exports or {})["mlx-lm"])
 
 
 # --- the measurement -------------------------------------------------------------------------------------------------
