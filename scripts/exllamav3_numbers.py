@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import ast
 import copy
-import json
-import platform
 import sys
 import types
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
 
 import ctxext
@@ -28,7 +24,7 @@ from ctxext.checkpoints.load import meta_model
 from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method
 from ctxext.saved import with_old_form
-from scripts.vllm_numbers import TRAINED, configs, methods, spec_of
+from scripts.vllm_numbers import TRAINED, configs, methods, spec_of, write_golden
 
 __all__ = ["GOLDEN", "written"]
 
@@ -89,18 +85,9 @@ def main(tree: Annotated[Path, typer.Argument(help="exllamav3's wheel, unpacked.
                     cases.append(case | {"inv_freq": inv_freq, "scale": scale})
                 except (KeyError, TypeError, ValueError) as error:
                     cases.append(case | {"stops": f"{type(error).__name__}: {error}"[:150]})
-    provenance = {
-        "source": "exllamav3-1.6.5",
-        "command": "python -m scripts.exllamav3_numbers exllamav3-1.6.5",
-        "ran": "exllamav3.model.config.Config.read_rope_settings_default, exllamav3.util.rope.RoPE",
-        "dtype": "float64",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    lines = ",\n".join(json.dumps(case) for case in cases)
-    GOLDEN.write_text(f'{{"provenance": {json.dumps(provenance)},\n"cases": [\n{lines}\n]}}\n')
-    print(len(cases), "cases")
+    ran = "exllamav3.model.config.Config.read_rope_settings_default, exllamav3.util.rope.RoPE"
+    source = "exllamav3-1.6.5"
+    write_golden(GOLDEN, cases, source=source, command=f"scripts.exllamav3_numbers {source}", ran=ran)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["CONFIGS", "GOLDEN", "configs", "methods"]
+__all__ = ["CONFIGS", "GOLDEN", "configs", "methods", "spec_of", "write_golden"]
 
 GOLDEN = Path(__file__).parents[1] / "tests/runtimes/vllm.json"
 ROTARY = "vllm.model_executor.layers.rotary_embedding"
@@ -230,6 +230,22 @@ def _triton() -> Any:
     return types.SimpleNamespace(jit=lambda function=None, **how: function or (lambda inner: inner))
 
 
+def write_golden(path: Path, cases: list[dict[str, Any]], *, source: str, command: str, ran: str) -> None:
+    """Write what another program computed, a line a case, and where it is from."""
+    provenance = {
+        "source": source,
+        "command": f"python -m {command}",
+        "ran": ran,
+        "dtype": "float64",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    path.write_text(f'{{"provenance": {json.dumps(provenance)},\n"cases": [\n{lines}\n]}}\n')
+    print(len(cases), "cases")
+
+
 def main(tree: Annotated[Path, typer.Argument(help="vLLM's source distribution, unpacked.")]) -> None:
     """Ask for every number anew."""
     vllm, cases = VLLM(tree.resolve()), []
@@ -249,18 +265,8 @@ def main(tree: Annotated[Path, typer.Argument(help="vLLM's source distribution, 
                 inv_freq, scale, rows = vllm.spectrum(config, length, head)
                 case = {"model_type": model_type, "method": method.to_dict(), "on_disk": on_disk, "flags": flags}
                 cases.append(case | {"length": length, "rows": rows, "inv_freq": inv_freq.tolist(), "scale": scale})
-    provenance = {
-        "source": tree.resolve().name,
-        "command": "python -m scripts.vllm_numbers vllm-0.33.0",
-        "ran": f"{ROTARY}, vllm.config.model._get_and_verify_max_len",
-        "dtype": "float64",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    lines = ",\n".join(json.dumps(case) for case in cases)
-    GOLDEN.write_text(f'{{"provenance": {json.dumps(provenance)},\n"cases": [\n{lines}\n]}}\n')
-    print(len(cases), "cases")
+    ran = f"{ROTARY}, vllm.config.model._get_and_verify_max_len"
+    write_golden(GOLDEN, cases, source=tree.resolve().name, command="scripts.vllm_numbers vllm-0.33.0", ran=ran)
 
 
 if __name__ == "__main__":

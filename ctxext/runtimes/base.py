@@ -207,13 +207,16 @@ class Runtime(ABC):
             f"the extended checkpoint (ctxext patch SOURCE NEW), and export that one."
         )
 
-    @abstractmethod
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
         """What to tell it of a model that has ALiBi of its own and keeps its slopes.
 
         Raises:
-            IncompatibleError: if it is not known that it computes the same slopes.
+            IncompatibleError: if it is not known that it computes the same slopes; of most runtimes it is not.
         """
+        raise IncompatibleError(
+            f"{self.name} was not seen to run the ALiBi of a {extended.model_type}. Serve it with vLLM or llama.cpp "
+            f"where they have it, or with transformers."
+        )
 
 
 def without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:

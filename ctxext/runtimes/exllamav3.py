@@ -15,7 +15,7 @@ import math
 from typing import ClassVar
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, Runtime, longest, require_known_type
+from ctxext.runtimes.base import Export, ExtensionInConfig, Runtime, longest, require_known_type
 from ctxext.surgery.windows import window_of
 
 __all__ = ["READ", "Exllamav3"]
@@ -51,17 +51,6 @@ class Exllamav3(Runtime):
             notes.append(extended.length_note)
         flags = (self.length_flag or "", str(extended.target_length))
         return Export(target=self.name, flags=flags, notes=tuple(notes), exact=not doubts)
-
-    def export_own_alibi(self, extended: OwnALiBi) -> Export:
-        """Nothing: it has no class for any of them.
-
-        Raises:
-            IncompatibleError: always.
-        """
-        raise IncompatibleError(
-            f"exllamav3 {VERSION} has no class for a {extended.model_type} with ALiBi. Serve it with vLLM or llama.cpp "
-            f"where they have it, or with transformers."
-        )
 
 
 def _refuse(extended: ExtensionInConfig) -> None:

@@ -20,7 +20,6 @@ from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,
-    OwnALiBi,
     Runtime,
     longrope_scale,
     read_table,
@@ -67,17 +66,6 @@ class MlxLm(Runtime):
         ]
         notes += [note for note in (why, extended.length_note) if note]
         return Export(target=self.name, flags=(), notes=tuple(notes), exact=why is None)
-
-    def export_own_alibi(self, extended: OwnALiBi) -> Export:
-        """Nothing: it has no class for any of them.
-
-        Raises:
-            IncompatibleError: always.
-        """
-        raise IncompatibleError(
-            f"{_version()} has no class for a {extended.model_type} with ALiBi. Serve it with vLLM or llama.cpp where "
-            f"they have it, or with transformers."
-        )
 
 
 def _version() -> str:

@@ -20,7 +20,6 @@ from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,
-    OwnALiBi,
     Runtime,
     longest,
     longrope_scale,
@@ -95,17 +94,6 @@ class SGLang(Runtime):
         flags = ("--json-model-override-args", json.dumps(nested(extended, overrides))) if overrides else ()
         flags = (*flags, self.length_flag, str(extended.target_length))
         return Export(target=self.name, flags=flags, notes=tuple(notes), exact=exact)
-
-    def export_own_alibi(self, extended: OwnALiBi) -> Export:
-        """Nothing is known of ALiBi there.
-
-        Raises:
-            IncompatibleError: always.
-        """
-        raise IncompatibleError(
-            f"What SGLang {VERSION} does with the ALiBi of a {extended.model_type} was not read. Serve it with vLLM or "
-            f"llama.cpp where they have it, or with transformers."
-        )
 
 
 def _refuse(extended: ExtensionInConfig) -> None:

@@ -85,7 +85,7 @@ def test_what_was_not_read_or_is_not_there() -> None:
     llama = LlamaConfig(**SHAPE)
     with pytest.raises(IncompatibleError, match=r"exllamav3 has no setting that extends a llama.*ctxext patch"):
         export_config(extended_config(llama, "yarn", factor=4.0), to="exllamav3", served=llama)
-    with pytest.raises(IncompatibleError, match="no class for a bloom with ALiBi"):
+    with pytest.raises(IncompatibleError, match="exllamav3 was not seen to run the ALiBi of a bloom"):
         export_config(extended_config(BloomConfig(seq_length=256), "alibi", factor=4.0), to="exllamav3")
     scaled = transformers.LlamaConfig(
         **SHAPE
