@@ -21,7 +21,7 @@ slow: $(INSTALLED) ## the long tests: the demo itself, the real checkpoint
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
 	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m slow tests/runtimes tests/checkpoints/test_into_gguf.py
 
-mlx-lm: $(INSTALLED) ## a real mlx-lm on the CPU against the patched model, for every method (about 3 minutes; downloads 50 MB)
+mlx-lm: $(INSTALLED) ## a real mlx-lm on the CPU against the patched model, for every method (about 2 minutes; downloads 50 MB)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
 	$(BIN)/python -m pytest -m slow tests/runtimes/test_mlx_lm.py
 
