@@ -55,8 +55,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope_attention": ("longrope", {"attention_factor": 1.3}),
 }
 # What it raises on a config or on weights that it does not know.
-REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
-REFUSALS = (*REFUSALS, RuntimeError)
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def served(checkpoint: Path, tokens: list[int]) -> torch.Tensor:

@@ -21,12 +21,12 @@ import ctxext
 from ctxext.checkpoints.export import export
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS, Method
+from ctxext.runtimes.base import is_close
 from ctxext.spec import RopeSpec
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY, tiny_config, tiny_model
 
 __all__ = [
     "CHANGES",
-    "CLOSE",
     "FACTOR",
     "TARGET",
     "TOKENS",
@@ -45,7 +45,6 @@ __all__ = [
 FACTOR = 4
 TARGET = FACTOR * TRAINED_LENGTH
 TOKENS = 150  # beyond the trained window, within the extended one
-CLOSE = 1e-3  # of what the extension moves: rounding in float32 reaches a twentieth of this
 # Beside every method as it comes: numbers that are not the defaults of llama.cpp, so that what is not read shows.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, betas 16 and 2": ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0}),
@@ -93,7 +92,7 @@ class Proof:
     @property
     def right(self) -> bool:
         """Whether the runtime computed what the patched model does."""
-        return self.error is not None and self.matters is not None and self.error <= CLOSE * self.matters
+        return self.error is not None and self.matters is not None and is_close(self.error, self.matters)
 
 
 def some_tokens() -> list[int]:

@@ -18,11 +18,11 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, BiasMethod, EncodingMethod, Method, RopeMethod, TableMethod
 from ctxext.runtimes import mlx_lm
-from ctxext.runtimes.base import read_table
+from ctxext.runtimes.base import is_close, read_table
 from ctxext.spec import RopeSpec
 from scripts import llama_cpp_proof, mlx_lm_proof, vllm_proof
 from scripts.llama_cpp_proof import SHAPES
-from scripts.proof import CLOSE, VARIANTS
+from scripts.proof import VARIANTS
 
 __all__ = ["by_formula_markdown", "llama_cpp_markdown", "mlx_lm_markdown", "vllm_markdown"]
 
@@ -62,7 +62,7 @@ def mlx_lm_markdown() -> str:
 
 
 def _right(forms: dict[str, Any]) -> set[str]:
-    return {name for name, one in forms.items() if "error" in one and mlx_lm.is_close(one["error"], one["matters"])}
+    return {name for name, one in forms.items() if "error" in one and is_close(one["error"], one["matters"])}
 
 
 def _wrong(forms: dict[str, Any]) -> set[str]:
@@ -91,7 +91,7 @@ def _ways(proofs: list[dict[str, Any]] | None) -> str:
         return "not a method for it"
     exact = [proof for proof in proofs if proof["exact"]]
     told = [proof for proof in proofs if proof["exact"] is False]
-    right = exact or [proof for proof in told if proof["error"] <= CLOSE * proof["matters"]]
+    right = exact or [proof for proof in told if is_close(proof["error"], proof["matters"])]
     if not right:
         return f"not exact ({min(proof['error'] for proof in told):.1g})" if told else "refused"
     ways = f"{', '.join(SHORT[proof['way']] for proof in right)} ({max(proof['error'] for proof in right):.1g})"

@@ -16,13 +16,17 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import NEVER
 
 __all__ = [
+    "CLOSE",
     "STOCK_TYPES",
+    "USUAL_YARN",
     "Export",
     "ExtensionInConfig",
     "OwnALiBi",
     "Runtime",
+    "is_close",
     "longest",
     "longrope_scale",
+    "longrope_scale_of",
     "nested",
     "read_table",
     "require_known_type",
@@ -30,6 +34,10 @@ __all__ = [
     "without_endless_table",
 ]
 
+CLOSE = 1e-3
+"""Of what an extension changes: rounding in float32 reaches a twentieth of this."""
+USUAL_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What YaRN takes where a config says nothing."""
 STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -254,6 +262,11 @@ def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:
         )
 
 
+def is_close(error: Any, matters: float) -> bool:
+    """Whether a difference in nats is rounding, beside what the extension changes; what stopped is not close."""
+    return isinstance(error, float) and error <= CLOSE * matters
+
+
 def longest(extended: ExtensionInConfig) -> int:
     """The longest text that the config promises."""
     return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
@@ -261,9 +274,12 @@ def longest(extended: ExtensionInConfig) -> int:
 
 def longrope_scale(extended: ExtensionInConfig) -> float:
     """What vLLM and SGLang compute where the config says nothing else: they look at the lengths only."""
-    original = extended.trained_length
-    stretch = max(longest(extended), extended.target_length) / original
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return longrope_scale_of(max(longest(extended), extended.target_length), extended.trained_length)
+
+
+def longrope_scale_of(length: int, original: int) -> float:
+    """What longrope multiplies cos and sin by, computed from the two lengths in tokens."""
+    return 1.0 if length <= original else math.sqrt(1 + math.log(length / original) / math.log(original))
 
 
 def whole(extended: ExtensionInConfig, rope: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import math
 from typing import ClassVar
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig, Runtime, longest, require_known_type
+from ctxext.runtimes.base import Export, ExtensionInConfig, Runtime, longest, longrope_scale_of, require_known_type
 from ctxext.surgery.windows import window_of
 
 __all__ = ["READ", "Exllamav3"]
@@ -29,7 +29,7 @@ class Exllamav3(Runtime):
     """exllamav3, as its own ``examples/chat.py`` starts it."""
 
     name: ClassVar[str] = "exllamav3"
-    length_flag: ClassVar[str | None] = "-cs"
+    length_flag: ClassVar[str] = "-cs"
     files_only: ClassVar[bool] = True
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ class Exllamav3(Runtime):
         notes = ["config.json says it all, also after convert.py; the flag is the size of the cache.", *doubts]
         if extended.length_note:
             notes.append(extended.length_note)
-        flags = (self.length_flag or "", str(extended.target_length))
+        flags = (self.length_flag, str(extended.target_length))
         return Export(target=self.name, flags=flags, notes=tuple(notes), exact=not doubts)
 
 
@@ -63,7 +63,7 @@ def _refuse(extended: ExtensionInConfig) -> None:
     own = None
     stretch = longest(extended) / extended.trained_length
     if kind == "longrope":
-        own = math.sqrt(1 + math.log(stretch) / math.log(extended.trained_length)) if stretch > 1 else 1.0
+        own = longrope_scale_of(longest(extended), extended.trained_length)
     elif kind == "yarn" and rope.get("attention_factor") is None:
         own = 0.1 * math.log(stretch) + 1 if stretch > 1 else 1.0
     if own is not None and abs(own - extended.scale) > 1e-3:

@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ctxext.errors import IncompatibleError
-from ctxext.runtimes.base import Export, ExtensionInConfig, OwnALiBi, Runtime, longest, read_table
+from ctxext.runtimes.base import (
+    Export,
+    ExtensionInConfig,
+    OwnALiBi,
+    Runtime,
+    is_close,
+    longest,
+    longrope_scale_of,
+    read_table,
+)
 from ctxext.surgery.windows import window_of
 
 __all__ = [
@@ -45,7 +54,6 @@ __all__ = [
 ]
 
 TABLE = Path(__file__).with_name("llama_cpp.json")
-CLOSE = 1e-3  # of what the extension changes: rounding in float32 reaches a twentieth of this
 # The model types whose ALiBi it computes and its converter knows; their names are those of their architectures.
 ALIBI = ("bloom",)
 # The architectures of the table that have sliding windows; phi3 reads its key and switches them off.
@@ -162,7 +170,7 @@ def _why_no_divisors(extended: ExtensionInConfig) -> str | None:
         return f"one {DIVISORS} serves all layers, and only some are extended"
     found = _line(extended).get("written", {})
     error = found.get("error", "this model type was not tried")
-    if isinstance(error, float) and error <= CLOSE * found["matters"]:
+    if "matters" in found and is_close(error, found["matters"]):
         return None
     said = error if isinstance(error, str) else f"{error:g} nats from the patched model"
     return f"{_version()} was not seen to load {DIVISORS} for this model type ({said})"
@@ -284,7 +292,7 @@ def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bo
         reasons = (line.get("aborts"), line.get("fails"), line.get("not_run"), found.get("refused"), found.get("fails"))
         why = next((reason for reason in (*reasons, result) if isinstance(reason, str)), missing)
         return None, f"Not proven for {_version()}: {why}"
-    if result <= CLOSE * found["matters"]:
+    if is_close(result, found["matters"]):
         return True, ""
     if not _runs_right(line) or result <= found["matters"] / 10:
         return None, f"Not proven for {_version()}: tiny models of this type differ there without any extension."
@@ -299,7 +307,7 @@ def _runs_right(line: dict[str, Any]) -> bool:
     forms = [form for form in line["forms"].values() if isinstance(form.get("matters"), float)]
     results = [(form.get(route), form["matters"]) for form in forms for route in ("extended", "original")]
     results += [(line.get("noise"), form["matters"]) for form in forms]
-    return any(isinstance(error, float) and error <= CLOSE * matters for error, matters in results)
+    return any(is_close(error, matters) for error, matters in results)
 
 
 def _form(extended: ExtensionInConfig) -> str:
@@ -413,8 +421,7 @@ def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
 
 def _baked(extended: ExtensionInConfig) -> float:
     """The attention factor that the converter writes for longrope, whatever the config says."""
-    stretch = extended.text.max_position_embeddings / extended.trained_length
-    return math.sqrt(1 + math.log(max(stretch, 1.0)) / math.log(extended.trained_length))
+    return longrope_scale_of(extended.text.max_position_embeddings, extended.trained_length)
 
 
 def _differences(extended: ExtensionInConfig) -> tuple[list[str], bool]:

@@ -21,16 +21,16 @@ from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,
     Runtime,
+    is_close,
     longrope_scale,
     read_table,
     require_known_type,
 )
 from ctxext.surgery.windows import window_of
 
-__all__ = ["TABLE", "MlxLm", "form_of", "is_close", "runs"]
+__all__ = ["TABLE", "MlxLm", "form_of", "runs"]
 
 TABLE = Path(__file__).with_name("mlx_lm.json")
-CLOSE = 1e-3  # of what the extension changes: rounding in float32 reaches a twentieth of this
 
 
 class MlxLm(Runtime):
@@ -112,11 +112,6 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
     if extended.rope_type == "longrope" and extended.rope["short_factor"] != extended.rope["long_factor"]:
         return "mlx-lm takes long_factor for every text, short ones included."
     return None
-
-
-def is_close(error: Any, matters: float) -> bool:
-    """Whether a difference in nats is rounding, beside what the extension changes; what stopped is not close."""
-    return isinstance(error, float) and error <= CLOSE * matters
 
 
 def runs(line: dict[str, Any]) -> bool:

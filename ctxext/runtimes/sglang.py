@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
+    USUAL_YARN,
     Export,
     ExtensionInConfig,
     Runtime,
@@ -37,8 +38,6 @@ VERSION = "0.5.23"
 READ = ("llama", "mistral", "qwen2", "qwen3")
 # Those that hand on the base alone.
 BASE_ONLY = ("gemma",)
-# What its YaRN takes where nothing is said, so that an override can replace what the files say.
-USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 class SGLang(Runtime):
@@ -70,7 +69,7 @@ class SGLang(Runtime):
         elif extended.target_length > _promised(extended):
             overrides["max_position_embeddings"] = extended.target_length
         if extended.leaves_factor_open or (extended.rope_type == "yarn" and "rope_parameters" in overrides):
-            rope = USUAL | rope
+            rope = USUAL_YARN | rope  # said, since an override leaves what it does not say as the files have it
             overrides["rope_parameters"] = whole(extended, rope)
         if said := _scale(extended):
             overrides["rope_parameters"] = whole(extended, rope | said)

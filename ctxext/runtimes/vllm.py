@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import (
+    USUAL_YARN,
     Export,
     ExtensionInConfig,
     OwnALiBi,
@@ -114,8 +115,7 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
     if extended.leaves_factor_open:
         overrides["rope_parameters"] = whole(extended, rope)
     if extended.text.model_type == "gpt_oss" and not {"beta_fast", "beta_slow"} <= rope.keys():
-        usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-        overrides["rope_parameters"] = whole(extended, usual | rope)
+        overrides["rope_parameters"] = whole(extended, USUAL_YARN | rope)
         return overrides, ["vLLM's gpt_oss does not start without beta_fast and beta_slow in the config."], True
     if extended.rope_type == "dynamic":
         rope["max_trained_positions"] = extended.trained_length

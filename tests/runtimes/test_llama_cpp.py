@@ -25,8 +25,9 @@ from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS
+from ctxext.runtimes.base import CLOSE
 from scripts.llama_cpp_proof import RESULTS, SHAPES, Bench, prove
-from scripts.proof import CLOSE, all_methods, methods_for, tiny_of
+from scripts.proof import all_methods, methods_for, tiny_of
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf

@@ -17,11 +17,11 @@ from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method
-from ctxext.runtimes.base import read_table
+from ctxext.runtimes.base import CLOSE, read_table
 from ctxext.runtimes.mlx_lm import TABLE, form_of
 from scripts.mlx_lm_proof import RESULTS, SHAPES
 from scripts.mlx_lm_table import FORMS
-from scripts.proof import CLOSE, all_methods, methods_for, tiny_of
+from scripts.proof import all_methods, methods_for, tiny_of
 from scripts.walk.tiny import TRAINED_LENGTH
 from tests._checkpoints import SHAPE, TRAINED
 

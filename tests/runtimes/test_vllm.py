@@ -20,10 +20,10 @@ from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS
-from ctxext.runtimes.base import read_table
+from ctxext.runtimes.base import CLOSE, read_table
 from ctxext.runtimes.vllm import TABLE
 from scripts import vllm_proof
-from scripts.proof import CLOSE, all_methods, methods_for, tiny_of
+from scripts.proof import all_methods, methods_for, tiny_of
 from scripts.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
 
