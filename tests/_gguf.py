@@ -38,6 +38,7 @@ def write_gguf(
     alignment: int = 32,
     quantised: tuple[str, ...] = (),
     rope_freqs: Any = None,
+    tensors: dict[str, Any] | None = None,
     leave_out: tuple[str, ...] = (),
     **keys: Any,
 ) -> Path:
@@ -84,6 +85,8 @@ def write_gguf(
             writer.add_tensor(name, tensor)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs))
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, np.asarray(tensor))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -141,8 +141,8 @@ def _refuse_gguf(path: Path, *, extending: bool) -> None:
         )
     if scaling := scaling_in_gguf(path):
         raise CheckpointError(
-            f"{path} scales its positions already ({', '.join(scaling)}), which transformers does not read. "
-            f"{original}, whose config says what they are."
+            f"{path} scales its positions already ({', '.join(scaling)}), and an extension of them is written beside "
+            f"its config only. {original}."
         )
 
 

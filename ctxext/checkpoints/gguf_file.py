@@ -218,7 +218,7 @@ def _copy(reading: BinaryIO, writing: BinaryIO, total: int, progress: Progress |
 
 
 def scaling_in_gguf(path: Path) -> tuple[str, ...]:
-    """Name the metadata and tensors in a GGUF file that scale rope; transformers reads them for gpt-oss only.
+    """Name the metadata and tensors in a GGUF file that scale rope.
 
     Raises:
         CheckpointError: if the file is not GGUF, or the package that reads it is missing.

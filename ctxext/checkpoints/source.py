@@ -19,9 +19,12 @@ from transformers import (
     GgufConfig,
     PreTrainedConfig,
 )
+from transformers.utils import cached_file
 
 from ctxext.adapters import is_adapter
 from ctxext.checkpoints.config_check import UNFIT, check_config
+from ctxext.checkpoints.gguf_file import GGUFFile
+from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.saved import checked_extension
 from ctxext.surgery.old_form import OLD_GUARD
@@ -68,6 +71,9 @@ class Contents:
 def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = False, **location: Any) -> Any:
     """Read the config of any model, also one that ctxext saved so that stock code refuses it.
 
+    Of a GGUF file (``gguf_file`` in ``location``) it holds the positions that the file says, which transformers by
+    itself reads in part.
+
     Raises:
         CheckpointError: unreadable, unknown to transformers, damaged, in need of remote code that was not allowed, or
             with an extension that this version of ctxext does not read.
@@ -83,7 +89,8 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             f"{transformers.__version__} has no code for its model_type, {raw.get('model_type')!r}."
         )
     try:
-        if not raw and not location.get("gguf_file"):
+        file = _gguf_file(place, **location)
+        if not raw and file is None:
             raw, _ = PreTrainedConfig.get_config_dict(place, **location)
         guarded = [name for name, value in raw.items() if value == GUARD]
         if guarded:
@@ -92,6 +99,8 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         else:
             config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
+        if file is not None:
+            read_positions(config, file)
     except CtxextError:
         raise
     except (OSError, *UNFIT) as error:
@@ -100,6 +109,11 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     if "ctxext" in raw:
         _refuse_two_stories(raw, place)
     return config
+
+
+def _gguf_file(place: str | os.PathLike[str], gguf_file: str | None = None, **location: Any) -> GGUFFile | None:
+    """Open the GGUF file that a location names; None where it names none."""
+    return None if gguf_file is None else GGUFFile(Path(cached_file(place, gguf_file, **location)))
 
 
 def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> bool:

@@ -81,7 +81,6 @@ def inspect(
     [bold]Example[/]: ctxext inspect meta-llama/Llama-3.1-8B
     """
     from ctxext.adapters import is_adapter
-    from ctxext.checkpoints.gguf_file import scaling_in_gguf
     from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
     from ctxext.cli import show as printed
 
@@ -93,10 +92,6 @@ def inspect(
     gguf = place.suffix == ".gguf"
     if gguf and not place.is_file():
         raise CheckpointError(f"There is no file {place}.")
-    scaling: tuple[str, ...] = ()
-    if gguf:
-        with Console(stderr=True).status("reading GGUF metadata ..."):
-            scaling = scaling_in_gguf(place)
     with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as progress:
         found = inspect_checkpoint(
             place.parent if gguf else checkpoint,
@@ -105,11 +100,10 @@ def inspect(
             progress=progress,
             **({"gguf_file": place.name} if gguf else {}),
         )
-    unread = scaling if found.extended is None else ()
     if as_json:
-        _print_json(asdict(found) | {"gguf_scaling_not_read": unread})
+        _print_json(asdict(found))
     else:
-        printed.show_inspection(found, checkpoint, unread, Console(highlight=False))
+        printed.show_inspection(found, checkpoint, Console(highlight=False))
 
 
 @app.command(cls=StrictCommand)

@@ -138,19 +138,12 @@ def show_written(written: Written) -> None:
     typer.echo("\n".join(lines))
 
 
-def show_inspection(found: Inspection, checkpoint: str, unread: tuple[str, ...], console: Console) -> None:
+def show_inspection(found: Inspection, checkpoint: str, console: Console) -> None:
     """Print what ``ctxext inspect`` found."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for key, value in _facts(found):
         table.add_row(f"[bold]{key}[/]", Text(value))
     console.print(table)
-    if unread:
-        console.print(
-            f"This GGUF file scales its positions ({', '.join(unread)}), which transformers does not read: it loads "
-            f"with plain positions. Take the original checkpoint, or set config.rope_parameters as it has them.",
-            style="yellow",
-            markup=False,
-        )
     if found.description is not None:
         console.print(Text(f"\n{found.description}"))
     console.print("\n[bold]methods[/]: each applied to this model without its weights, then taken back")

@@ -175,7 +175,8 @@ def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[nn.Module,
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(None, device)
     why = "weights dequantised from GGUF" if dtype == "auto" and chosen == "bf16" else why
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=DTYPES[chosen], **inside)
+    config = read_any_config(where, gguf_file=path.name)  # with the scaling in the file, which transformers passes over
+    model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=DTYPES[chosen], **inside)
     model.name_or_path = str(path)  # where adapters will look for their base: not in the directory, in this file of it
     return model, tokenizer, f"{chosen} ({why})"
 

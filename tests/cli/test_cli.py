@@ -119,16 +119,13 @@ def test_inspect_adapter(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert "carries no extension" in result.stderr
 
 
-def test_inspect_gguf_says_what_transformers_does_not_read(cli: Cli, tmp_path: Path) -> None:
+def test_inspect_reads_the_scaling_in_a_gguf_file(cli: Cli, tmp_path: Path) -> None:
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     path = write_gguf(model, tmp_path / "tiny.gguf", rope_freqs=np.ones(8, dtype=np.float32), **scaling)
-    result = cli("inspect", path)
-    assert "transformers does not read" in result.stdout
     found = json.loads(cli("inspect", path, "--json").stdout)
-    assert found["positions"][0]["rope_type"] == "default"
-    expected = ["llama.rope.scaling.type=yarn", "llama.rope.scaling.factor=4.0", "rope_freqs.weight"]
-    assert found["gguf_scaling_not_read"] == expected
+    assert found["positions"][0]["rope_type"] == "yarn"
+    assert found["extended"].startswith("rope_type=yarn, factor 4")
     path.write_bytes(b"GGUF")
     result = cli("inspect", path)
     assert result.exit_code == 1

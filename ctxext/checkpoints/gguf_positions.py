@@ -1,0 +1,139 @@
+"""The positions that a GGUF file says, written into the config that transformers makes of the rest of the file.
+
+transformers reads the base of a GGUF file, for most architectures, and neither its scaling keys nor its tensors of
+divisors: a Llama 3.1 would be loaded with plain positions. llama.cpp reads them as follows (ggml-org/llama.cpp,
+src/llama-model.cpp and src/llama-graph.cpp): the type is ``linear`` where none is said, ``attn_factor`` multiplies cos
+and sin, ``yarn`` multiplies them by 0.1 ln(factor) + 1 beside that, and a tensor divides each frequency whatever the
+type is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from ctxext.checkpoints.gguf_file import GGUFFile
+from ctxext.errors import CheckpointError
+from ctxext.surgery.old_form import rope_dicts
+from ctxext.surgery.texts import text_of
+from ctxext.surgery.windows import is_windowed
+
+__all__ = ["read_positions"]
+
+DIVISORS = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+# ``finetuned`` says that the weights were trained with the scaling, which changes no number.
+READ = frozenset({"type", "factor", "attn_factor", "original_context_length", "finetuned"})
+OF_YARN = frozenset({"yarn_beta_fast", "yarn_beta_slow"})
+
+
+def read_positions(config: Any, file: GGUFFile) -> None:
+    """Write the rotation that a GGUF file says into the config that transformers made of the same file.
+
+    Args:
+        config: it is changed; layers with a sliding window of their own frequencies keep them, as in llama.cpp.
+        file: that it was made of.
+
+    Raises:
+        CheckpointError: the file says positions that no config of stock transformers can hold, or its numbers
+            contradict each other.
+    """
+    text = text_of(config)
+    reaching = [rope for layer_type, rope in rope_dicts(text) if not (layer_type and is_windowed(layer_type))]
+    architecture = file.get("general.architecture")
+    prefix = f"{architecture}.rope."
+    if not reaching or any(rope.get("rope_type", "default") not in ("default", "linear") for rope in reaching):
+        return  # no rotation, or one that transformers itself knows from the architecture
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    share = reaching[0].get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
+    width = int(head * share)
+    found = (_head(file, architecture, head), file.number(prefix + "dimension_count", width))
+    if found != (head, width):
+        raise _unreadable(
+            file, f"rotates {found[1]} of the {found[0]} dimensions of a head, which are read as {width} of {head}"
+        )
+    form = _scaling(file, prefix, width)
+    for rope in reaching:
+        rope["rope_theta"] = float(file.number(prefix + "freq_base", rope["rope_theta"]))
+        if form:
+            rope.update(form)
+    if form.get("rope_type") == "longrope" and hasattr(text, "original_max_position_embeddings"):
+        text.original_max_position_embeddings = form["original_max_position_embeddings"]
+
+
+def _head(file: GGUFFile, architecture: str, head: int) -> int:
+    """Return the dimensions of a head by the file, or ``head`` where the file leaves them open."""
+    size, count = (file.get(f"{architecture}.{name}") for name in ("embedding_length", "attention.head_count"))
+    if isinstance(size, int) and isinstance(count, int) and count > 0:
+        head = size // count
+    return int(file.number(f"{architecture}.attention.key_length", head))
+
+
+def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
+    """The scaling in the words of transformers; empty where positions are plain."""
+    scaling = prefix + "scaling."
+    kind = file.get(scaling + "type", "linear")
+    unread = [key for key in file.keys if key.startswith(scaling) and key.removeprefix(scaling) not in READ | OF_YARN]
+    if unread:
+        raise _unreadable(file, f"says {unread[0]}={file.get(unread[0])}")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise _unreadable(file, f"says {scaling}type={kind!r}")
+    length = int(file.number(prefix.removesuffix("rope.") + "context_length", 0))
+    original = int(file.number(scaling + "original_context_length", length))
+    factor = float(file.number(scaling + "factor", file.number(prefix + "scale_linear", 1.0))) or 1.0
+    scale = float(file.number(scaling + "attn_factor", 1.0))
+    factor = 1.0 if kind == "none" else factor
+    for name, value in (("factor", factor), ("attn_factor", scale)):
+        if not (math.isfinite(value) and value > 0):
+            raise CheckpointError(f"{file.path} says {scaling}{name}={value}; it should be above 0.")
+    tables = {name: _divisors(file, name, width) for name in (DIVISORS, SHORT, LONG)}
+    tables = {name: table for name, table in tables.items() if table is not None and (table != 1).any()}
+    if kind == "yarn":
+        return _yarn(file, scaling, tables, factor=factor, scale=scale, original=original)
+    if not tables and scale == 1:
+        return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
+    if DIVISORS in tables and len(tables) > 1:
+        raise _unreadable(file, f"holds {' and '.join(tables)}, which divide the same frequencies")
+    plain = tables.get(DIVISORS, np.ones(width // 2))
+    short, long = (tables.get(name, plain) * factor for name in (SHORT, LONG))
+    return {
+        "rope_type": "longrope",
+        "short_factor": short.tolist(),
+        "long_factor": long.tolist(),
+        "original_max_position_embeddings": original,
+        "attention_factor": scale,
+    }
+
+
+def _yarn(
+    file: GGUFFile, scaling: str, tables: dict[str, Any], *, factor: float, scale: float, original: int
+) -> dict[str, Any]:
+    if tables:
+        raise _unreadable(file, f"says {scaling}type=yarn and holds {next(iter(tables))}, which divides beside it")
+    found: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": float(file.number(scaling + "yarn_beta_fast", 32.0)),
+        "beta_slow": float(file.number(scaling + "yarn_beta_slow", 1.0)),
+    }
+    return found if scale == 1 else found | {"attention_factor": scale * (0.1 * math.log(factor) + 1)}
+
+
+def _divisors(file: GGUFFile, name: str, width: int) -> Float[np.ndarray, " half"] | None:
+    found = file.tensor(name)
+    if found is None:
+        return None
+    if len(found) != width // 2 or not (np.isfinite(found).all() and (found > 0).all()):
+        raise _unreadable(file, f"holds {name}, which should be {width // 2} numbers above 0 (found {len(found)})")
+    return found.astype(np.float64)
+
+
+def _unreadable(file: GGUFFile, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path} {what}: transformers cannot be given these positions. Give the checkpoint that the file was "
+        f"converted from."
+    )
