@@ -89,8 +89,8 @@ def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
     for name, value in (("factor", factor), ("attn_factor", scale)):
         if not (math.isfinite(value) and value > 0):
             raise CheckpointError(f"{file.path} says {scaling}{name}={value}; it should be above 0.")
-    tables = {name: _divisors(file, name, width) for name in (DIVISORS, SHORT, LONG)}
-    tables = {name: table for name, table in tables.items() if table is not None and (table != 1).any()}
+    named = {name: _divisors(file, name, width) for name in (DIVISORS, SHORT, LONG)}
+    tables = {name: table for name, table in named.items() if table is not None and (table != 1).any()}
     if kind == "yarn":
         return _yarn(file, scaling, tables, factor=factor, scale=scale, original=original)
     if not tables and scale == 1:
@@ -98,7 +98,7 @@ def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
     if DIVISORS in tables and len(tables) > 1:
         raise _unreadable(file, f"holds {' and '.join(tables)}, which divide the same frequencies")
     plain = tables.get(DIVISORS, np.ones(width // 2))
-    short, long = (tables.get(name, plain) * factor for name in (SHORT, LONG))
+    short, long = (np.multiply(tables.get(name, plain), factor) for name in (SHORT, LONG))
     return {
         "rope_type": "longrope",
         "short_factor": short.tolist(),
