@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
+from ctxext.surgery.caches import cache_in
 
 __all__ = ["Mpt"]
 
@@ -20,9 +21,8 @@ class MptForward(AlibiForward):
         self,
         hidden_states: Tensor,
         position_bias: Tensor,
-        past_key_values: Any = None,
         attention_mask: Any = None,
-        **_: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """One attention layer: ``[batch, seq, hidden]`` to the same."""
         module = self.attention
@@ -31,7 +31,7 @@ class MptForward(AlibiForward):
             mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         q, k, v = (part.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
         how = {"scale": module.softmax_scale, "dropout": module.attn_dropout_p}
-        return module.out_proj(self.attended(q, k, v, attention_mask, past_key_values, **how)), None
+        return module.out_proj(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how)), None
 
 
 class Mpt(AlibiArchitecture):

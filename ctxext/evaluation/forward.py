@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.patching import describe, patched_state
 from ctxext.saved import rope_dicts
+from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.wrappers import base_model
 
@@ -162,7 +163,8 @@ class CachedPieces(nn.Module):
         piece: tokens per call.
 
     Raises:
-        IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise.
+        IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise,
+            or the model takes no cache.
     """
 
     def __init__(self, causal: PreTrainedModel, base: nn.Module, *, positions: int, piece: int) -> None:
@@ -171,6 +173,12 @@ class CachedPieces(nn.Module):
         self.piece = piece
         self.cache = DynamicCache(config=causal.config)
         is_patched, dynamic = patched_state(causal) is not None, follows_length(causal)
+        argument = cache_argument(base)
+        if argument is None:
+            raise IncompatibleError(
+                f"{type(base).__name__} takes no cache, so a text cannot be read in cached pieces. Allow more --memory."
+            )
+        self.argument = argument
         # Positions of a dynamic method follow the length of the whole text, which a piece does not show.
         self.length = {"ctxext_length": positions} if dynamic else {}
         if dynamic and not is_patched:
@@ -185,14 +193,14 @@ class CachedPieces(nn.Module):
         return modules[name] if name in modules else getattr(modules["base"], name)
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        options = kwargs | self.length | {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        options = kwargs | self.length | {self.argument: self.cache, "use_cache": True, "return_dict": True}
         output: Any = None
         states = []
         for part in torch.split(input_ids, self.piece, dim=1):
             output = self.base(input_ids=part, **options)
             states.append(output.last_hidden_state)
         output.last_hidden_state = torch.cat(states, dim=1)
-        output.past_key_values = None
+        setattr(output, self.argument, None)
         return output
 
 

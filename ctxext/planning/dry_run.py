@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctxext.architectures.base import learned_positions
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.caches import cache_argument, cache_in
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import require_head
 from ctxext.surgery.wrappers import base_model
@@ -126,10 +127,12 @@ class DryRun:
 
     def step(self, length: int) -> Taken:
         """A forward and a backward pass through the layers, gradients of the weights not counted."""
+        argument = cache_argument(self.base)
+        passes_on = {} if argument is None else {argument: PassesOn()}
 
         def run(live: LiveBytes) -> int:
             inputs = torch.zeros(1, length, dtype=torch.long)
-            hidden = self.base(input_ids=inputs, past_key_values=PassesOn(), use_cache=False)[0]
+            hidden = self.base(input_ids=inputs, use_cache=False, **passes_on)[0]
             kept = live.now
             gradients = [torch.zeros_like(hidden)]
             loss: Tensor = WithGradients.apply(torch.zeros(()), gradients, hidden)  # type: ignore[no-untyped-call]
@@ -149,7 +152,7 @@ class DryRun:
             inputs = torch.zeros(1, length, dtype=torch.long)
             output = self.causal(input_ids=inputs, use_cache=True, logits_to_keep=1)
             held = [value for name, value in output.items() if name != "logits"]
-            passing.append(_beyond_windows(getattr(output, "past_key_values", None)))
+            passing.append(_beyond_windows(cache_in(output)))
             del output, inputs
             return live.now if held else 0
 

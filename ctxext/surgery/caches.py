@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -26,6 +26,8 @@ from ctxext.surgery.edits import Edits
 __all__ = [
     "Filled",
     "FilledUnder",
+    "cache_argument",
+    "cache_in",
     "current_filling",
     "empty",
     "filled",
@@ -35,7 +37,8 @@ __all__ = [
     "remember",
 ]
 
-ARGUMENT = "past_key_values"
+# How transformers calls a cache since 5.24, and before; callers may go on with the older name.
+ARGUMENTS = ("cache", "past_key_values")
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
 
 NOT_ONE_GRAPH = (
@@ -87,6 +90,17 @@ class Filled:
         return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
 
 
+def cache_argument(model: nn.Module) -> str | None:
+    """The name under which a model's class takes a cache; None where it takes none."""
+    names = _arguments(model)
+    return next((name for name in ARGUMENTS if name in names), None)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a call; None without any."""
+    return next((arguments[name] for name in ARGUMENTS if arguments.get(name) is not None), None)
+
+
 def _keys_of(cache: Any) -> Any:
     """The cache of an encoder-decoder model is a pair; its own half is what positions matter for."""
     return getattr(cache, "self_attention_cache", cache)
@@ -108,8 +122,9 @@ def remember(cache: Any, **changes: Any) -> None:
 
 def _returned(output: Any) -> Any:
     """The cache that a decoder made by itself, from what it returned; None where it made none."""
-    if hasattr(output, ARGUMENT):
-        return getattr(output, ARGUMENT)
+    name = next((name for name in ARGUMENTS if hasattr(output, name)), None)
+    if name is not None:
+        return getattr(output, name)
     parts = output if isinstance(output, tuple) else ()
     return next((part for part in parts if hasattr(part, "get_seq_length")), None)
 
@@ -194,7 +209,7 @@ class CacheGuard:
 
     def cache_of(self, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
         """The cache that the decoder is called with, or else the one that it made and returned; None without any."""
-        given = args[self.place] if len(args) > self.place else kwargs.get(ARGUMENT)
+        given = args[self.place] if len(args) > self.place else cache_in(kwargs)
         return _returned(output) if given is None else given
 
 
@@ -293,14 +308,24 @@ def guard_caches(
         dynamic: whether positions follow the length of each sequence.
         takes_made: whether a cache that nothing filled is taken as it is: a learned prefix.
         edits: the journal.
+
+    Raises:
+        IncompatibleError: if it keeps a cache and takes none under a name that is known: unguarded, it would go on
+            from one with other positions.
     """
     kind = DynamicGuard if dynamic else CacheGuard
-    taking = {module: names for module in model.modules() if ARGUMENT in (names := _arguments(module))}
+    taking = {module: name for module in model.modules() if (name := cache_argument(module)) is not None}
+    unknown = next((module for module in model.modules() if "use_cache" in _arguments(module)), None)
+    if not taking and unknown is not None:
+        raise IncompatibleError(
+            f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS)}. ctxext "
+            f"cannot guard the cache of such a model. Install a version of transformers that ctxext was tested with."
+        )
     guards = []
-    for module, names in taking.items():
+    for module, name in taking.items():
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(extension, names.index(ARGUMENT), takes_made)
+        guard = kind(extension, _arguments(module).index(name), takes_made)
         edits.hook(module, guard.before, guard.after)
         guards.append(guard)
     edits.set(model, GUARDS, guards)

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
-from ctxext.surgery.caches import NOT_ONE_GRAPH, outside_graphs
+from ctxext.surgery.caches import NOT_ONE_GRAPH, cache_in, outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import PositionedForward, declared_length
@@ -39,7 +39,7 @@ class CountedForward(PositionedForward):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
-        mask, cache = given.get("attention_mask"), given.get("past_key_values")
+        mask, cache = given.get("attention_mask"), cache_in(given)
         new = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if new is None or given.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
             return super().run(*args, **kwargs)

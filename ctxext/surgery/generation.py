@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
-from ctxext.surgery.caches import Filled, current_filling, empty, filled, guards_of, remember
+from ctxext.surgery.caches import Filled, cache_in, current_filling, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
 
 __all__ = [
@@ -127,39 +127,39 @@ class RecomputeStaleCache:
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Any = None,
+        *,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Takes and returns what transformers' own method does."""
-        cached = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
+        cache = cache_in(kwargs)
+        cached = 0 if cache is None else int(cache.get_seq_length())
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         total = cached + new.shape[1]
-        whole = self._whole(input_ids, new, past_key_values, cached, total)
+        whole = self._whole(input_ids, new, cache, cached, total)
         model: Any = self.model
         is_decoder = not model.config.is_encoder_decoder  # else the mask is that of the encoder's text
         mask = attention_mask if is_decoder else None
-        if cached and self._changes(past_key_values, mask, kwargs.get("position_ids"), new, total):
+        if cached and self._changes(cache, mask, kwargs.get("position_ids"), new, total):
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
                     f"Method {self.rule.method.name!r} changes positions at {total} tokens and the tokens before are "
                     f"not at hand to recompute them (the prompt was given as embeddings, or the cache came from "
                     f"elsewhere). Generate from input_ids, with a cache of its own."
                 )
-            empty(past_key_values)
+            empty(cache)
             input_ids, next_sequence_length = whole, None
             mask = mask[:, :total] if mask is not None else None
             attention_mask = mask if is_decoder else attention_mask
             kwargs |= {"is_first_iteration": True} | _whole_positions(kwargs, mask, whole)
             self._warn()
-        if past_key_values is not None:
-            remember(past_key_values, expected=whole)
+        if cache is not None:
+            remember(cache, expected=whole)
         return type(model).prepare_inputs_for_generation(
             model,
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             **kwargs,

@@ -24,6 +24,7 @@ from ctxext.attention.layout import Span
 from ctxext.attention.spans import require_no_hole
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.surgery.bounded import BoundedLayer, bounded_layer_of
+from ctxext.surgery.caches import cache_in
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.travelling import Travelling
 
@@ -146,8 +147,8 @@ class PositionedForward(ForwardOverride):
             kwargs = kwargs | _checked(self.module.config, given)
         outer = _current.call
         call = _DecoderCall(None, None) if outer is None else outer
-        if given.get("past_key_values") is not None:
-            call = replace(call, cache=given["past_key_values"])
+        if cache_in(given) is not None:
+            call = replace(call, cache=cache_in(given))
         if given.get("position_ids") is not None:
             call = replace(call, position_ids=given["position_ids"])
         if given.get("encoder_hidden_states") is not None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, LlamaModel, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import LongRoPE
+from ctxext.surgery.caches import cache_argument
 from tests._models import RECENT, TRAINED_LENGTH, logits, tiny, tokens
 
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
@@ -112,6 +113,46 @@ def test_a_cache_cropped_inside_one_fitted_length_goes_on(model_type: str, metho
     cache.crop(KEPT - TRAINED_LENGTH + 4)
     found = read(model, edited()[:, KEPT:], cache)
     torch.testing.assert_close(found, logits(model, edited())[:, KEPT:], atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("argument", ["cache", "past_key_values"])
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("llama", "dynamic_ntk"), ("llama", "yarn"), ("llama", "alibi"), ("mpt", "pi")]
+)
+def test_a_cache_is_guarded_under_each_of_its_names(model_type: str, method: str, argument: str) -> None:
+    model = tiny(model_type)
+    if argument not in (cache_argument(model), "past_key_values"):
+        pytest.skip("this transformers calls it past_key_values, and no other name")
+    plain = filled_by(model, KEPT)
+    ctxext.patch(model, method, factor=4.0, trained_length=TRAINED_LENGTH)
+    for called in (model, model.get_decoder()):  # the older name is changed to the newer inside each of them
+        with pytest.raises(PatchStateError, match="40 tokens was filled by something that left no note"):
+            called(tokens(NEW), **{argument: plain}, use_cache=True)
+    ids, cache = tokens(TRAINED_LENGTH), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :KEPT], **{argument: cache}, use_cache=True)
+        found = model(ids[:, KEPT:], **{argument: cache}, use_cache=True).logits
+    torch.testing.assert_close(found, logits(model, ids)[:, KEPT:], atol=3e-4, rtol=0)
+
+
+class Renamed(LlamaForCausalLM):  # type: ignore[misc]
+    """As of a transformers to come, in which a cache has a third name."""
+
+    def forward(self, input_ids: Tensor, memory: Any = None, use_cache: bool | None = None) -> Any:
+        return super().forward(input_ids)
+
+
+def test_a_cache_of_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaModel, "forward", Renamed.forward)
+    model = tiny()
+    model.__class__ = Renamed
+    before = model.config.to_dict()
+    with pytest.raises(
+        IncompatibleError, match=r"forward takes use_cache, but no cache named cache or past_key_values"
+    ):
+        ctxext.patch(model, "yarn", factor=4.0)
+    assert model.config.to_dict() == before
+    assert "forward" not in vars(model.model)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
