@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.base import is_number
 from ctxext.saved import extended_texts, rope_dicts, saved_extension, saved_method, saved_sides
 
-__all__ = ["UNFIT", "building", "check_config"]
+__all__ = ["UNFIT", "building", "check_config", "check_sizes"]
 
 # What transformers' own code ends in when a value is of another kind than it takes for granted.
 UNFIT = (
@@ -25,6 +26,15 @@ UNFIT = (
 POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor")
 NUMBERS = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim")
 TABLES = ("short_factor", "long_factor")
+# The most of anything that a config may ask for, by the end of the field's name: far above every published model, and
+# little enough that a model without weights is built in seconds.
+MOST = {
+    re.compile(r"(layers|n_layer|blocks|block_count)$"): 2_000,
+    re.compile(r"(heads|n_head|experts|head_count)$"): 100_000,
+    re.compile(r"(hidden_size|head_dim|d_model|n_embd|embedding_length)$"): 10**6,
+    re.compile(r"(position_embeddings|n_positions|n_ctx|context_length)$"): 2**27,
+    re.compile(r"(_size|_dim|d_ff)$"): 10**8,
+}
 
 
 @contextlib.contextmanager
@@ -48,6 +58,29 @@ def building(what: str) -> Iterator[None]:
             f"transformers cannot build {what} from its config: {type(error).__name__}: {' '.join(said)[:300]}. "
             f"Compare config.json with the published one of its model type."
         ) from error
+
+
+def check_sizes(raw: Any, place: str) -> None:
+    """Refuse a config that asks for more of something than any model has, before anything is built from it.
+
+    Args:
+        raw: the config as its file holds it, parts of several models included.
+        place: where it was read, to show.
+
+    Raises:
+        CheckpointError: the message names the field, the value and the bound.
+    """
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            check_sizes(value, place)
+        if not isinstance(value, int | float):
+            continue
+        most = next((most for ending, most in MOST.items() if ending.search(name)), None)
+        if most is not None and value > most:
+            raise CheckpointError(
+                f"The config of {place} has {name}={value}; models of at most {most:,} are read. Compare it with the "
+                f"published one."
+            )
 
 
 def check_config(config: Any, place: str) -> None:

@@ -87,6 +87,12 @@ class GGUFFile:
         return found
 
     @property
+    def sizes(self) -> dict[str, int | float]:
+        """What it says in single numbers, by the key without the architecture."""
+        found = {key.partition(".")[2]: self.get(key) for key in self.keys if not key.startswith("tokenizer.")}
+        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+    @property
     def tensors(self) -> list[str]:
         """The names of its tensors."""
         return [tensor.name for tensor in self._reader.tensors]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.adapters import EXTENSION_FILE, is_adapter
@@ -35,6 +37,8 @@ from ctxext.surgery.windows import window_fields, window_note
 __all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
 
 Progress = Callable[[int, int], None]
+FEW = 8
+"""Layers that a model is inspected with at least: patterns that a config says by a number are no longer."""
 TRIED = 4
 """The factor that methods are tried at, of ``Method.example``."""
 # What examples are made for where the model has no rotary positions to make them for.
@@ -126,7 +130,7 @@ def inspect_checkpoint(
     _require_tokens(trained_length)
     checked_path(place, location)
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
-    model = meta_model(config, trust_remote_code=trust_remote_code)
+    model = _shortest(config, trust_remote_code)
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
     known = trained_length or trained_length_of(model)
@@ -147,6 +151,43 @@ def inspect_checkpoint(
         verdicts=verdicts,
         exports=_exports(config, trust_remote_code, keeps_old_readers_out(place, **location)) if extended else None,
     )
+
+
+def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the model of a config with as few layers as have one of every kind: what is found out holds for them all.
+
+    Every method is tried on every layer, so that the whole of a deep model would take minutes.
+    """
+    whole = meta_model(config, trust_remote_code=trust_remote_code)
+    short = copy.deepcopy(config)
+    text = text_of(short)
+    count = getattr(text, "num_hidden_layers", None)
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
+    keep = max([FEW, *(_until_all(value) for value in lists.values())])
+    if not isinstance(count, int) or keep >= count:
+        return whole
+    for name, value in lists.items():
+        setattr(text, name, value[:keep])
+    text.num_hidden_layers = keep
+    try:
+        found = meta_model(short, trust_remote_code=trust_remote_code)
+    except CheckpointError:  # its config checks one field against another, which says the number of layers too
+        return whole
+    return found if _kinds(found) == _kinds(whole) else whole
+
+
+def _until_all(values: list[Any]) -> int:
+    """Return after how many values of a list, one a layer, each that occurs has occurred."""
+    return max(values.index(value) for value in values) + 1
+
+
+def _kinds(model: PreTrainedModel) -> set[Any]:
+    """Return what modules there are, apart from how many: their classes, and the shapes of their weights."""
+    return {
+        (type(module), tuple(weight.shape for weight in module.parameters(recurse=False)))
+        for module in model.modules()
+        if not isinstance(module, nn.ModuleList)
+    }
 
 
 def rope_of_checkpoint(

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from ctxext.adapters import is_adapter
-from ctxext.checkpoints.config_check import UNFIT, check_config
+from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
@@ -92,6 +92,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         file = _gguf_file(place, **location)
         if not raw and file is None:
             raw, _ = PreTrainedConfig.get_config_dict(place, **location)
+        check_sizes(raw if file is None else file.sizes, os.fspath(place))
         guarded = [name for name, value in raw.items() if value == GUARD]
         if guarded:
             original = checked_extension(raw.get("ctxext"), os.fspath(place))["original"]

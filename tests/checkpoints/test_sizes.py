@@ -1,0 +1,109 @@
+"""Sizes in a config: what no model has is refused before it is built, and a deep model is inspected on few layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config, T5Config
+
+import ctxext
+from ctxext.checkpoints import inspect
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CheckpointError
+from tests._checkpoints import SHAPE
+from tests._gguf import write_gguf
+
+
+def stored(place: Path, config: Any, **changes: Any) -> Path:
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(config.to_dict() | changes), encoding="utf-8")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        (LlamaConfig(**SHAPE), "num_hidden_layers", 10**9),
+        (Qwen2Config(**SHAPE), "num_hidden_layers", 10**9),  # whose config would list the kind of every layer
+        (LlamaConfig(**SHAPE), "num_attention_heads", 10**9),
+        (LlamaConfig(**SHAPE), "head_dim", 10**9),
+        (LlamaConfig(**SHAPE), "max_position_embeddings", 10**12),
+        (LlamaConfig(**SHAPE), "vocab_size", 10**15),
+        (LlamaConfig(**SHAPE), "intermediate_size", 1e300),
+        (GPT2Config(), "n_layer", 10**9),
+        (GPT2Config(), "n_positions", 10**12),
+        (T5Config(), "num_decoder_layers", 10**9),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(config: Any, field: str, value: float, tmp_path: Path) -> None:
+    place = stored(tmp_path / "src", config, architectures=["LlamaForCausalLM"], **{field: value})
+    for attempt in (
+        lambda: inspect_checkpoint(place),
+        lambda: ctxext.load(place, "yarn", factor=4),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{field}={value}".replace("+", r"\+")):
+            attempt()
+
+
+def test_sizes_in_a_part_and_in_a_gguf_file(tmp_path: Path) -> None:
+    part = {"text_config": {"num_hidden_layers": 10**9}, "model_type": "llava"}
+    (tmp_path / "config.json").write_text(json.dumps(part))
+    with pytest.raises(CheckpointError, match="num_hidden_layers=1000000000"):
+        inspect_checkpoint(tmp_path)
+    file = write_gguf(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "a.gguf", block_count=10**9)
+    with pytest.raises(CheckpointError, match="block_count=1000000000"):
+        ctxext.load(file, "yarn", factor=4)
+
+
+def test_patching_on_disk_refuses_it_too(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path / "src")
+    stored(tmp_path / "src", LlamaConfig(**SHAPE), num_hidden_layers=10**9)
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
+        patch_checkpoint(tmp_path / "src", tmp_path / "dst", "yarn", factor=4)
+
+
+WINDOWED = {"layer_types": ["full_attention"] * 12 + ["sliding_attention"] + ["full_attention"] * 27}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (LlamaConfig(**SHAPE | {"num_hidden_layers": 40}), 8),
+        (LlamaConfig(**SHAPE), 2),
+        (Qwen2Config(**SHAPE | {"num_hidden_layers": 40}, **WINDOWED, sliding_window=16, use_sliding_window=True), 13),
+        (MistralConfig(**SHAPE | {"num_hidden_layers": 40}), 8),
+        # the first dense layers of a mixture of experts are more than are looked at: all of them are
+        (
+            AutoConfig.for_model("deepseek_v3", **SHAPE | {"num_hidden_layers": 12}, first_k_dense_replace=10,
+                                 moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+                                 topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8),
+            12,
+        ),
+    ],
+)  # fmt: skip
+def test_a_deep_model_is_inspected_on_one_layer_of_every_kind(
+    config: Any, layers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tried = []
+
+    def verdict(model: Any, *_: Any) -> inspect.MethodCheck:
+        tried.append(model.config.num_hidden_layers)
+        return inspect.MethodCheck(method="yarn", factor=4.0)
+
+    monkeypatch.setattr(inspect, "_verdict", verdict)
+    inspect_checkpoint(stored(tmp_path / "src", config))
+    assert set(tried) == {layers}
+
+
+def test_what_is_found_on_few_layers_is_what_is_found_on_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = Qwen2Config(**SHAPE | {"num_hidden_layers": 14}, **{"layer_types": WINDOWED["layer_types"][6:20]},
+                         sliding_window=16, use_sliding_window=True)  # fmt: skip
+    place = stored(tmp_path / "src", config)
+    monkeypatch.setattr(inspect, "METHODS", {name: inspect.METHODS[name] for name in ("yarn", "pi")})
+    found = inspect_checkpoint(place)
+    monkeypatch.setattr(inspect, "FEW", 14)
+    assert inspect_checkpoint(place) == found
