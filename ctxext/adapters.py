@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import tempfile
@@ -11,21 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.errors import CheckpointError, require_package
-from ctxext.files import write_whole
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
+from ctxext.files import hidden_beside, write_whole
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.encodings import ENCODING, encoding_weights, put_encoding_weights
 from ctxext.surgery.wrappers import unwrapped
 
 __all__ = [
     "ADAPTER_FILE",
     "ADAPTER_WEIGHTS",
+    "ENCODING_FILE",
     "EXTENSION_FILE",
     "SENTENCE",
+    "SavedAdapter",
+    "encoding_digest",
     "is_adapter",
     "keep_extension",
+    "put_adapter",
     "read_extension",
     "require_trained_on",
     "save_adapters",
@@ -34,21 +43,65 @@ __all__ = [
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 EXTENSION_FILE = "ctxext_config.json"
+ENCODING_FILE = "ctxext_encoding.safetensors"
 
-# PEFT has no field for what the base model must be. It does refuse a value that it does not know and quotes it, so
-# this sentence stands in the place of one: of the LoRA initialisation, for the message, or else of the adapter's type.
+# PEFT has no field for what the base model must be. It does refuse a type of adapter that it does not know and quotes
+# it, so this sentence stands in its place; and in that of LoRA's initialisation, for programs that read no type.
 GUARD = "this adapter needs its base model extended by ctxext"
 SENTENCE = (
     f"{GUARD}: load it with ctxext.load(path), or onto a model that is extended already with ctxext.load(path, "
     f"base=model); PEFT by itself cannot tell whether a model is, and refuses both"
 )
-GUARDED_FIELDS = ("init_lora_weights", "peft_type")
+GUARDED_FIELDS = ("peft_type", "init_lora_weights")
 HOOK = "ctxext_adapters"
 
 
 def is_adapter(directory: str | os.PathLike[str]) -> bool:
     """Whether a local directory holds a PEFT adapter and not a whole model."""
     return (Path(directory) / ADAPTER_FILE).is_file() and not (Path(directory) / "config.json").is_file()
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter in a directory, with what was saved beside it.
+
+    Args:
+        directory: of the adapter.
+        extension: that its model had.
+        config: its PEFT config, as it was before it was marked.
+        encoding: the weights of its model's encoding that the adapter's own file does not hold, by name; None where
+            none were saved beside it.
+        trained: the names of those of them that were trained, as the adapter was.
+    """
+
+    directory: Path
+    extension: dict[str, Any]
+    config: Any
+    encoding: dict[str, Tensor] | None
+    trained: tuple[str, ...] = ()
+
+    def lacks(self, model: nn.Module) -> str | None:
+        """The name of a weight of an encoding on ``model`` that was not saved with the adapter; None if all were.
+
+        Raises:
+            CheckpointError: what was saved is of another shape, or cannot be read.
+        """
+        wanted, beside = encoding_weights(model), self.encoding or {}
+        shapes = {name: tuple(weight.shape) for name, weight in beside.items()}
+        if any(name not in wanted or shape != tuple(wanted[name].shape) for name, shape in shapes.items()):
+            raise CheckpointError(
+                f"{self.directory / ENCODING_FILE} does not fit the encoding of this {type(model).__name__}. It is "
+                f"another adapter's; copy the one that was saved with this."
+            )
+        path = self.directory / ADAPTER_WEIGHTS
+        try:
+            with safe_open(path, "pt") as file:
+                own = list(file.keys())
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
+        return next(
+            (name for name in wanted if name not in beside and not any(key.endswith(f".{name}") for key in own)), None
+        )
 
 
 @dataclass
@@ -74,30 +127,33 @@ class ExtendedAdapter:
 
     Args:
         adapter: the PEFT config.
-        model_config: the config of its base model, which says how that is extended at the time of saving.
+        name: of the adapter, on its model.
+        base: its base model, which is extended in some way, or not, at the time of saving.
         lent: another config whose stand-in has served its turn once this one is used.
         once: give the config its own method back after the first call.
     """
 
     adapter: Any
-    model_config: Any
+    name: str
+    base: Any
     lent: Any = None
     once: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no model until one is found to hold it; until then it saves as PEFT does."""
-        return vars(self) | {"model_config": None, "lent": None}
+        return vars(self) | {"base": None, "lent": None}
 
     def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Takes what PEFT's own method does."""
         for config in (self.adapter if self.once else None, self.lent):
             if config is not None:
                 vars(config).pop("save_pretrained", None)
-        extension = getattr(self.model_config, "ctxext", None)
+        extension = None if self.base is None else getattr(self.base.config, "ctxext", None)
         if extension is None:
             type(self.adapter).save_pretrained(self.adapter, os.fspath(save_directory), **kwargs)
         else:
-            _save_marked(self.adapter, Path(save_directory), extension, **kwargs)
+            encoding = _encoding_beside(self.base, self.name)
+            _save_marked(self.adapter, Path(save_directory), extension, encoding, **kwargs)
 
 
 def keep_extension(model: Any, edits: Edits) -> None:
@@ -110,7 +166,7 @@ def keep_extension(model: Any, edits: Edits) -> None:
     for module in (*wrappers, base):
         if isinstance(getattr(type(module), "peft_config", None), property):
             edits.set(module, "save_pretrained", ExtendedSave(module))
-        _adopt(getattr(module, "peft_config", None), base.config, edits)
+        _adopt(getattr(module, "peft_config", None), base, edits)
     if "_ctxext" in vars(base):
         edits.set(base._forward_pre_hooks, HOOK, _before_forward)
         edits.set(base._state_dict_pre_hooks, HOOK, _before_state_dict)
@@ -119,33 +175,33 @@ def keep_extension(model: Any, edits: Edits) -> None:
 def _before_forward(base: PreTrainedModel, _: Any) -> None:
     """Sees adapters before an engine gathers and saves their weights without asking for a state_dict (ZeRO-3)."""
     if not torch.compiler.is_compiling():
-        _adopt(vars(base).get("peft_config"), base.config, base._ctxext.edits)
+        _adopt(vars(base).get("peft_config"), base, base._ctxext.edits)
 
 
 def _before_state_dict(base: PreTrainedModel, _: str, __: bool) -> None:
     """Sees adapters that are saved before any forward pass."""
-    _adopt(vars(base).get("peft_config"), base.config, base._ctxext.edits, saving=True)
+    _adopt(vars(base).get("peft_config"), base, base._ctxext.edits, saving=True)
 
 
-def _adopt(adapters: Any, model_config: Any, edits: Edits, *, saving: bool = False) -> None:
+def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> None:
     """Give a model its own copies of its adapters' PEFT configs, which save the extension.
 
     One PEFT config may serve several models, plain ones too, so that the model's own must be another object.
 
     Args:
         adapters: PEFT's record, name to config; anything else is no record and nothing is done.
-        model_config: of the base model.
+        base: the base model.
         edits: the journal.
         saving: PEFT may have taken an old config out of the record to save it next, so that one does it too, once.
     """
     for name, adapter in list(adapters.items()) if isinstance(adapters, dict) else ():
         save = vars(adapter).get("save_pretrained")
-        if isinstance(save, ExtendedAdapter) and save.model_config is model_config and not save.once:
+        if isinstance(save, ExtendedAdapter) and save.base is base and not save.once:
             continue
         own = copy.copy(adapter)
-        own.save_pretrained = ExtendedAdapter(own, model_config, lent=adapter if saving else None)
+        own.save_pretrained = ExtendedAdapter(own, name, base, lent=adapter if saving else None)
         if saving:
-            adapter.save_pretrained = ExtendedAdapter(adapter, model_config, once=True)
+            adapter.save_pretrained = ExtendedAdapter(adapter, name, base, once=True)
         edits.set(adapters, name, own)
 
 
@@ -158,24 +214,66 @@ def save_adapters(model: Any, directory: Path, *args: Any, **kwargs: Any) -> Non
         for place in places:  # an extension that lies there from before must not be taken for this one
             (place / EXTENSION_FILE).unlink(missing_ok=True)
     edits = Edits()
-    _adopt(model.peft_config, unwrapped(model)[-1].config, edits)
+    _adopt(model.peft_config, unwrapped(model)[-1], edits)
     try:
         type(model).save_pretrained(model, str(directory), *args, **kwargs)
     finally:
         edits.undo()
 
 
-def _save_marked(adapter: Any, directory: Path, extension: dict[str, Any], **kwargs: Any) -> None:
+def encoding_digest(model: nn.Module) -> str | None:
+    """Digest the weights of the encodings on a model that are saved beside its adapters; None where there are none."""
+    adapters = {name for module in unwrapped(model) for name in getattr(module, "peft_config", None) or ()}
+    weights: dict[str, Tensor] = {}
+    for name in adapters:
+        weights |= _encoding_beside(unwrapped(model)[-1], name)
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        whole = weights[name].detach().cpu().contiguous()
+        digest.update(name.encode() + whole.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if weights else None
+
+
+def _encoding_beside(base: Any, adapter: str) -> dict[str, Tensor]:
+    """The weights of the encodings on a model that go into a file beside an adapter, since it has no copies of them.
+
+    Raises:
+        IncompatibleError: this process does not have them whole.
+    """
+    weights = encoding_weights(base, adapter)
+    for name, weight in weights.items():
+        # DeepSpeed's ZeRO-3 and FSDP2 share weights out over processes; accelerate may have put them on a disk.
+        if weight.is_meta or hasattr(weight, "ds_id") or hasattr(weight, "full_tensor"):
+            raise IncompatibleError(
+                f"This process does not hold {name} whole, which must be saved with adapter {adapter!r}. Let the "
+                f"adapter hold it: LoraConfig(modules_to_save=['{ENCODING}'], ...)."
+            )
+    return weights
+
+
+def _save_marked(
+    adapter: Any, directory: Path, extension: dict[str, Any], encoding: dict[str, Tensor], **kwargs: Any
+) -> None:
     """Write an adapter's PEFT config so that loading it without ctxext fails clearly, and the extension beside it."""
     with tempfile.TemporaryDirectory() as plain:
         type(adapter).save_pretrained(adapter, plain, **kwargs)
         values = json.loads((Path(plain) / ADAPTER_FILE).read_text(encoding="utf-8"))
-    field = next(name for name in GUARDED_FIELDS if name in values)
-    saved = {"extension": extension, "guarded": {field: values[field]}}
+    guarded = {name: values[name] for name in GUARDED_FIELDS if name in values}
+    saved: dict[str, Any] = {"extension": extension, "guarded": guarded}
+    if encoding:
+        saved["encoding"] = {"trained": [name for name, weight in encoding.items() if weight.requires_grad]}
     directory.mkdir(parents=True, exist_ok=True)
     # In this order: whenever it is interrupted, what lies there is refused, with ctxext and without.
     (directory / EXTENSION_FILE).unlink(missing_ok=True)
-    write_whole(directory / ADAPTER_FILE, json.dumps(values | {field: SENTENCE}, indent=2, sort_keys=True))
+    write_whole(
+        directory / ADAPTER_FILE, json.dumps(values | dict.fromkeys(guarded, SENTENCE), indent=2, sort_keys=True)
+    )
+    (directory / ENCODING_FILE).unlink(missing_ok=True)
+    if encoding:
+        partial = hidden_beside(directory / ENCODING_FILE, "partial")
+        whole = {name: weight.detach().cpu().contiguous() for name, weight in encoding.items()}
+        save_file(whole, partial, metadata={"format": "pt"})
+        partial.replace(directory / ENCODING_FILE)
     write_whole(directory / EXTENSION_FILE, json.dumps(saved, indent=2, sort_keys=True))
 
 
@@ -184,11 +282,11 @@ def _is_guarded(value: object) -> bool:
     return isinstance(value, str) and value.startswith(GUARD)
 
 
-def read_extension(directory: Path) -> tuple[dict[str, Any], Any]:
-    """Return the saved extension of an adapter directory and its PEFT config as it was before it was marked.
+def read_extension(directory: Path) -> SavedAdapter:
+    """Read what was saved beside the weights of an adapter.
 
     Raises:
-        CheckpointError: if the adapter was saved without its extension, or not in safetensors.
+        CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
     """
     require_package("peft", "train", f"{directory} is an adapter; reading it takes", CheckpointError)
     from peft import PeftConfig
@@ -220,7 +318,92 @@ def read_extension(directory: Path) -> tuple[dict[str, Any], Any]:
     with tempfile.TemporaryDirectory() as restored:
         (Path(restored) / ADAPTER_FILE).write_text(json.dumps(adapter | saved["guarded"]), encoding="utf-8")
         config = PeftConfig.from_pretrained(restored)
-    return checked_extension(saved["extension"], str(path)), config
+    extension = checked_extension(saved["extension"], str(path))
+    if "encoding" not in saved:
+        return SavedAdapter(directory, extension, config, None)
+    return SavedAdapter(directory, extension, config, _read_encoding(directory), tuple(saved["encoding"]["trained"]))
+
+
+def _read_encoding(directory: Path) -> dict[str, Tensor]:
+    path = directory / ENCODING_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} is an adapter without its {ENCODING_FILE}, the weights of the encoding that its model had. "
+            f"Copy that file too, or save the adapter again."
+        )
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
+    return found
+
+
+def put_adapter(model: nn.Module, adapter: SavedAdapter, edits: Edits, *, drawn: bool, **arguments: Any) -> Any:
+    """Put a saved adapter on a model that is extended as its own was, and its model's encoding with it.
+
+    Args:
+        model: a transformers model, or a wrapper around one; a PEFT model gets one more adapter.
+        adapter: as ``read_extension`` found it.
+        edits: the journal of the model's extension.
+        drawn: whether the encoding of ``model`` was drawn anew, so that it is nobody's.
+        **arguments: of ``PeftModel.from_pretrained``.
+
+    Returns:
+        A ``peft.PeftModel`` around ``model``, or ``model`` itself where it is one.
+
+    Raises:
+        CheckpointError: the encoding was not saved with the adapter, or is another than the adapters there have.
+        InvalidParameterError: the model has an adapter of this name.
+    """
+    from peft import PeftMixedModel, PeftModel
+
+    *wrappers, base = unwrapped(model)
+    adapted = next((one for one in wrappers if isinstance(one, PeftModel | PeftMixedModel)), None)
+    name = arguments.pop("adapter_name", "default")
+    there = getattr(base if adapted is None else adapted, "peft_config", {})
+    if name in there:
+        raise InvalidParameterError(
+            f"This {type(model).__name__} has an adapter {name!r} already. Give the new one another name: "
+            f"adapter_name=..."
+        )
+    if (lacking := adapter.lacks(base)) is not None and drawn:
+        raise CheckpointError(
+            f"The adapter in {adapter.directory} was saved without the weights of its encoding ({lacking}), and this "
+            f"base has none either. Give the base that it was trained on, with base=..."
+        )
+    known, beside = encoding_weights(base), adapter.encoding or {}
+    if there and any(not torch.equal(known[key].cpu(), weight.to(known[key].dtype)) for key, weight in beside.items()):
+        raise CheckpointError(
+            f"The encoding saved with the adapter in {adapter.directory} has other weights than this model, whose own "
+            f"adapters need them. Load it onto a model of its own."
+        )
+    if adapted is None:
+        outer = PeftModel.from_pretrained(
+            model, adapter.directory, adapter_name=name, config=adapter.config, **arguments
+        )
+    else:
+        outer = model
+        _add_adapter(adapted, adapter, name, **arguments)
+    put_encoding_weights(base, beside)
+    if arguments.get("is_trainable"):
+        for key in adapter.trained:
+            known[key].requires_grad_()
+    keep_extension(outer, edits)
+    return outer
+
+
+def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: bool = False, **arguments: Any) -> None:
+    """Give a PEFT model one more adapter, as its own ``load_adapter`` does with one that is not marked."""
+    adapter.config.inference_mode = not is_trainable
+    low_memory = {key: value for key, value in arguments.items() if key == "low_cpu_mem_usage"}
+    model.add_adapter(name, adapter.config, **low_memory)
+    try:
+        model.load_adapter(adapter.directory, name, is_trainable=is_trainable, **arguments)
+    except BaseException:
+        model.delete_adapter(name)
+        raise
+    if is_trainable:
+        model.set_requires_grad(name)
 
 
 def require_trained_on(saved: dict[str, Any], directory: Path, model: Any) -> None:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ctxext.adapters import is_adapter, keep_extension, read_extension, require_trained_on, save_adapters
+from ctxext.adapters import SavedAdapter, is_adapter, put_adapter, read_extension, require_trained_on, save_adapters
 from ctxext.architectures import architecture_of, find_architecture
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
@@ -110,8 +110,9 @@ def load(
         scaling: as for ``ctxext.patch``.
         attention: as for ``ctxext.patch``.
         base: for an adapter: the base checkpoint, where it is not where the adapter says; or a model in memory that is
-            extended as the adapter's was, which then carries the adapter. With a method that has a parameter of this
-            name (``abf``), that parameter.
+            extended as the adapter's was, which then carries the adapter, as one more where it is a PEFT model. The
+            weights of an encoding that were saved with the adapter take the place of those in memory. With a method
+            that has a parameter of this name (``abf``), that parameter.
         auto_class: the class to load with, or its name in transformers, such as ``"AutoModelForCausalLM"``; default
             is the class that the checkpoint was saved from (``architectures`` in its config), so that a classifier
             keeps its head and a vision-language model its vision.
@@ -526,36 +527,41 @@ def _load_adapter(
     loading: dict[str, Any],
     auto_class: Any = None,
 ) -> Any:
-    saved, adapter = read_extension(directory)  # it says so where PEFT is missing
-    from peft import PeftModel
-
+    adapter = read_extension(directory)  # it says so where PEFT is missing
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
     if isinstance(base, nn.Module):
         given = {"attention": attention, "auto_class": auto_class}
         extra = [*loading, *(name for name, value in given.items() if value is not None)]
         if extra:
             raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
-        require_trained_on(saved, directory, base)
-        model: nn.Module = base
+        require_trained_on(adapter.extension, directory, base)
+        model, drawn = base, False
     else:
-        place = os.fspath(base) if base is not None else adapter.base_model_name_or_path
+        place = os.fspath(base) if base is not None else adapter.config.base_model_name_or_path
         if not place:
             raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
-        if base is None and adapter.revision is not None:
-            loading.setdefault("revision", adapter.revision)
+        if base is None and adapter.config.revision is not None:
+            loading.setdefault("revision", adapter.config.revision)
         if auto_class is not None:
             loading["auto_class"] = auto_class
-        model = _load_base(directory, place, saved, attention, loading, named=base is None)
-    wrapped = PeftModel.from_pretrained(model, directory, config=adapter, **for_adapter)
+        model, drawn = _load_base(adapter, place, attention, loading, named=base is None)
     patched = patched_state(base_model(model))
-    keep_extension(wrapped, Edits() if patched is None else patched.edits)
-    return wrapped
+    return put_adapter(model, adapter, Edits() if patched is None else patched.edits, drawn=drawn, **for_adapter)
 
 
 def _load_base(
-    directory: Path, place: str, saved: dict[str, Any], attention: str | None, loading: dict[str, Any], *, named: bool
-) -> PreTrainedModel:
-    """The base model of an adapter, extended as the adapter says; ``named`` where the adapter says which it is."""
+    adapter: SavedAdapter, place: str, attention: str | None, loading: dict[str, Any], *, named: bool
+) -> tuple[nn.Module, bool]:
+    """The base model of an adapter, extended as it was trained on, and whether its encoding was drawn anew.
+
+    Args:
+        adapter: as it was saved.
+        place: of the base checkpoint.
+        attention: the backend.
+        loading: arguments of ``from_pretrained``.
+        named: whether it is the adapter that says which its base is.
+    """
+    directory, saved = adapter.directory, adapter.extension
     place, loading = gguf_inside(place, loading)
     try:
         checked_path(place, loading)
@@ -565,7 +571,8 @@ def _load_base(
         ) from error
     config = _read_config(place, loading)
     carried = saved_extension(config, place)
-    if carried is not None and not differences(saved, carried):
+    restored = carried is not None and not differences(saved, carried)
+    if restored:
         model: PreTrainedModel = load(place, attention=attention, **loading)
     elif carried is None or named:  # trained on what that one's weights are, with its own extension in its place
         model = load(place, **as_arguments(saved, attention), **loading)
@@ -580,4 +587,4 @@ def _load_base(
             f"The base {place}, extended as the adapter says, is not what it was trained on: {different}; it is not "
             f"the same base model. Give the right one with base=..."
         )
-    return model
+    return model, not restored

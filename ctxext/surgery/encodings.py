@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -33,7 +33,9 @@ __all__ = [
     "EncodingAttend",
     "building_encodings",
     "encoding_fingerprint",
+    "encoding_weights",
     "install_encoding",
+    "put_encoding_weights",
     "spec_of",
     "why_not_run",
 ]
@@ -42,6 +44,9 @@ ENCODING = "ctxext_encoding"
 """The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
 
 ModelClass = TypeVar("ModelClass", bound=type[PreTrainedModel])
+# PEFT's names (0.21.2, utils/other.py) for what stands behind one of its wrappers, and for the copies of each adapter.
+BEHIND = ("original_module", "base_layer")
+COPIES = "modules_to_save"
 
 
 @dataclass
@@ -273,3 +278,38 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
         model.__class__ = plain
 
     return WithEncodings, as_plain
+
+
+def encoding_weights(model: nn.Module, adapter: str | None = None) -> dict[str, Tensor]:
+    """Return the weights of the encodings on a model, by their names in its ``state_dict`` as if it had no adapters.
+
+    Args:
+        model: a transformers model, perhaps with PEFT's layers in it.
+        adapter: leave out the encodings of which this adapter holds a copy of its own (``modules_to_save``).
+    """
+    found: dict[str, Tensor] = {}
+    own = {name for name, _, holder in _encodings(model) if holder is not None and holder == adapter}
+    for name, encoding, holder in _encodings(model):
+        if holder is None and name not in own:
+            found |= {f"{name}.{key}": weight for key, weight in encoding.state_dict(keep_vars=True).items()}
+    return found
+
+
+def put_encoding_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the encodings on a model these weights, by name as in ``encoding_weights``; dtype and device stay."""
+    there = encoding_weights(model)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            there[name].copy_(weight)
+
+
+def _encodings(model: nn.Module) -> Iterator[tuple[str, Encoding, str | None]]:
+    """Yield each encoding with its name as if there were no adapters, and the adapter whose copy it is."""
+    for path, module in model.named_modules():
+        if isinstance(module, Encoding):
+            parts, holder = path.split("."), None
+            if COPIES in parts:
+                at = parts.index(COPIES)
+                holder = parts[at + 1]
+                del parts[at : at + 2]
+            yield ".".join(part for part in parts if part not in BEHIND), module, holder

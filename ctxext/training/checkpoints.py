@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ctxext.adapters import keep_extension
+from ctxext.adapters import encoding_digest, keep_extension
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import write_json
 from ctxext.saved import checked_extension, differences
@@ -129,18 +129,21 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         model: the model being trained, patched or not, or a PEFT wrapper around it.
 
     Raises:
-        PatchStateError: at the start of training, if the checkpoint was written under another extension.
+        PatchStateError: at the start of training, if the checkpoint was written under another extension, or with other
+            weights in an encoding that its adapter does not hold.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.extension = None if model is None else _extension(model)
+        self.encoding: str | None = None
         self._model = model
 
     def state(self) -> dict[str, Any]:
         """What the Trainer stores in ``trainer_state.json``."""
         if self._model is not None:  # it may have been extended further since
             self.extension = _extension(self._model)
-        return {"args": {}, "attributes": {"extension": self.extension}}
+            self.encoding = encoding_digest(self._model)
+        return {"args": {}, "attributes": {"extension": self.extension, "encoding": self.encoding}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Compare the checkpoint that is being resumed with the model."""
@@ -163,6 +166,12 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise PatchStateError(
                 f"The model of the checkpoint was {_name(before)}, this model is {_name(self.extension)}: {different}. "
                 f"Extend it the same way before resuming, or start a new run."
+            )
+        trained = stored["attributes"].get("encoding")
+        if trained is not None and model is not None and trained != encoding_digest(model):
+            raise PatchStateError(
+                "The model of the checkpoint had other weights in its encoding, which the Trainer does not restore "
+                "with an adapter. Train the model of ctxext.load(CHECKPOINT, is_trainable=True) instead."
             )
 
 

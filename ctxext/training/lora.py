@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.adapters import keep_extension, read_extension, require_trained_on
+from ctxext.adapters import keep_extension, put_adapter, read_extension, require_trained_on
 from ctxext.errors import IncompatibleError
 from ctxext.methods.encoding import Encoding
 from ctxext.surgery.edits import Edits
@@ -116,15 +116,11 @@ def reattach_lora(model: nn.Module, directory: Path) -> Any:
         A ``peft.PeftModel``.
 
     Raises:
-        CheckpointError: if it is extended otherwise, or the adapter was saved without its extension.
+        CheckpointError: if it is extended otherwise, or the adapter was saved without its extension or encoding.
     """
-    from peft import PeftModel
-
-    saved, config = read_extension(directory)
-    require_trained_on(saved, directory, model)
-    adapted = PeftModel.from_pretrained(model, directory, config=config)
-    keep_extension(adapted, Edits())
-    return adapted
+    adapter = read_extension(directory)
+    require_trained_on(adapter.extension, directory, model)
+    return put_adapter(model, adapter, Edits(), drawn=True)
 
 
 def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:
