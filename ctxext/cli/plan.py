@@ -19,6 +19,7 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 
 if TYPE_CHECKING:
     from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
+    from ctxext.planning.quantised import Stored
 
 __all__ = ["plan"]
 
@@ -93,7 +94,8 @@ def plan(
     from ctxext.adapters import is_adapter
     from ctxext.checkpoints.source import checked_path, read_any_config, read_json
     from ctxext.evaluation.forward import parse_bytes
-    from ctxext.planning.plan import plan_serving, plan_training, reach_of, stored_as
+    from ctxext.planning.plan import plan_serving, plan_training, reach_of
+    from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
 
     budget = None if memory is None else parse_bytes(memory)
@@ -121,7 +123,7 @@ def plan(
             training = str(error)
     found, reach, stored = {"training": training, "serving": serving}, reach_of(config), stored_as(config)
     if as_json:
-        beside = {"reach": reach, "stored_as": stored}
+        beside = {"reach": reach, "stored_as": stored and stored.method}
         typer.echo(json.dumps(_plain(found, checkpoint, name, budget) | beside, indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
@@ -145,16 +147,20 @@ def _show_reach(console: Console, found: Mapping[str, Breakdown | str], reach: i
         )
 
 
-def _told_of_storage(stored: str, dtype: str) -> str:
-    """How weights that come quantised were counted."""
-    from ctxext.planning.plan import EXPERTS
-
-    if stored in EXPERTS:
+def _told_of_storage(stored: Stored, dtype: str) -> str:
+    """Say how weights that come quantised were counted."""
+    if stored.bits is None:
         return (
-            f"Its experts are stored as {stored} and counted so in use, which needs a device that transformers has "
-            f"kernels for: elsewhere it unpacks them to {dtype}. Training is counted with them unpacked."
+            f"Its weights are stored as {stored.method}, whose config does not say how many bits they take. They are "
+            f"counted in {dtype}, as if unpacked: in use they may take less."
         )
-    return f"Its weights are stored as {stored}, and counted in {dtype}, as if unpacked: in use they may take less."
+    if stored.experts_only:
+        return (
+            f"Its experts are stored as {stored.method} and counted so in use, which needs a device that transformers "
+            f"has kernels for: elsewhere it unpacks them to {dtype}. Training is counted with them unpacked."
+        )
+    counted = f"Its linear layers are stored as {stored.method}, {stored.bits:.3g} bits a weight, and counted so"
+    return f"{counted}." if stored.trains_packed else f"{counted} in use. Training is counted with them in {dtype}."
 
 
 def _planned(made: TrainingPlan | Serving, budget: int | None, length: int | None) -> Breakdown:

@@ -54,15 +54,16 @@ class Taken(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages made while it is active and still referred to: now, and at the peak."""
+    """Counts operations, and the bytes of all storages made meanwhile and still referred to: now, and at the peak."""
 
     def __init__(self, known: Iterator[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.now = self.peak = self.operations = 0
         self._sizes: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())

@@ -12,17 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.checkpoints.load import attached, meta_model
-from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
-from ctxext.planning.dry_run import DryRun, layers_of
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.planning.dry_run import DryRun
+from ctxext.planning.quantised import packed_weights, stored_as
 from ctxext.saved import plain_config, rope_dicts, saved_extension, scaling_of
 from ctxext.training.memory import Memory
 
 __all__ = [
-    "EXPERTS",
     "STEP",
     "Breakdown",
     "Serving",
@@ -31,7 +30,6 @@ __all__ = [
     "plan_serving",
     "plan_training",
     "reach_of",
-    "stored_as",
 ]
 
 STEP = 256
@@ -40,11 +38,6 @@ LIMIT = 2**27
 """Tokens beyond which nothing is looked for."""
 FOLLOWING = ("dynamic", "longrope")
 """Rope types of transformers whose frequencies depend on the length of the current text."""
-QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}
-"""Bytes per weight: 4 bits, per 64 weights one 8-bit scale, per 256 of those a float32 (QLoRA, double quantisation)."""
-
-EXPERTS = {"mxfp4": 0.5 + 1 / 32}
-"""The same of experts whose weights a checkpoint brings packed: 4 bits, per 32 weights one 8-bit scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +90,14 @@ class TrainingPlan:
         memory: how activations are held.
         fixed: the parts that no length changes.
         dequantised: bytes of the largest weight that is unpacked to be used; 0 where nothing is quantised.
+        advice: what helps where not even a short sequence fits.
     """
 
     run: DryRun
     memory: Memory
     fixed: Breakdown
     dequantised: int = 0
+    advice: str = "Allow more."
 
     def at(self, length: int) -> Breakdown:
         """What a sequence of ``length`` tokens takes."""
@@ -126,11 +121,13 @@ class Serving:
         run: of the model.
         fixed: the weights.
         dequantised: as for ``TrainingPlan``.
+        advice: as for ``TrainingPlan``.
     """
 
     run: DryRun
     fixed: Breakdown
     dequantised: int = 0
+    advice: str = "Allow more."
 
     def at(self, length: int) -> Breakdown:
         """What a context of ``length`` tokens takes."""
@@ -155,7 +152,7 @@ def plan_training(
 
     Args:
         config: of a causal language model; an extension that it carries counts. Weights that it says are stored
-            quantised are counted unpacked, in ``dtype``: so they are trained.
+            quantised are counted unpacked, in ``dtype``, unless bitsandbytes stored them: so they are trained.
         memory: how activations are held; None for ``Memory()``.
         lora_rank: of LoRA on all linear layers, at least 1.
         norms: see ``attach_lora``.
@@ -174,13 +171,15 @@ def plan_training(
     if lora_rank < 1:
         raise InvalidParameterError(f"lora_rank must be at least 1, found {lora_rank}.")
     model = without_weights(config, dtype, trust_remote_code)
-    weights, dequantised = _weights(model, quantisation)
+    saved, dequantised = packed_weights(model, quantisation, training=True)
+    weights = _bytes(model.parameters()) - saved
+    advice = _advice(model, quantisation, training=True)
     model = attach_lora(model, rank=lora_rank, norms=norms, embeddings=embeddings)
     memory = memory or Memory()
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
     trained = _bytes(weight for weight in model.parameters() if weight.requires_grad)
     fixed = Breakdown(length=0, weights=weights, adapters=trained, gradients=trained, optimizer=2 * trained)
-    return TrainingPlan(DryRun(model, dtype), memory, fixed, dequantised)
+    return TrainingPlan(DryRun(model, dtype), memory, fixed, dequantised, advice)
 
 
 def plan_serving(
@@ -190,10 +189,11 @@ def plan_serving(
     quantisation: str | None = None,
     trust_remote_code: bool = False,
 ) -> Serving:
-    """Plan what a context takes in use; arguments and errors as for ``plan_training``, but experts stay packed."""
+    """Plan what a context takes in use; arguments and errors as for ``plan_training``, but weights stay packed."""
     model = without_weights(config, dtype, trust_remote_code)
-    weights, dequantised = _weights(model, quantisation, keep_packed=True)
-    return Serving(DryRun(model, dtype), Breakdown(length=0, weights=weights), dequantised)
+    saved, dequantised = packed_weights(model, quantisation, training=False)
+    fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved)
+    return Serving(DryRun(model, dtype), fixed, dequantised, _advice(model, quantisation, training=False))
 
 
 def longest(plan: TrainingPlan | Serving, budget: int) -> Breakdown:
@@ -211,7 +211,7 @@ def longest(plan: TrainingPlan | Serving, budget: int) -> Breakdown:
     if low.total > budget:
         raise InvalidParameterError(
             f"{STEP} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
-            f"and what belongs to them; found {budget / 2**30:.3g} GiB. Allow more, or quantise (--quantisation nf4)."
+            f"and what belongs to them; found {budget / 2**30:.3g} GiB. {plan.advice}"
         )
     before = low
     while high.total <= budget:
@@ -248,15 +248,6 @@ def reach_of(config: Any) -> int | None:
     return None
 
 
-def stored_as(config: Any) -> str | None:
-    """How a checkpoint's weights are quantised, by transformers' name for it; None where they are plain."""
-    found = getattr(config, "quantization_config", None)
-    if not found:
-        return None
-    name = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    return str(getattr(name, "value", name or "unknown"))
-
-
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model on the meta device, with the attention that its config says."""
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
@@ -280,29 +271,14 @@ def _plainly_rotated(config: Any) -> Any:
     return config
 
 
-def _weights(model: PreTrainedModel, quantisation: str | None, *, keep_packed: bool = False) -> tuple[int, int]:
-    """Bytes of all weights, and of the largest that is unpacked in use."""
-    whole, stored = _bytes(model.parameters()), stored_as(model.config)
-    if quantisation is None:
-        return whole - (_saved_by_packing(model, stored) if keep_packed else 0), 0
-    if quantisation not in QUANTISED:
-        raise UnknownNameError.of("quantisation", quantisation, QUANTISED)
-    if stored not in (None, "bitsandbytes"):
-        raise InvalidParameterError(
-            f"The weights of this {model.config.model_type} come quantised ({stored}), and transformers does not load "
-            f"them as {quantisation}. Leave quantisation out, or plan a checkpoint whose weights are plain."
-        )
-    linear = [m.weight for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)]
-    packed = int(sum(weight.numel() for weight in linear) * QUANTISED[quantisation])
-    return whole - _bytes(linear) + packed, max(weight.numel() * weight.element_size() for weight in linear)
-
-
-def _saved_by_packing(model: PreTrainedModel, stored: str | None) -> int:
-    """Bytes by which experts that come packed are smaller; kernels multiply them as they are."""
-    if stored not in EXPERTS:
-        return 0
-    experts = [weight for layer in layers_of(model) for weight in layer.parameters() if weight.ndim == 3]
-    return _bytes(experts) - int(sum(weight.numel() for weight in experts) * EXPERTS[stored])
+def _advice(model: PreTrainedModel, quantisation: str | None, *, training: bool) -> str:
+    """Say what helps where nothing fits; nothing that would be refused for this checkpoint."""
+    stored = stored_as(model.config)
+    if quantisation is None and stored is None:
+        return "Allow more, or quantise (--quantisation nf4)."
+    if training and stored is not None and not stored.trains_packed:
+        return "Allow more, or train the plain checkpoint that it was quantised from (there, --quantisation nf4)."
+    return "Allow more, or take a smaller model: its weights are quantised already."
 
 
 def _bytes(tensors: Any) -> int:

@@ -68,7 +68,10 @@ def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Pat
     assert found["stored_as"] == "mxfp4"
     fp8 = LlamaConfig(**SHAPE, quantization_config={"quant_method": "fp8"})
     fp8.save_pretrained(tmp_path / "fp8")
-    assert "weights are stored as fp8, and counted in bf16" in cli("plan", tmp_path / "fp8", "--length", 512).stdout
+    assert (
+        "stored as fp8, 8 bits a weight, and counted so in use. Training is counted with them in bf16"
+        in cli("plan", tmp_path / "fp8", "--length", 512).stdout
+    )
     refused = cli("plan", tmp_path / "fp8", "--length", 512, "--quantisation", "nf4")
     assert (refused.exit_code, "come quantised (fp8)" in refused.stderr) == (1, True)
     plain = cli("plan", llama, "--length", 512)

@@ -1,0 +1,142 @@
+"""Weights that a checkpoint brings in few bits: counted as they are stored, and no advice that would be refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+
+from ctxext.errors import InvalidParameterError
+from ctxext.planning.plan import longest, plan_serving, plan_training
+from ctxext.planning.quantised import stored_as
+
+LAYERS, HIDDEN, INNER, VOCABULARY = 3, 64, 96, 128
+# Four heads of 16, two of keys and values.
+LINEAR = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + 3 * HIDDEN * INNER)
+MLP = LAYERS * 3 * HIDDEN * INNER
+
+
+def llama(quantised: dict[str, Any] | None, **changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        **({} if quantised is None else {"quantization_config": quantised}),
+        **changes,
+    )
+
+
+def group(bits: int, **weights: Any) -> dict[str, Any]:
+    return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, **weights}, "input_activations": None}}
+
+
+# As published checkpoints have them, and the bits of a weight: its own, and its share of scales and zero points.
+FORMS: list[tuple[dict[str, Any], float]] = [
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, 4 + 20 / 128),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}, 4 + 20 / 128),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 32}, 8),
+    ({"quant_method": "gptq", "bits": 3, "group_size": -1}, 3),
+    ({"quant_method": "auto-round", "bits": 2, "group_size": 64}, 2 + 18 / 64),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}, 8),
+    ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, 8),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 4.5),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 4 + 1 / 8 + 1 / 512),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": group(8)}, 8),
+    ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}, "config_groups": group(4)}, 4),
+    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+      "config_groups": group(4, group_size=16)}, 4.5),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, 4.5),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8),
+    ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}}, 4 + 20 / 64),
+    ({"quant_method": "quanto", "weights": "int2"}, 2),
+    ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data":
+      {"group_size": 128}}}}, 4 + 20 / 128),
+    ({"quant_method": "torchao", "quant_type": "int8_dynamic_activation_int4_weight"}, 4),
+    ({"quant_method": "aqlm", "nbits_per_codebook": 16, "num_codebooks": 1, "in_group_size": 8,
+      "out_group_size": 1}, 2),
+    ({"quant_method": "eetq", "weights": "int8"}, 8),
+    ({"quant_method": "bitnet"}, 2),
+    ({"quant_method": "higgs", "bits": 4, "group_size": 256, "p": 2}, 4 + 20 / 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "bits"), FORMS)
+def test_in_use_weights_are_counted_as_they_are_stored(form: dict[str, Any], bits: float) -> None:
+    config, plain = llama(form), plan_serving(llama(None)).fixed.weights
+    stored = stored_as(config)
+    assert stored is not None
+    assert stored.bits == pytest.approx(bits)
+    found = plan_serving(config)
+    assert found.fixed.weights == plain - 2 * LINEAR + int(LINEAR * bits / 8)
+    assert found.dequantised == (2 * HIDDEN * INNER if bits < 8 else 0)
+
+
+@pytest.mark.parametrize("form", [form for form, _ in FORMS if form["quant_method"] not in ("aqlm", "bitnet")][:12])
+def test_advice_leads_into_no_refusal(form: dict[str, Any]) -> None:
+    """Where nothing fits: nf4 is advised for plain weights alone, and is there taken."""
+    for plan in (plan_serving(llama(form)), plan_training(llama(form))):
+        with pytest.raises(
+            InvalidParameterError, match=r"found .* GiB\. Allow more, or (train the plain|take a small)"
+        ):
+            longest(plan, 1000)
+    if form["quant_method"] != "bitsandbytes":
+        with pytest.raises(InvalidParameterError, match="come quantised"):
+            plan_serving(llama(form), quantisation="nf4")
+
+
+def test_advice_for_plain_weights_helps() -> None:
+    with pytest.raises(InvalidParameterError, match=r"or quantise \(--quantisation nf4\)"):
+        longest(plan_serving(llama(None)), 1000)
+    assert plan_serving(llama(None), quantisation="nf4").fixed.weights < plan_serving(llama(None)).fixed.weights
+    with pytest.raises(InvalidParameterError, match="its weights are quantised already"):
+        longest(plan_serving(llama(None), quantisation="nf4"), 1000)
+
+
+def test_training_unpacks_what_it_cannot_train_packed() -> None:
+    plain = plan_training(llama(None)).fixed.weights
+    assert plan_training(llama(FORMS[0][0])).fixed.weights == plain
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    assert plan_training(llama(packed)).fixed.weights == plan_training(llama(None), quantisation="nf4").fixed.weights
+
+
+@pytest.mark.parametrize(
+    ("named", "left"),
+    [
+        ({"modules_to_not_convert": ["mlp", "lm_head"]}, LINEAR - MLP),
+        ({"ignore": ["re:.*mlp.*", "lm_head"]}, LINEAR - MLP),
+        ({"ignored_layers": ["model.layers.0.mlp"]}, LINEAR - MLP // LAYERS),
+        ({"modules_to_not_convert": ["lm_head"]}, LINEAR),
+    ],
+)
+def test_modules_that_a_config_leaves_plain(named: dict[str, Any], left: int) -> None:
+    plain = plan_serving(llama(None)).fixed.weights
+    found = plan_serving(llama({"quant_method": "fp8"} | named)).fixed.weights
+    assert plain - found == left
+
+
+def test_experts_that_are_one_tensor() -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128,
+             "intermediate_size": 96, "head_dim": 16}  # fmt: skip
+    plain, packed = (
+        plan_serving(AutoConfig.for_model("qwen3_moe", **shape, **more)).fixed.weights
+        for more in ({}, {"quantization_config": {"quant_method": "fp8"}})
+    )
+    experts, attention = 2 * 4 * 3 * 64 * 32, 2 * (2 * 64 * 64 + 2 * 64 * 32)
+    assert plain - packed == experts + attention
+
+
+def test_a_config_that_says_no_width() -> None:
+    stored = stored_as(llama({"quant_method": "vptq", "config_for_layers": {}}))
+    assert stored is not None
+    assert (stored.bits, plan_serving(llama({"quant_method": "vptq"})).fixed.weights) == (
+        None,
+        plan_serving(llama(None), dtype=torch.bfloat16).fixed.weights,
+    )
