@@ -1,13 +1,16 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and links that are followed no further than the folder they lie in."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
+import secrets
+import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,9 +20,12 @@ from ctxext.errors import CheckpointError
 __all__ = [
     "NAME_BYTES",
     "ending_cleanly",
+    "files_below",
+    "followed",
     "hidden_beside",
     "refuse_existing",
     "whole_file",
+    "whole_files",
     "write_json",
     "write_whole",
 ]
@@ -37,6 +43,61 @@ def refuse_existing(path: Path) -> None:
     """Raise ``CheckpointError`` where something lies at ``path`` already, be it a broken link."""
     if os.path.lexists(path):
         raise CheckpointError(f"{path} already exists and is never overwritten. Give a new name, or remove it.")
+
+
+def followed(path: Path, root: Path) -> Path:
+    """Return the file or directory that ``path`` leads to, without any link in it.
+
+    A folder of somebody else's may hold links to files of whoever reads it, a private key say.
+
+    Args:
+        path: inside ``root``; any part of it below ``root`` may be a symbolic link.
+        root: a folder, or a link to one. Links may lead anywhere inside it, and from a snapshot in the hub's cache to
+            the files in ``blobs`` beside the snapshots, where the cache keeps what it downloaded.
+
+    Raises:
+        CheckpointError: a link leads out of the folder, to nothing, or around in a circle.
+    """
+    within = root.resolve()
+    try:
+        target = Path(os.path.realpath(path, strict=True))
+    except OSError as error:
+        link = f" is a symbolic link to {os.readlink(path)}, which" if path.is_symlink() else ""
+        raise CheckpointError(f"{path}{link} cannot be read: {error.strerror}. Remove it or restore it.") from error
+    blobs = [place.parent.parent / "blobs" for place in (within, *within.parents) if place.parent.name == "snapshots"]
+    if target.is_relative_to(within) or target.parent in blobs:
+        return target
+    raise CheckpointError(
+        f"{path} is a symbolic link that leads out of {root}, to {target}, and is not followed. Remove it, or put the "
+        f"file itself in its place."
+    )
+
+
+def files_below(folder: Path, root: Path) -> Iterator[Path]:
+    """Yield every file below a folder in ``root``, sorted in each folder; links are followed as ``followed`` allows.
+
+    Raises:
+        CheckpointError: as for ``followed``, and for links that lead to one folder twice, which may never end.
+    """
+    yield from _files_below(folder, root, set())
+
+
+def _files_below(folder: Path, root: Path, linked: set[Path]) -> Iterator[Path]:
+    target = followed(folder, root)
+    if folder.is_symlink():
+        if target in linked or folder.parent.resolve().is_relative_to(target):
+            raise CheckpointError(
+                f"{folder} is a symbolic link to {target}, a folder that contains it or that another link leads to. "
+                f"Remove it, or put the folder itself in its place."
+            )
+        linked.add(target)
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            followed(path, root)
+        if path.is_dir():
+            yield from _files_below(path, root, linked)
+        else:
+            yield path
 
 
 @contextlib.contextmanager
@@ -69,6 +130,57 @@ def whole_file(path: Path) -> Iterator[Path]:
             half.replace(path)
         finally:
             half.unlink(missing_ok=True)
+
+
+SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.safetensors)")
+
+
+@contextlib.contextmanager
+def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
+    """A hidden folder in ``directory`` to write into instead; its files take their places unless the block raises.
+
+    ``directory`` is created if it does not exist, and removed again if it is empty after an exception. Weight files of
+    the same stem that were written there before, in other shards, are removed.
+
+    Args:
+        directory: where the files go, those in folders into folders of the same names.
+        last: names of files without which the others are not read. Old ones are removed first and new ones put there
+            last, in this order: a kill leaves a directory that is refused, and not new weights under an old config.
+    """
+    is_new = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    half = directory / f".{secrets.token_hex(4)}.partial"
+    with ending_cleanly():
+        try:
+            half.mkdir()
+            yield half
+            _put_in_place(half, directory, last)
+        finally:
+            shutil.rmtree(half, ignore_errors=True)
+            if is_new and not any(directory.iterdir()):
+                directory.rmdir()
+
+
+def _put_in_place(half: Path, directory: Path, last: Sequence[str]) -> None:
+    files = [path for path in half.rglob("*") if path.is_file()]
+    for folder in {path.parent for path in files}:
+        place = directory / folder.relative_to(half)
+        place.mkdir(parents=True, exist_ok=True)
+        written = {path.name for path in files if path.parent == folder}
+        for name in reversed(last):
+            if not written.isdisjoint(last):  # of several processes all but one may write a tokenizer only
+                (place / name).unlink(missing_ok=True)
+        for name in _replaced_weights(place, written):
+            (place / name).unlink()
+    for path in sorted(files, key=lambda path: last.index(path.name) if path.name in last else -1):
+        path.replace(directory / path.relative_to(half))
+
+
+def _replaced_weights(place: Path, written: set[str]) -> list[str]:
+    """Old weight files, in one piece or in shards, of which new ones were written under other names."""
+    stems = {SHARD.sub(r"\1\2", name) for name in written if name.endswith(".safetensors")}
+    old = [path.name for path in place.iterdir() if path.is_file() and path.name not in written]
+    return [name for name in old if SHARD.sub(r"\1\2", name.removesuffix(".index.json")) in stems]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -41,10 +41,19 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
     return lines
 
 
-def raise_limits(directory: Path, trained: int, target: int) -> list[str]:
-    """Raise what limits the length of texts in the files that already lie beside a model; return a line for each."""
-    paths = [directory / name for name in LENGTH_FIELDS]
-    return [line for path in paths if path.is_file() for line in _raised(path, path, trained, target)]
+def raise_limits(old: Path, new: Path, trained: int, target: int) -> None:
+    """Raise what limits the length of texts in the files beside a model.
+
+    Args:
+        old: a directory with files from before, which stay as they are.
+        new: a directory to write into. A file that lies there already is raised itself.
+        trained: the old window, in tokens.
+        target: the new window, in tokens.
+    """
+    for name in LENGTH_FIELDS:
+        path = next((place / name for place in (new, old) if (place / name).is_file()), None)
+        if path is not None:
+            _raised(path, new / name, trained, target)
 
 
 def _raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -16,13 +17,22 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ctxext.adapters import SavedAdapter, is_adapter, put_adapter, read_extension, require_trained_on, save_adapters
+from ctxext.adapters import (
+    ADAPTER_FILE,
+    EXTENSION_FILE,
+    SavedAdapter,
+    is_adapter,
+    put_adapter,
+    read_extension,
+    require_trained_on,
+    save_adapters,
+)
 from ctxext.architectures import architecture_of, find_architecture
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.config_check import building
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
-from ctxext.checkpoints.source import checked_contents, checked_path, gguf_inside, read_any_config
+from ctxext.checkpoints.source import check_weights, checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
@@ -31,6 +41,7 @@ from ctxext.errors import (
     UnknownNameError,
     VerificationError,
 )
+from ctxext.files import whole_files
 from ctxext.methods import METHODS, Method
 from ctxext.patching import patch, patched_state
 from ctxext.saved import (
@@ -72,6 +83,7 @@ __all__ = [
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
 # In the name of a class, transformers' or one that it does not have (LLaMAForCausalLM, with code in the checkpoint).
 PREDICTS_TOKENS = re.compile("CausalLM|LMHead|ConditionalGeneration")
+MODEL_CARD = "README.md"
 # Arguments of PeftModel.from_pretrained.
 ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
 
@@ -252,7 +264,7 @@ def _read_model(
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
-            checked_contents(Path(place) / loading.get("subfolder", ""))
+            check_weights(Path(place) / loading.get("subfolder", ""))
     telling = {"output_loading_info": True} if auto_class is None else {}
     try:
         with restoring():
@@ -426,9 +438,11 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
             files of a tokenizer, or of sentence-transformers, that already lie in ``directory`` are raised too.
         **saving: arguments of ``save_pretrained``, such as ``max_shard_size`` or ``push_to_hub``.
 
+    The files take their places when all of them are written: a full disk, or a kill, leaves no half of a checkpoint.
+
     Raises:
         PatchStateError: if the model is not extended.
-        CheckpointError: if ``directory`` is a file.
+        CheckpointError: if ``directory`` is a file, or cannot be written; what lay there before is as it was.
         InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out.
     """
     inner = base_model(model)
@@ -439,21 +453,38 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
     if tokenizer is not None:
         require_padding(inner, tokenizer)
+    if saving.get("push_to_hub"):
+        saving = {"repo_id": place.name} | saving
+    extension = inner.config.ctxext
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
-    if adapted is None:
-        edits = Edits()
-        try:
-            put_old_form(inner.config, edits)
-            inner.save_pretrained(directory, **saving)
-        finally:
-            edits.undo()
-    else:
-        save_adapters(adapted, place, **saving)
-    if tokenizer is not None:
-        longer = copy.deepcopy(tokenizer)
-        longer.model_max_length = max(longer.model_max_length, inner.config.ctxext["target_length"])
-        longer.save_pretrained(directory)
-    raise_limits(place, inner.config.ctxext["trained_length"], inner.config.ctxext["target_length"])
+    try:
+        with whole_files(place, last=("config.json",) if adapted is None else (ADAPTER_FILE, EXTENSION_FILE)) as half:
+            if adapted is None:
+                _save_whole(inner, half, saving)
+            else:
+                if (place / MODEL_CARD).is_file():  # PEFT adds to it
+                    shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
+                save_adapters(adapted, half, **saving)
+            if tokenizer is not None:
+                longer = copy.deepcopy(tokenizer)
+                longer.model_max_length = max(longer.model_max_length, extension["target_length"])
+                longer.save_pretrained(half)
+            raise_limits(place, half, extension["trained_length"], extension["target_length"])
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"Could not save to {place}: {reason}. What lay there before is as it was. Make room, or take another "
+            f"place."
+        ) from error
+
+
+def _save_whole(model: PreTrainedModel, directory: Path, saving: dict[str, Any]) -> None:
+    edits = Edits()
+    try:
+        put_old_form(model.config, edits)
+        model.save_pretrained(directory, **saving)
+    finally:
+        edits.undo()
 
 
 def counts_from_padding(model: PreTrainedModel) -> bool:

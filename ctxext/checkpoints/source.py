@@ -6,7 +6,6 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,14 @@ from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
+from ctxext.files import files_below, followed
 from ctxext.saved import checked_extension
 from ctxext.surgery.old_form import OLD_GUARD
 from ctxext.surgery.rope_types import GUARD
 
 __all__ = [
     "Contents",
+    "check_weights",
     "checked_contents",
     "checked_path",
     "gguf_inside",
@@ -244,33 +245,58 @@ def checked_contents(source: Path) -> Contents:
     """Sort the files of a checkpoint directory, and make sure that its safetensors weights are all there.
 
     Raises:
-        CheckpointError: no safetensors weights, a missing shard, or a file that is not what its name says.
+        CheckpointError: no safetensors weights, a missing shard, a file that is not what its name says, or a symbolic
+            link that leads out of the directory.
     """
     contents = _contents(source)
     _check_weights(source, contents)
     return contents
 
 
+def check_weights(source: Path) -> None:
+    """Make sure that the safetensors weights of a checkpoint directory are all there, wherever links lead to.
+
+    Raises:
+        CheckpointError: no safetensors weights, a missing shard, or a file that is not what its name says.
+    """
+    contents = Contents()
+    for path in sorted(source.iterdir()):
+        if not path.is_dir():
+            _sort(path, contents)
+    _check_weights(source, contents)
+
+
 def _contents(source: Path) -> Contents:
     contents = Contents()
     parts = _parts_of_sentence_transformers(source)
     for path in sorted(source.iterdir()):
-        if path.name == "config.json":
-            continue
         if path.is_dir():
-            inside = [] if path.name.startswith(".") else list(_files(path))
-            foreign = any(item.name == "config.json" or _is_other(item) or _is_weight(item) for item in inside)
-            if path.name.startswith(".") or (foreign and path.name not in parts):
+            if path.name.startswith(".") or (path.name not in parts and _is_foreign(followed(path, source))):
                 contents.left_out.append(path.name + "/")
             else:
-                contents.others += inside
-        elif path.name.startswith(".") or _is_other(path):
-            contents.left_out.append(path.name)
-        elif _is_weight(path):
-            contents.weights.append(path)
+                contents.others += files_below(path, source)
         else:
-            contents.others.append(path)
+            _sort(path, contents)
+    for path in (source / "config.json", *contents.weights, *contents.others):
+        followed(path, source)
     return contents
+
+
+def _sort(path: Path, contents: Contents) -> None:
+    if path.name == "config.json":
+        return
+    if path.name.startswith(".") or _is_other(path):
+        contents.left_out.append(path.name)
+    elif _is_weight(path):
+        contents.weights.append(path)
+    else:
+        contents.others.append(path)
+
+
+def _is_foreign(directory: Path) -> bool:
+    """Whether a directory in a checkpoint is another checkpoint, or holds weights; links in it are not followed."""
+    names = (Path(name) for _, _, files in os.walk(directory) for name in files)
+    return any(name.name == "config.json" or _is_other(name) or _is_weight(name) for name in names)
 
 
 def _parts_of_sentence_transformers(source: Path) -> set[str]:
@@ -280,10 +306,6 @@ def _parts_of_sentence_transformers(source: Path) -> set[str]:
         return set()
     modules = _parsed(path, list, "a list of modules")
     return {str(module["path"]) for module in modules if isinstance(module, dict) and module.get("path")}
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    yield from (path for path in sorted(directory.rglob("*")) if not path.is_dir())
 
 
 def _is_weight(path: Path) -> bool:

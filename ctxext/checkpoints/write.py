@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ from ctxext.checkpoints.limits import LENGTH_FIELDS, copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
-from ctxext.files import NAME_BYTES, ending_cleanly, hidden_beside, refuse_existing
+from ctxext.files import NAME_BYTES, ending_cleanly, followed, hidden_beside, refuse_existing
 from ctxext.methods import Method
 from ctxext.patching import describe_saved, patch
 from ctxext.saved import extended_texts, with_old_form
@@ -92,7 +93,8 @@ def patch_checkpoint(
             and the method's own parameters, as for ``ctxext.patch``.
 
     Raises:
-        CheckpointError: the source is not a safetensors checkpoint, the destination is in the way, or the disk is full.
+        CheckpointError: the source is not a safetensors checkpoint, or holds symbolic links that lead out of it; the
+            destination is in the way; or the disk is full.
         IncompatibleError: the method cannot be right on this model.
         InvalidParameterError: ``link`` where the extension changes weights.
     """
@@ -130,9 +132,10 @@ def patch_checkpoint(
             finally:
                 if partial.exists():
                     shutil.rmtree(partial)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"Could not write {destination}: {error.strerror or error}. Nothing was left behind; {source} is unchanged."
+            f"Could not write {destination}: {reason}. Nothing was left behind; {source} is unchanged."
         ) from error
     return Written(
         directory=destination,
@@ -214,7 +217,7 @@ def _write_small_files(
         if path.parent == source and path.name in LENGTH_FIELDS:
             changed += copy_raised(path, place, description.trained_length, description.target_length)
         else:
-            shutil.copyfile(path, place)
+            shutil.copyfile(followed(path, source), place)
     return changed
 
 
@@ -237,12 +240,12 @@ def _place_weights(
     """Link, clone or copy the weights; return how many were linked, and how many cloned."""
     if link:
         for path in weights:
-            os.link(path.resolve(), target / path.relative_to(source))  # a hub cache holds symbolic links
+            os.link(followed(path, source), target / path.name)  # a hub cache holds symbolic links
         return len(weights), 0
-    to_copy = [path for path in weights if not _clone(path, target / path.relative_to(source))]
+    to_copy = [path for path in weights if not _clone(followed(path, source), target / path.name)]
     total, done = sum(path.stat().st_size for path in to_copy), 0
     for path in to_copy:
-        with path.open("rb") as reading, (target / path.relative_to(source)).open("wb") as writing:
+        with followed(path, source).open("rb") as reading, (target / path.name).open("wb") as writing:
             while chunk := reading.read(CHUNK):
                 writing.write(chunk)
                 done += len(chunk)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -25,6 +26,7 @@ __all__ = ["CompleteCheckpoints", "ExtensionCallback", "last_checkpoint", "resum
 COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 SETTINGS = "settings.json"
+UNWRITTEN = (OSError, SafetensorError)
 # What may change between the two parts of a run without changing its losses.
 FREE = (
     "output=",
@@ -99,12 +101,14 @@ def saving(output: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
+    except (*UNWRITTEN, CheckpointError) as error:
+        if isinstance(error, CheckpointError) and not isinstance(error.__cause__, UNWRITTEN):
+            raise
         last = last_checkpoint(output)
         rest = "Nothing was trained yet; make room, or choose another --output, and start again."
         if last is not None:
             rest = f"The last whole checkpoint is {last}; make room and go on from it with --resume."
-        raise CheckpointError(f"Saving failed: {error}. {rest}") from error
+        raise CheckpointError(f"Saving failed: {str(error).rstrip('.')}. {rest}") from error
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

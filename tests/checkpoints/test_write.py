@@ -167,16 +167,6 @@ def test_links_that_are_impossible_are_said(llama: Path, tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
-def test_symbolic_links_of_the_hub_cache_are_followed(llama: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    for path in llama.iterdir():
-        (snapshot / path.name).symlink_to(path)
-    patch_checkpoint(snapshot, tmp_path / "long", "pi", factor=2.0, link=True)
-    assert not (tmp_path / "long/model.safetensors").is_symlink()
-    assert (tmp_path / "long/model.safetensors").samefile(llama / "model.safetensors")
-
-
 def test_what_does_not_belong_stays_behind(llama: Path, tmp_path: Path) -> None:
     source = shutil.copytree(llama, tmp_path / "source")
     for name in ("optimizer.pt", "pytorch_model.bin", "params.json", "consolidated.00.safetensors", ".gitattributes"):

@@ -1,0 +1,214 @@
+"""Symbolic links in a checkpoint directory: followed inside it and into the hub cache's own blobs, nowhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ctxext
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CheckpointError
+from tests._checkpoints import contents
+
+SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
+
+
+@pytest.fixture
+def source(llama: Path, tmp_path: Path) -> Path:
+    """A checkpoint of somebody else's, in a folder beside the user's own secrets."""
+    (tmp_path / "home/keys").mkdir(parents=True)
+    (tmp_path / "home/keys/id_rsa").write_text(SECRET)
+    return shutil.copytree(llama, tmp_path / "home/source")
+
+
+def to_a_directory(source: Path) -> Path:
+    (source / "docs").symlink_to("../keys")
+    return source / "docs"
+
+
+def to_a_file(source: Path) -> Path:
+    (source / "README.md").symlink_to(source.parent / "keys/id_rsa")
+    return source / "README.md"
+
+
+def in_a_folder(source: Path) -> Path:
+    (source / "docs/deep").mkdir(parents=True)
+    (source / "docs/deep/key").symlink_to("../../../keys/id_rsa")
+    return source / "docs/deep/key"
+
+
+def a_directory_in_a_folder(source: Path) -> Path:
+    (source / "docs").mkdir()
+    (source / "docs/keys").symlink_to("../../keys")
+    return source / "docs/keys"
+
+
+def to_the_root(source: Path) -> Path:
+    (source / "docs").symlink_to("/")
+    return source / "docs"
+
+
+def of_links(source: Path) -> Path:
+    """The first one leads into the checkpoint, to one that leads out of it."""
+    (source / "second").symlink_to("../keys/id_rsa")
+    (source / "first").symlink_to("second")
+    return source / "first"
+
+
+def to_a_prefix(source: Path) -> Path:
+    """A folder whose name begins with the checkpoint's."""
+    (source.parent / "source-of-mine").mkdir()
+    (source.parent / "source-of-mine/key").write_text(SECRET)
+    (source / "key").symlink_to("../source-of-mine/key")
+    return source / "key"
+
+
+def of_weights(source: Path) -> Path:
+    (source / "model.safetensors").rename(source.parent / "keys/weights")
+    (source / "model.safetensors").symlink_to("../keys/weights")
+    return source / "model.safetensors"
+
+
+def of_the_config(source: Path) -> Path:
+    (source / "config.json").rename(source.parent / "keys/config")
+    (source / "config.json").symlink_to("../keys/config")
+    return source / "config.json"
+
+
+def of_the_tokenizer(source: Path) -> Path:
+    """A file whose limit is raised is not copied, it is read and written."""
+    (source / "tokenizer_config.json").rename(source.parent / "keys/tokenizer")
+    (source / "tokenizer_config.json").symlink_to("../keys/tokenizer")
+    return source / "tokenizer_config.json"
+
+
+def like_a_cache(source: Path) -> Path:
+    """A folder of blobs that is not the cache's but a link itself."""
+    (source.parent / "blobs").symlink_to("keys")
+    (source / "snapshots").mkdir()
+    (source / "snapshots/key").symlink_to("../../blobs/id_rsa")
+    return source / "snapshots/key"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        to_a_directory,
+        to_a_file,
+        in_a_folder,
+        a_directory_in_a_folder,
+        to_the_root,
+        of_links,
+        to_a_prefix,
+        of_weights,
+        of_the_config,
+        of_the_tokenizer,
+        like_a_cache,
+    ],
+)
+def test_a_link_that_leads_out_is_refused_by_name(link: Callable[[Path], Path], source: Path, tmp_path: Path) -> None:
+    name = link(source)
+    with pytest.raises(CheckpointError) as caught:
+        patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
+    assert str(name) in str(caught.value)
+    assert "is a symbolic link that leads out of" in str(caught.value)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("target", [".", "..", "docs/again", "../source"])
+def test_a_loop_of_links_ends_in_an_error(target: str, source: Path, tmp_path: Path) -> None:
+    (source / "docs").mkdir()
+    (source / "docs/again").symlink_to(source / target if target == "docs/again" else target)
+    with pytest.raises(CheckpointError, match=r"docs/again.* symbolic link"):
+        patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
+
+
+def test_a_link_to_nothing_is_named(source: Path, tmp_path: Path) -> None:
+    (source / "README.md").symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"README\.md is a symbolic link to gone, which cannot be read"):
+        patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
+
+
+def test_links_inside_the_checkpoint_become_what_they_lead_to(source: Path, tmp_path: Path) -> None:
+    (source / "assets/more").mkdir(parents=True)
+    (source / "assets/more/a.txt").write_text("a")
+    (source / "docs").symlink_to("assets")
+    (source / "b.txt").symlink_to("assets/../assets/more/a.txt")
+    (source / "checkpoint-5").mkdir()
+    shutil.copyfile(source / "config.json", source / "checkpoint-5/config.json")
+    (source / "latest").symlink_to("checkpoint-5")
+    written = patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
+    copied = contents(tmp_path / "copy")
+    assert [copied[name] for name in ("b.txt", "docs/more/a.txt", "assets/more/a.txt")] == [b"a"] * 3
+    assert not any(path.is_symlink() for path in (tmp_path / "copy").rglob("*"))
+    assert written.left_out == ("checkpoint-5/", "latest/")
+
+
+def test_what_stays_behind_is_not_followed(source: Path, tmp_path: Path) -> None:
+    (source / ".git").symlink_to("../keys")
+    (source / "runs.bin").symlink_to("../keys/id_rsa")
+    (source / "checkpoint-5").mkdir()
+    (source / "checkpoint-5/config.json").symlink_to("../../keys/id_rsa")
+    written = patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
+    assert set(written.left_out) == {".git/", "checkpoint-5/", "runs.bin"}
+
+
+def test_a_checkpoint_that_is_a_link_itself(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "name").symlink_to(source)
+    patch_checkpoint(tmp_path / "name", tmp_path / "copy", "yarn", factor=2.0)
+    assert (tmp_path / "copy/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_hub_cache_is_followed_into_its_own_blobs(link: bool, llama: Path, tmp_path: Path) -> None:
+    """Its snapshots hold links to what was downloaded, those in folders too."""
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots/0123"
+    for folder in (cache / "blobs", snapshot / "chat"):
+        folder.mkdir(parents=True)
+    for number, path in enumerate(llama.iterdir()):
+        shutil.copyfile(path, cache / f"blobs/{number}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    (cache / "blobs/last").write_text("x")
+    (snapshot / "chat/a.jinja").symlink_to("../../../blobs/last")
+    patch_checkpoint(snapshot, tmp_path / "copy", "yarn", factor=2.0, link=link)
+    assert not (tmp_path / "copy/model.safetensors").is_symlink()
+    assert (tmp_path / "copy/model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+    assert (tmp_path / "copy/chat/a.jinja").read_text() == "x"
+    (tmp_path / "key").write_text(SECRET)
+    (cache / "blobs/key").symlink_to("../../key")
+    (snapshot / "key").symlink_to("../../blobs/key")
+    with pytest.raises(CheckpointError, match="leads out of"):
+        patch_checkpoint(snapshot, tmp_path / "again", "yarn", factor=2.0)
+
+
+def test_a_link_that_is_replaced_meanwhile_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ctxext.checkpoints import write
+
+    (source / "a.txt").write_text("a")
+    (source / "b.txt").symlink_to("a.txt")
+    read = write.read_any_config
+
+    def replacing(*arguments: object, **options: object) -> object:
+        if os.readlink(source / "b.txt") == "a.txt":
+            (source / "b.txt").unlink()
+            (source / "b.txt").symlink_to("../keys/id_rsa")
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(write, "read_any_config", replacing)
+    with pytest.raises(CheckpointError, match=r"b\.txt is a symbolic link that leads out"):
+        patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
+    assert sorted(os.listdir(tmp_path)) == ["home"]
+
+
+def test_loading_follows_weights_on_another_disk(source: Path) -> None:
+    """It reads tensors into a model, as transformers does, and copies nothing; it does not look into other folders."""
+    of_weights(source)
+    to_the_root(source)
+    assert ctxext.describe(ctxext.load(source, "yarn", factor=2)).method["method"] == "yarn"
