@@ -10,7 +10,7 @@
     ├── BackendUnavailableError (RuntimeError) a named attention backend cannot serve this call
     └── ResultsError (RuntimeError)            measured results that are another run's, damaged, or cannot be written
 
-A message names the thing, the value found and the next step.
+A message names the thing, the value found and the next step. One warning, LeftOutWarning, says what is not read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
     "CtxextError",
     "IncompatibleError",
     "InvalidParameterError",
+    "LeftOutWarning",
     "PatchStateError",
     "ResultsError",
     "UnknownNameError",
@@ -76,6 +77,10 @@ class BackendUnavailableError(CtxextError, RuntimeError):
 
 class ResultsError(CtxextError, RuntimeError):
     """Results on disk belong to another run, are damaged, or cannot be written."""
+
+
+class LeftOutWarning(UserWarning):
+    """A folder of texts holds files that are not read; the message says how many, and why."""
 
 
 def require_package(package: str, extra: str, who: str, error: type[CtxextError] = InvalidParameterError) -> None:

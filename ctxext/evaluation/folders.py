@@ -1,0 +1,130 @@
+"""A folder of texts, a repository of code too: which of its files are read, and which are left out and why."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ctxext.errors import CheckpointError, LeftOutWarning
+from ctxext.files import followed
+
+__all__ = ["SOURCE_BYTES", "TEXTS", "Folder", "read_folder", "say_left_out"]
+
+# Read however long they are; any other file is read where it holds UTF-8 text of at most SOURCE_BYTES.
+TEXTS = (".txt", ".text", ".md", ".rst")
+SOURCE_BYTES = 2**20
+# What other people wrote, and what programs made of it. Hidden folders (.git, .venv) are left out besides.
+FOREIGN = frozenset(
+    {"node_modules", "bower_components", "site-packages", "vendor", "third_party", "__pycache__", "CVS"}
+)
+ENVIRONMENT = "pyvenv.cfg"  # lies in every virtual environment, whatever it is called
+HIDDEN, NO_TEXT, LONG = "hidden", "not UTF-8 text", f"over {SOURCE_BYTES // 2**20} MiB"
+OUTSIDE, SPECIAL = "behind symbolic links that lead out of the folder or to nothing", "not regular files"
+NAMED = 3  # files of a kind that a sentence names
+
+
+@dataclass
+class Folder:
+    """The files of a folder, sorted into those to read and those left out.
+
+    Args:
+        path: of the folder.
+        files: to read, in the order of their names.
+        left_out: why files are left out, and their paths inside the folder.
+    """
+
+    path: Path
+    files: list[Path] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def leave_out(self, reason: str, *paths: Path) -> None:
+        """Note files that are not read."""
+        names = [path.relative_to(self.path).as_posix() for path in paths]
+        self.left_out.setdefault(reason, []).extend(names)
+
+    def __str__(self) -> str:
+        """How many files are read, how many are not, and why; empty where all are read."""
+        total = sum(map(len, self.left_out.values()))
+        if not total:
+            return ""
+        reasons = ", ".join(f"{len(names):,} {reason} ({_few(names)})" for reason, names in self.left_out.items())
+        return f"{self.path}: {len(self.files):,} of {len(self.files) + total:,} files are read; left out: {reasons}."
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+
+
+def read_folder(path: Path, is_table: Callable[[Path], bool]) -> Folder:
+    """Sort the files of a folder, and of the folders in it, into those that hold text and the rest.
+
+    A file that links lead to as well is read once. Links are followed inside the folder, and in the hub's cache to
+    its own files; see ``ctxext.files.followed``.
+
+    Args:
+        path: of the folder.
+        is_table: whether a file holds a table of texts, which is read whatever its size.
+    """
+    found = Folder(path)
+    _walk(path, found, is_table, set())
+    return found
+
+
+def say_left_out(folder: Folder) -> None:
+    """Warn, in one line, where a folder holds files that are not read."""
+    if said := str(folder):
+        warnings.warn(said, LeftOutWarning, stacklevel=2)
+
+
+def _walk(folder: Path, found: Folder, is_table: Callable[[Path], bool], read: set[Path]) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            found.leave_out(HIDDEN, *_below(path))
+        elif path.is_symlink() and not _leads_inside(path, found.path):
+            found.leave_out(OUTSIDE, path)
+        elif path.is_dir():
+            if path.name in FOREIGN or (path / ENVIRONMENT).is_file():
+                found.leave_out(f"in {path.name}", *_below(path))
+            elif not path.is_symlink():  # what a link inside the folder leads to is met without it
+                _walk(path, found, is_table, read)
+        elif not path.is_file():
+            found.leave_out(SPECIAL, path)
+        elif (place := path.resolve()) not in read:
+            reason = None if is_table(path) else _why_no_text(path)
+            if reason is None:
+                read.add(place)
+                found.files.append(path)
+            else:
+                found.leave_out(reason, path)
+
+
+def _leads_inside(link: Path, folder: Path) -> bool:
+    try:
+        followed(link, folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _below(path: Path) -> list[Path]:
+    """All files below a folder, without following links; the path itself where it is none."""
+    if path.is_symlink() or not path.is_dir():
+        return [path]
+    return sorted(Path(place) / name for place, _, files in os.walk(path) for name in files)
+
+
+def _why_no_text(path: Path) -> str | None:
+    """Why a file is not read; None for one that is. Files with an ending of texts are read, or refused by name."""
+    if path.suffix in TEXTS:
+        return None
+    if path.stat().st_size > SOURCE_BYTES:
+        return LONG
+    content = path.read_bytes()
+    try:
+        content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return NO_TEXT
+    return NO_TEXT if b"\0" in content else None

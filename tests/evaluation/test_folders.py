@@ -1,0 +1,169 @@
+"""A folder as text: source code and whatever else is UTF-8 is read, and what is not is said in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ctxext.errors import InvalidParameterError, LeftOutWarning, UnknownNameError
+from ctxext.evaluation.documents import Document, read_documents
+from ctxext.training.documents import TokenisedDocuments
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository of code: what people wrote, what programs made of it, and what others wrote."""
+    root = tmp_path / "project"
+    texts = {
+        "README.md": "Short.",
+        "package.json": '{"name": "x", "description": "built by tsc"}',
+        "tsconfig.json": '{\n  // compiled for node\n  "strict": true\n}',
+        "Makefile": "all:\n",
+        "src/main.py": "print(1)\n",
+        "src/deep/kernel.cu": "__global__ void f() {}\n",
+        "src/main.md": "The program.",
+        ".git/config": "[core]",
+        ".env": "KEY=1",
+        "node_modules/left-pad/index.js": "pad",
+        "env/pyvenv.cfg": "home = /usr",
+        "env/lib/x.py": "x",
+    }
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    (root / "zeros.bin").write_bytes(b"a\0b")
+    (root / "bundle.js").write_text("x" * (2**20 + 1))
+    return root
+
+
+READ = ["Makefile", "README", "package.json", "src/deep/kernel.cu", "src/main", "src/main.py", "tsconfig.json"]
+
+
+@pytest.mark.parametrize("column", [None, "description"])
+def test_source_files_are_read_and_the_rest_is_said(column: str | None, project: Path) -> None:
+    with pytest.warns(LeftOutWarning) as caught:
+        found = list(read_documents([project], column=column))
+    names = sorted(document.name for document in found)
+    if column is None:
+        assert names == READ
+        assert Document("src/main.py", "print(1)\n") in found
+        assert Document("package.json", (project / "package.json").read_text()) in found
+    else:  # it names what that file is read for
+        assert Document("x", "built by tsc") in found
+    assert len(caught) == 1
+    assert str(caught[0].message) == (
+        f"{project}: 7 of 15 files are read; left out: 2 hidden (.env, .git/config), 1 over 1 MiB (bundle.js), 2 in "
+        f"env (env/lib/x.py, env/pyvenv.cfg), 2 not UTF-8 text (logo.png, zeros.bin), 1 in node_modules "
+        f"(node_modules/left-pad/index.js)."
+    )
+
+
+def test_a_folder_of_which_all_is_read_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 2**21)  # a text may be long
+    (tmp_path / "b.rst").write_text("b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [document.name for document in read_documents([tmp_path])] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        ('{"name": "x", "version": "1"}', None),
+        ('["a", "b"]', None),
+        ("[]", None),
+        ('"a string"', None),
+        ("// a comment\n{}", None),
+        ('[\n  // a comment\n  {"text": "a"}\n]', None),
+        ('{"text": ["a", "b"]}', None),
+        ('[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
+        ('[\n {"text": "a"}\n]', ["a"]),
+        ('{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+        ('\ufeff{"text": "a"}', ["a"]),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["file", "folder"])
+def test_json_that_is_no_table_is_text(content: str, documents: list[str] | None, inside: bool, tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(content, encoding="utf-8")
+    found = [document.text for document in read_documents([tmp_path if inside else tmp_path / "data.json"])]
+    assert found == ([content] if documents is None else documents)
+
+
+def test_tables_without_a_column_of_text_stop_nothing_else(tmp_path: Path) -> None:
+    """Alone they are refused by name, with the columns that they have."""
+    (tmp_path / "numbers.csv").write_text("a,b,c\nx,y,1\n")
+    with pytest.raises(InvalidParameterError, match=r"'numbers' has no column 'text'.*Found: a, b, c"):
+        list(read_documents([tmp_path]))
+    with pytest.raises(UnknownNameError, match="column of 'numbers' 'd'"):
+        list(read_documents([tmp_path], column="d"))
+    (tmp_path / "book.txt").write_text("words")
+    with pytest.warns(LeftOutWarning, match=r"1 without a column of text \(numbers\.csv\)"):
+        assert [document.text for document in read_documents([tmp_path])] == ["words"]
+    (tmp_path / "good.jsonl").write_text('{"text": "fine"}\n{"text": ')
+    with pytest.raises(InvalidParameterError, match="Cannot read documents from 'good'"):
+        list(read_documents([tmp_path]))
+
+
+def test_a_folder_without_any_text_says_what_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"\xff\xd8")
+    with pytest.raises(InvalidParameterError, match=r"holds no text.*0 of 1 files.*not UTF-8 text \(a\.png\)"):
+        list(read_documents([tmp_path]))
+
+
+def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys/id_rsa").write_text("SECRET")
+    (tmp_path / "texts/a").mkdir(parents=True)
+    (tmp_path / "texts/a/one.txt").write_text("one")
+    links = {
+        "key": "../keys/id_rsa",
+        "key.txt": "../keys/id_rsa",
+        "keys": "../keys",
+        "root": "/",
+        "gone.txt": "nowhere",
+        "loop": "loop",
+        "up": "..",
+        "a/self": ".",  # the same file again, and again
+        "again": "a",
+        "one.txt": "a/one.txt",
+    }
+    for name, target in links.items():
+        (tmp_path / "texts" / name).symlink_to(target)
+    with pytest.warns(
+        LeftOutWarning, match=r"7 behind symbolic links that lead out of the folder or to nothing \(gone"
+    ):
+        assert [document.text for document in read_documents([tmp_path / "texts"])] == ["one"]
+
+
+def test_a_data_set_in_the_hub_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "datasets--a--b/snapshots/0123/data"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "datasets--a--b/blobs").mkdir()
+    (tmp_path / "datasets--a--b/blobs/9f").write_text(json.dumps({"text": "row"}) + "\n")
+    (snapshot / "train.jsonl").symlink_to("../../../blobs/9f")
+    for place in (snapshot, snapshot.parent):
+        assert [document.text for document in read_documents([place])] == ["row"]
+
+
+def test_what_is_no_regular_file_is_left_alone(tmp_path: Path) -> None:
+    """Reading a named pipe would wait for ever."""
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.warns(LeftOutWarning, match=r"1 not regular files \(pipe\.txt\)"):
+        assert [document.text for document in read_documents([tmp_path])] == ["a"]
+
+
+def test_training_reads_the_same_and_says_it_each_time(project: Path, tokenizer: object) -> None:
+    """The second time the tokens come from the cache of `datasets`."""
+    for _ in range(2):
+        with pytest.warns(LeftOutWarning, match="7 of 15 files are read"):
+            assert sorted(TokenisedDocuments.read([str(project)], tokenizer).names) == READ
+    (project / ".git/config").write_text("changed, and not read")
+    (project / "src/new.py").write_text("print(2)")
+    with pytest.warns(LeftOutWarning, match="8 of 16 files are read"):
+        assert "src/new.py" in TokenisedDocuments.read([str(project)], tokenizer).names
