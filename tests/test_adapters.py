@@ -37,6 +37,7 @@ from ctxext import adapters
 from ctxext.adapters import EXTENSION_FILE, SENTENCE
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.training.lora import attach_lora, reattach_lora
+from tests._checkpoints import contents
 from tests._models import State, logits, tiny, tokens
 
 EXTENSION = {"method": "yarn", "factor": 4}
@@ -389,8 +390,12 @@ def test_saving_twice_keeps_the_true_initialisation(plain: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("crash_at", [0, 1])
 def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was on the disk before, a half-written adapter is refused, and saving again repairs it."""
+    """PEFT's own save writes in place: a half-written adapter is refused, whatever was there before.
+
+    ctxext.save leaves what was there.
+    """
     ctxext.save(trained(ctxext.patch(base_of(plain), "pi", factor=2)), tmp_path)
+    before = contents(tmp_path)
     model = trained(extended(base_of(plain)))
     writes, write = [], adapters.write_whole
 
@@ -402,8 +407,12 @@ def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(adapters, "write_whole", crashing)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(CheckpointError, match="disk full"):
             ctxext.save(model, tmp_path)
+        assert contents(tmp_path) == before
+        writes.clear()
+        with pytest.raises(OSError, match="disk full"):
+            model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"(without its extension|saving was interrupted).*ctxext\.save"):
         ctxext.load(tmp_path)
     ctxext.save(model, tmp_path)

@@ -494,14 +494,17 @@ def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
     for key, value in _parsed(overrides):
         path = tuple(_full_path(key))
         for other in found:
-            if path == other and _takes_list(path):
+            contradicts = path[: len(other)] == other[: len(path)] or {path[-1], other[-1]} == {
+                "factor",
+                "target_length",
+            }
+            if not contradicts or (path == other and _takes_list(path)):
                 continue
-            if path[: len(other)] == other[: len(path)] or {path[-1], other[-1]} == {"factor", "target_length"}:
-                raise InvalidParameterError(
-                    f"--{said[other]} and --{key} are both on the command line, and say the same. Give one of them."
-                    if said[other] != key
-                    else f"--{key} is given more than once, and takes one value. Give it once."
-                )
+            if said[other] == key:
+                raise InvalidParameterError(f"--{key} is given more than once, and takes one value. Give it once.")
+            raise InvalidParameterError(
+                f"--{said[other]} and --{key} are both on the command line, and say the same. Give one of them."
+            )
         if path in found:
             value = [one for each in (found[path], value) for one in (each if isinstance(each, list) else [each])]
         found[path], said[path] = value, key
