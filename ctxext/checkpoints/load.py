@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ctxext.adapters import (
     ADAPTER_FILE,
+    ENCODING_FILE,
     EXTENSION_FILE,
     SavedAdapter,
     is_adapter,
@@ -84,6 +85,7 @@ LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "
 # In the name of a class, transformers' or one that it does not have (LLaMAForCausalLM, with code in the checkpoint).
 PREDICTS_TOKENS = re.compile("CausalLM|LMHead|ConditionalGeneration")
 MODEL_CARD = "README.md"
+ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
 # Arguments of PeftModel.from_pretrained.
 ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
 
@@ -458,7 +460,7 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     extension = inner.config.ctxext
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     try:
-        with whole_files(place, last=("config.json",) if adapted is None else (ADAPTER_FILE, EXTENSION_FILE)) as half:
+        with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
             if adapted is None:
                 _save_whole(inner, half, saving)
             else:
