@@ -9,6 +9,9 @@ the fused attention kernels it is small.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -36,6 +39,10 @@ from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradie
 
 __all__ = ["DryRun", "Taken", "layers_of"]
 
+FIRST = 512
+"""Tokens of the shortest run that a longer one is continued from: more than a chunk of any layer."""
+SAME = 1e-4
+"""Of the bytes of a run: by how much a curve may bend and still count as straight."""
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -97,11 +104,13 @@ class DryRun:
         model: a causal language model on the meta device, patched or adapted as it is to run. Its weights become fake
             tensors here, and those that are no part of its layers are frozen.
         dtype: that it computes in.
+        tile: tokens that pass through an MLP at a time; None for all.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, tile: int | None = None) -> None:
         self.causal: Any = base_model(model)
-        self.dtype = dtype
+        self.dtype, self.tile = dtype, tile
+        self._taken: dict[tuple[str, int], Taken] = {}
         self.hidden_bytes: int = self.causal.config.get_text_config(decoder=True).hidden_size * dtype.itemsize
         self.base: Any = self.causal.get_submodule(require_head(self.causal))
         self.layers = layers_of(self.causal)
@@ -128,6 +137,13 @@ class DryRun:
 
     def step(self, length: int) -> Taken:
         """A forward and a backward pass through the layers, gradients of the weights not counted."""
+        return self._continued(self._step, length)
+
+    def prefill(self, length: int) -> Taken:
+        """A prompt read into an empty cache, and the logits of its last token; what is kept is the cache."""
+        return self._continued(self._prefill, length)
+
+    def _step(self, length: int) -> Taken:
         argument = cache_argument(self.base)
         passes_on = {} if argument is None else {argument: PassesOn()}
 
@@ -145,8 +161,7 @@ class DryRun:
         with self._frozen_embedding():
             return self._over_kinds(run, training=True)
 
-    def prefill(self, length: int) -> Taken:
-        """A prompt read into an empty cache, and the logits of its last token; what is kept is the cache."""
+    def _prefill(self, length: int) -> Taken:
         passing: list[int] = []
 
         def run(live: LiveBytes) -> int:
@@ -184,6 +199,50 @@ class DryRun:
             loss = self.causal(input_ids=inputs, labels=inputs, use_cache=False).loss
             loss.backward()
             return live.peak
+
+    def _continued(self, run: Callable[[int], Taken], length: int) -> Taken:
+        """What ``run`` takes at a length: of layers that go through the text in a loop, by its course up to there.
+
+        Such a layer (linear attention in chunks, a state space without its kernel) makes a number of operations that
+        grows with the text, so that a run would take as long as the text is long. Bytes are a polynomial of the length
+        of at most the second degree, in lengths that chunks and windows divide.
+        """
+        start = FIRST
+        beyond = [window for window in (*self._windows(), self.tile or 0) if window < length]
+        while any(start <= window for window in beyond):
+            start *= 2
+        step = max(start // 2, self.tile or 0)
+        while length > start + 3 * step and self._loops:
+            points = [self._known(run, start + index * step) for index in range(3)]
+            if not _is_straight(points):
+                points.append(self._known(run, start + 3 * step))
+            if (found := _extrapolated(points, (length - start) / step)) is not None:
+                return found
+            start, step = 2 * start, 2 * step
+        return self._known(run, length)
+
+    def _known(self, run: Callable[[int], Taken], length: int) -> Taken:
+        key = (run.__name__, length)
+        if key not in self._taken:
+            self._taken[key] = run(length)
+        return self._taken[key]
+
+    def _windows(self) -> list[int]:
+        """Lengths at which what a layer takes begins to grow otherwise: its windows."""
+        text = vars(self.causal.config.get_text_config(decoder=True))
+        found = [value for name, value in text.items() if re.search(r"window|attention_chunk", name)]
+        return [value for value in found if isinstance(value, int) and not isinstance(value, bool)]
+
+    @functools.cached_property
+    def _loops(self) -> bool:
+        """Whether a layer makes more operations for a longer text."""
+        self._know_outputs()
+        counts = []
+        for length in (FIRST // 2, FIRST):
+            with self._running(0, *(indices[0] for indices in self.kinds), training=False) as live:
+                self.base(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+                counts.append(live.operations)
+        return counts[1] > counts[0]
 
     def _over_kinds(self, run: Callable[[LiveBytes], int], *, training: bool) -> Taken:
         """Run the first layer alone, then with one of each kind behind it; add up what all layers keep."""
@@ -255,6 +314,34 @@ class DryRun:
         if torch.is_grad_enabled():  # what all layers are given, such as a mask, is kept for them all
             self._shared.append((args, kwargs))
         return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
+
+
+def _is_straight(points: list[Taken]) -> bool:
+    return all(
+        abs((last - middle) - (middle - first)) <= SAME * max(first, middle, last)
+        for first, middle, last in zip(*points[-3:], strict=True)
+    )
+
+
+def _extrapolated(points: list[Taken], place: float) -> Taken | None:
+    """Continue values at equal distances to a place, counted in these from the first.
+
+    Args:
+        points: three on a straight line, or four.
+        place: above the last.
+
+    Returns:
+        The continuation; None where four values do not lie on a curve of the second degree.
+    """
+    straight, found, beyond = _is_straight(points), [], place - (len(points) - 1)
+    for values in zip(*points, strict=True):
+        slopes = [after - before for before, after in itertools.pairwise(values)]
+        bends = [after - before for before, after in itertools.pairwise(slopes)]
+        if not straight and abs(bends[1] - bends[0]) > SAME * max(values):
+            return None
+        bend = 0 if straight or abs(bends[-1]) <= SAME * max(values) else bends[-1]
+        found.append(round(values[-1] + beyond * slopes[-1] + beyond * (beyond + 1) / 2 * bend))
+    return Taken(*found)
 
 
 def _beyond_windows(cache: Any) -> int:

@@ -179,7 +179,7 @@ def plan_training(
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
     trained = _bytes(weight for weight in model.parameters() if weight.requires_grad)
     fixed = Breakdown(length=0, weights=weights, adapters=trained, gradients=trained, optimizer=2 * trained)
-    return TrainingPlan(DryRun(model, dtype), memory, fixed, dequantised, advice)
+    return TrainingPlan(DryRun(model, dtype, memory.mlp_tile), memory, fixed, dequantised, advice)
 
 
 def plan_serving(
