@@ -26,6 +26,7 @@ from ctxext.cli.app import app
 from ctxext.cli.show import methods_markdown
 from ctxext.methods import METHODS
 from ctxext.training.settings import Settings
+from scripts.published_page import published_markdown
 from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +52,7 @@ def blocks() -> dict[str, tuple[str, Path]]:
         "encodings": encodings_markdown(),
         "methods": methods_markdown(),
         "parameters": parameters_markdown(),
+        "published_configs": published_markdown(),
         "recipes": recipes_markdown(),
         "runs_by_formula": by_formula_markdown(),
         "runs_on_llama_cpp": llama_cpp_markdown(),

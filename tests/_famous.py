@@ -1,12 +1,12 @@
 """The config.json of famous checkpoints as they are published, at sizes that a model of them builds in no time.
 
-Provenance: written down from memory of the published files of the hub repositories that the names say (``NAME with its
-documented YaRN`` and ``NAME of April 2024`` are the forms that their model cards and earlier revisions give), as they
-were to be had nowhere here. The LongRoPE tables of Phi-3, Phi-4-mini and MiniCPM3 were compared with their copies in
-torchtune, KerasHub and MindSpeed. Cut are the sizes alone: layers (as few as show every kind of layer), heads (the size
-of a head stays), hidden and intermediate sizes, vocabulary and token ids, experts, low ranks, vision towers. Everything
-that says where positions are and how far they reach is kept, missing fields included: rope dicts, bases, lengths, head
-dimensions, windows, layer kinds, ``auto_map``, ``architectures``, dtypes, ``transformers_version``.
+Each entry of ``famous.json`` names its source: the file in a public repository at a commit, or the page of the hub that
+shows it. Copies are named after the repository that they lie in. The position fields are what the file says, to the
+letter, missing fields included: rope dicts, bases, lengths, head dimensions, windows, layer kinds, ``auto_map``,
+``architectures``, dtypes, ``transformers_version``. Cut are the sizes alone: layers (as few as show every kind of
+layer), heads (the size of a head stays), hidden and intermediate sizes, vocabulary and token ids, experts, low ranks,
+vision towers, most quantization. "A form like ..." has no source: its file was not to be had, and it was written down
+from memory. What the documentation of a model says of its lengths is in ``documented``, written by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,9 +25,52 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTra
 
 from tests._models import RECENT
 
-__all__ = ["FAMOUS", "able", "famous_checkpoint", "famous_config", "famous_model"]
+__all__ = ["FAMOUS", "PUBLISHED", "Published", "Rope", "able", "famous_checkpoint", "famous_config", "famous_model"]
 
-FAMOUS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("famous.json").read_text(encoding="utf-8"))
+
+class Rope(NamedTuple):
+    """One set of rotary frequencies, as the documentation of a model and its config have it."""
+
+    layer_type: str | None
+    rope_type: str
+    base: float
+    rotary_dim: int
+
+
+class Published(NamedTuple):
+    """A published config and what is known of it.
+
+    Args:
+        source: where the file is; None for a form that was written down from memory.
+        documented: what the documentation of the model says of its lengths.
+        method: how its positions are made and scaled.
+        trained: tokens that its weights knew before the scaling.
+        window: tokens that it reads with the scaling.
+        asked: whether published configs of this form mean one length or another, so that ctxext asks.
+        ropes: the frequencies that reach beyond a sliding window, or all if none do.
+        config: the file.
+    """
+
+    source: str | None
+    documented: str
+    method: str
+    trained: int
+    window: int
+    asked: bool
+    ropes: tuple[Rope, ...]
+    config: dict[str, Any]
+
+
+def _read() -> dict[str, Published]:
+    entries = json.loads(Path(__file__).with_name("famous.json").read_text(encoding="utf-8"))
+    return {
+        name: Published(**entry | {"ropes": tuple(Rope(*rope) for rope in entry["ropes"])})
+        for name, entry in entries.items()
+    }
+
+
+PUBLISHED = _read()
+FAMOUS: dict[str, dict[str, Any]] = {name: entry.config for name, entry in PUBLISHED.items()}
 
 
 # What the oldest supported transformers, 5.17, cannot do itself with the config as it is published.
@@ -35,17 +78,25 @@ LATER = {
     "openbmb/MiniCPM3-4B": "its latent attention asks longrope for a factor, which this config does not have",
     "google/gemma-3-1b-pt": "its longrope by layer type fails at the second long text",
     "google/gemma-3-4b-it": "its longrope by layer type fails at the second long text",
-    "allenai/Olmo-3-1025-7B": "its longrope by layer type fails at the second long text",
-    "decapoda-research/llama-7b-hf": "it does not save the pad_token_id of -1",
+    "allenai/Olmo-3.1-32B-Instruct": "its longrope by layer type fails at the second long text",
+    "a form like decapoda-research/llama-7b-hf": "it does not save the pad_token_id of -1",
 }
 
 
 def able(names: Iterable[str]) -> list[Any]:
     """``names`` for a test's parameters; those that the installed transformers cannot serve are skipped, saying why."""
+    reasons = {name: _why_not(name) for name in names}
     return [
-        name if RECENT or name not in LATER else pytest.param(name, marks=pytest.mark.skip(f"5.17: {LATER[name]}"))
-        for name in names
+        name if reason is None else pytest.param(name, marks=pytest.mark.skip(reason))
+        for name, reason in reasons.items()
     ]
+
+
+def _why_not(name: str) -> str | None:
+    model_type = FAMOUS[name]["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        return f"transformers {transformers.__version__} has no {model_type}"
+    return None if RECENT or name not in LATER else f"5.17: {LATER[name]}"
 
 
 def famous_config(name: str, **changes: Any) -> dict[str, Any]:

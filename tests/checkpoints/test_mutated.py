@@ -19,6 +19,7 @@ from ctxext.errors import CtxextError
 from ctxext.methods import METHODS
 from tests._famous import famous_checkpoint, famous_config
 
+BLOOM = "mrm8488/bloom-560m-finetuned-common_gen"
 CONFIGS = (
     "meta-llama/Llama-2-7b-hf",
     "meta-llama/Llama-3.1-8B",
@@ -26,7 +27,7 @@ CONFIGS = (
     "google/gemma-3-1b-pt",
     "microsoft/Phi-3-mini-128k-instruct",
     "deepseek-ai/DeepSeek-V3",
-    "bigscience/bloom-560m",
+    BLOOM,
 )
 SEEDS = range(300)
 SAMPLE = range(0, 300, 10)
@@ -105,7 +106,7 @@ def walk(seed: int, directory: Path) -> dict[str, str]:
     name, text = mutated(seed)
     source = famous_checkpoint(name, directory / "source")
     (source / "config.json").write_text(text, encoding="utf-8")
-    method = "alibi" if name == "bigscience/bloom-560m" else ("yarn", "ntk", "dynamic_ntk", "pi", "llama3")[seed % 5]
+    method = "alibi" if name == BLOOM else ("yarn", "ntk", "dynamic_ntk", "pi", "llama3")[seed % 5]
     verbs = {
         "inspect": lambda: inspect_checkpoint(source),
         "patch": lambda: patch_checkpoint(source, directory / "a", method, factor=4),

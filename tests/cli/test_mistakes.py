@@ -162,7 +162,7 @@ def test_the_last_resort(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("name", "trained"),
-    [("Qwen/Qwen2-VL-7B-Instruct", 32_768), ("llava-hf/llava-1.5-7b-hf", 4096), ("answerdotai/ModernBERT-base", 8192)],
+    [("Qwen/Qwen2-VL-7B-Instruct", 32_768), ("llava-hf/llava-1.5-7b-hf", 4096), ("unsloth/ModernBERT-base", 8192)],
 )
 def test_models_that_are_more_than_a_decoder_or_less(cli: Cli, tmp_path: Path, name: str, trained: int) -> None:
     """ctxext.patch extends them rightly, so inspect must not say that it cannot."""

@@ -27,7 +27,7 @@ WINDOWS = {
     "microsoft/Phi-4-mini-instruct": (131072, 4096),
     "deepseek-ai/DeepSeek-V2-Lite": (163840, 4096),
     "deepseek-ai/DeepSeek-V3": (163840, 4096),
-    "allenai/Olmo-3-1025-7B": (65536, 8192),
+    "allenai/Olmo-3.1-32B-Instruct": (65536, 8192),
     "google/gemma-3-4b-it": (131072, None),
 }
 
