@@ -12,6 +12,7 @@ What is visible, and the distance of two tokens, is the ``Layout``'s rule. Slope
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.spec import OwnAttention, PairScore, ScoreForm
 
-__all__ = ["AttentionBackend", "Call", "Need", "capability_of", "expand_heads"]
+__all__ = ["AttentionBackend", "Call", "Need", "capability_of", "expand_heads", "without_autocast"]
 
 # Queries whose weights the plain form of ``gradients`` writes out at a time.
 ROWS = 256
@@ -36,6 +37,18 @@ ROWS = 256
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which tensors of this device are computed with in the dtype that they have.
+
+    Autocast casts what matrix products and fused attention are given, so a tensor that was widened to float32 because
+    16 bits are too few would be narrowed again without a word. Whoever widens does so in this context. The backward
+    pass of what is computed here runs outside of it, as autocast's own does: a hand-written one enters it again.
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +320,7 @@ class AttentionBackend(ABC):
         """Compute a call that this backend serves. Called by ``run`` only."""
 
     def run(self, call: Call) -> Tensor:
-        """Compute a call: ``[batch, heads, query, head_dim]``, in q's dtype.
+        """Compute a call: ``[batch, heads, query, head_dim]``, in q's dtype, whatever autocast would cast q to.
 
         Raises:
             BackendUnavailableError: if this backend cannot serve the call, with the reason.
@@ -315,7 +328,8 @@ class AttentionBackend(ABC):
         reason = self.refuses(call.need)
         if reason is not None:
             raise BackendUnavailableError(f"Attention backend {self.name!r} cannot serve this call: {reason}")
-        return self.attend(call)
+        with without_autocast(call.q.device):
+            return self.attend(call)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, **how: Any) -> Tensor:
         """``run`` of ``Call.of`` with these arguments, which may raise what both raise."""

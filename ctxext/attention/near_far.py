@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ctxext.attention.base import AttentionBackend, Call, expand_heads
+from ctxext.attention.base import AttentionBackend, Call, expand_heads, without_autocast
 
 __all__ = ["attend_near_far", "has_far_keys"]
 
@@ -118,7 +118,8 @@ class _WithFar(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, near, share, out, lse = ctx.saved_tensors
-        found = ctx.backend.gradients(q, k, v, out, lse, grad, scale=ctx.scale, causal=True)
+        with without_autocast(q.device):
+            found = ctx.backend.gradients(q, k, v, out, lse, grad, scale=ctx.scale, causal=True)
         wide = grad.to(lse.dtype)
         of_lse = (wide * (near.to(lse.dtype) - out.to(lse.dtype))).sum(-1) * share[..., 0]
         dq, dk, dv = (part.to(x.dtype) for part, x in zip(found, (q, k, v), strict=True))

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.attention.base import AttentionBackend, Call, Need
+from ctxext.attention.base import AttentionBackend, Call, Need, without_autocast
 from ctxext.attention.layout import Layout, Span
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
@@ -285,10 +285,11 @@ def attend_pieces(
     """
     plan, some = _plan(call, pieces, tile), _key_heads_at_once(call.need)
     run = _Run(backend, tuple(pieces), plan, call.scale, settled, some)
-    if call.need.training:
-        found: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
-        return found
-    return run.forward(call.q, call.k, call.v)[0]
+    with without_autocast(call.q.device):
+        if call.need.training:
+            found: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
+            return found
+        return run.forward(call.q, call.k, call.v)[0]
 
 
 def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
@@ -541,4 +542,5 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
-        return (None, *ctx.run.backward(*ctx.saved_tensors, grad))
+        with without_autocast(grad.device):
+            return (None, *ctx.run.backward(*ctx.saved_tensors, grad))

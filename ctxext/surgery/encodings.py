@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ctxext.attention import Call, Layout
+from ctxext.attention.base import without_autocast
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.methods.encoding import Encoding, EncodingMethod
@@ -67,6 +68,13 @@ class EncodingAttend:
     ) -> Tensor:
         """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         q, k, v = as_autocast_wants(q, k, v)
+        with without_autocast(q.device):
+            return self._attend(q, k, v, mask, scale=scale, window=window, dropout=dropout)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        """The same, in the dtype of ``q``."""
         layout = mask.layout
         rows = slice(0, 1) if layout.whole and layout.consecutive else slice(None)  # there all rows are alike
 
