@@ -26,7 +26,7 @@ from ctxext.surgery.attend import (
     try_install,
     why_no_custom_attention,
 )
-from ctxext.surgery.bounded import BoundedLayer, reach_of
+from ctxext.surgery.bounded import BoundedLayer, Reach, reach_of
 from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import compile_nothing_in_generate
@@ -170,14 +170,16 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     """Turn keys in the cache that only the farthest piece will read from now on, once instead of at every step.
 
     A key begins as the model rotated it and, some steps later, is far from every query that is still to come. Then it
-    is turned where it lies. The layer of the cache remembers up to which slot. A cache that is cropped (assisted
-    decoding) has near keys again among those, and they are turned back.
+    is turned where it lies. The layer of the cache remembers up to which slot, whatever becomes of the keys of this
+    call: a number that is left too high would count slots as turned that are filled anew. A cache that is cropped
+    (assisted decoding) has near keys again among those, and they are turned back. A cache that drops keys moves slots,
+    and holds few keys: there, nothing is turned in place.
 
     Returns:
         The keys to attend to, and how many slots of them are turned as the last piece has them.
     """
     turn = pieces[-1].key
-    if turn is None or cached is None:
+    if turn is None or cached is None or _reach(layout, pieces) is not None:
         return k, 0
     before = int(cached.get_seq_length()) - layout.query_length  # slots that were filled before this call
     done = min(getattr(cached, SETTLED, 0), before)
@@ -187,6 +189,7 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
         if done:  # what lies there must stay: turn a copy back
             near = turn(k[:, :, :done], (0, k.shape[0]), (0, done), back=True)
             k = torch.cat([near, k[:, :, done:]], 2)
+        setattr(cached, SETTLED, done)
         return k, 0
     start, stop = sorted((done, wanted))
     if start < stop:
@@ -195,11 +198,16 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
     return k, wanted
 
 
+def _reach(layout: Layout, pieces: Sequence[TurnedPiece]) -> Reach | None:
+    """How far back queries see; None where that has no bound."""
+    return layout.memo("reach", lambda: reach_of([piece.region for piece in pieces]))
+
+
 def _drop_unseen(cached: Any, layout: Layout, pieces: Sequence[TurnedPiece]) -> None:
     """Let a layer of a cache that grows hold no more than what queries after those of ``layout`` can see."""
     if not isinstance(cached, DynamicLayer):
         return
-    reach = layout.memo("reach", lambda: reach_of([piece.region for piece in pieces]))
+    reach = _reach(layout, pieces)
     if reach is None:
         return
     if not isinstance(cached, BoundedLayer):

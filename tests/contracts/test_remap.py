@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import random
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
-from ctxext.spec import RopeSpec
+from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 from tests._remap import dense_attention, relative_positions, weights
 
@@ -176,6 +179,80 @@ def test_a_cache_changes_nothing(cls: type[RemapMethod]) -> None:
     cache.crop(-3)
     with_gradient = model(ids[:, -3:-2], past_key_values=cache).logits
     assert error(with_gradient.detach(), whole[:, -3:-2]) < EXACT
+
+
+def changed(cache: Any, ids: Tensor, chance: random.Random) -> tuple[Any, Tensor]:
+    """A cache after something that users do to one, and the tokens that it then holds."""
+    how = chance.choice(["crop", "crop", "crop", "reset", "copy", "repeat", "pick"])
+    if how == "crop" and ids.shape[1] > 1 and isinstance(cache, DynamicCache):
+        removed = chance.randint(1, ids.shape[1] - 1)
+        with contextlib.suppress(IncompatibleError):  # of a bounded cache, whose first tokens are gone
+            cache.crop(-removed)
+            return cache, ids[:, :-removed]
+    elif how == "reset":
+        cache.reset()
+        return cache, ids[:, :0]
+    elif how == "copy":
+        for layer in cache.layers if ids.numel() else ():  # a graph has no copies
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        return pickle.loads(pickle.dumps(copy.deepcopy(cache))), ids
+    elif how == "repeat" and ids.shape[0] == 1 and isinstance(cache, DynamicCache):
+        cache.batch_repeat_interleave(2)
+        return cache, ids.repeat_interleave(2, 0)
+    elif how == "pick" and ids.shape[0] == 2:
+        cache.reorder_cache(torch.tensor([1, 0]))
+        return cache, ids.flip(0)
+    return cache, ids
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@every_method
+def test_a_cache_stays_right_whatever_is_done_to_it(cls: type[RemapMethod], kind: str) -> None:
+    """A seeded walk: read in every mode of autograd, cropped, emptied, copied, reordered, against no cache at all."""
+    modes = [torch.enable_grad, torch.no_grad, *([] if kind == "static" else [torch.inference_mode])]
+    model, method = extended(cls)
+    chance, limit = random.Random(f"{cls.name} {kind}"), min(target(method), 110)
+    rows = 2 if kind == "static" else 1
+    cache = StaticCache(config=model.config, max_cache_len=limit) if kind == "static" else DynamicCache()
+    ids = torch.zeros(rows, 0, dtype=torch.long)
+    for _ in range(8):
+        cache, ids = changed(cache, ids, chance)
+        if ids.shape[1] > limit - 40:
+            cache.reset()
+            ids = ids[:, :0]
+        for size in (limit - 10 - ids.shape[1] - chance.randrange(25), chance.choice([1, 5])):
+            new = torch.tensor([[chance.randrange(40, 128) for _ in range(size)] for _ in ids])
+            ids = torch.cat([ids, new], 1)
+            with chance.choice(modes)():
+                found = model(new, past_key_values=cache).logits.detach()
+            assert error(found, logits(model, ids)[:, -size:]) < EXACT
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedSinks(RemapMethod):
+    """Streaming whose first tokens stand two places further on: a bounded cache, and keys that are turned."""
+
+    name: ClassVar[str] = "moved_sinks"
+    summary: ClassVar[str] = "for a test"
+    source: ClassVar[str] = "none"
+
+    def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
+        far = Piece(region=Sinks(4, 20), query=PositionMap(scale=0.0, offset=30.0), key=PositionMap(offset=2.0))
+        return (Piece(region=Band(0, 20)), far)
+
+
+def test_a_cache_that_drops_keys_and_has_some_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "moved_sinks", MovedSinks)
+    model = ctxext.patch(tiny().double(), MovedSinks(factor=4.0))
+    ids = tokens(90)
+    cache = DynamicCache()
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([70, *[5] * 4], 1)]
+        assert cache.layers[0].keys.shape[2] < 60
+        cache.crop(-30)
+        parts.append(model(ids[:, -30:], past_key_values=cache).logits)
+    wanted = logits(model, ids)
+    assert error(torch.cat(parts, 1), torch.cat([wanted, wanted[:, -30:]], 1)) < EXACT
 
 
 @every_method
