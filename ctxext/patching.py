@@ -26,21 +26,19 @@ from ctxext.methods.base import is_number, require
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.saved import (
-    checked_scaling,
     checked_trained_length,
     choices,
     identity,
-    refuse_shrinking,
     saved_extension,
     saved_form,
     saved_sides,
     saved_sides_form,
-    scaling_of,
 )
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
+from ctxext.surgery.lengths import checked_scaling, refuse_shrinking, scaling_of, stated_length
 from ctxext.surgery.old_form import write_old_form
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.sides import SIDES, Side, sides_of
@@ -446,10 +444,9 @@ def describe(model: nn.Module) -> Description:
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)
-    architecture = find_architecture(base)
-    length = getattr(text_of(base.config), "max_position_embeddings", None)
-    if architecture is not None and (length is None or architecture.replaces_weights(base)):
-        length = architecture.trained_length(base)
+    length = trained_length_of(base)
+    if length is None and (scaling := scaling_of(base.config)) is not None:
+        length = scaling.reach  # its config leaves open whether it reads further
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 
 
@@ -576,4 +573,4 @@ def trained_length_of(model: PreTrainedModel) -> int | None:
     if scaling is not None:  # its weights were trained with that, unless somebody says otherwise
         return scaling.window
     architecture = find_architecture(model)
-    return None if architecture is None else architecture.trained_length(model)
+    return stated_length(text_of(config)) if architecture is None else architecture.trained_length(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import reprlib
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
@@ -13,23 +12,19 @@ import transformers
 
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method, saved_class
-from ctxext.methods.formulas import NEVER
 from ctxext.spec import Extension
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.lengths import SCALED, scaling_of
 from ctxext.surgery.old_form import drop_old_form, rope_dicts, write_old_form
 from ctxext.surgery.sides import SIDES
 from ctxext.surgery.texts import field_of, part_of_config, text_of
-from ctxext.surgery.windows import is_windowed
 from ctxext.version import __version__
 
 __all__ = [
     "NOT_IDENTITY",
-    "SCALED",
-    "Scaling",
     "already_extended",
     "as_arguments",
     "checked_extension",
-    "checked_scaling",
     "checked_trained_length",
     "choices",
     "differences",
@@ -37,14 +32,12 @@ __all__ = [
     "identity",
     "plain_config",
     "put_old_form",
-    "refuse_shrinking",
     "rope_dicts",
     "saved_extension",
     "saved_form",
     "saved_method",
     "saved_sides",
     "saved_sides_form",
-    "scaling_of",
     "version_of",
     "with_old_form",
 ]
@@ -290,131 +283,6 @@ def put_old_form(config: Any, edits: Edits) -> None:
     """Make an extended config itself such a one, until ``edits`` is undone."""
     for text in extended_texts(config):
         write_old_form(text, edits, of_any_type=False)
-
-
-SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
-CHOICES = ("extend", "replace")
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What a config says about how its rotary positions are scaled; ``str()`` is a few words.
-
-    Args:
-        rope_type: stock transformers' name of it.
-        factor: its factor, None where it has none (``longrope``).
-        original: tokens that the weights were trained for before it, None where nothing says so.
-        reach: tokens that the scaled checkpoint reads, None where nothing says so.
-        has_two_sets: whether short and long texts have frequencies of their own (``longrope``).
-        windows: what may be meant by the length that the scaled checkpoint was trained for: ``reach``, and for
-            ``linear`` without an original length also ``max_position_embeddings`` times the factor, since published
-            checkpoints mean either by that field.
-    """
-
-    rope_type: str
-    factor: float | None
-    original: int | None
-    reach: int | None
-    windows: tuple[int, ...]
-    has_two_sets: bool = False
-
-    @property
-    def window(self) -> int | None:
-        """The length that the scaled checkpoint was trained for, None where the config leaves it open."""
-        return self.windows[0] if len(self.windows) == 1 else None
-
-    def __str__(self) -> str:
-        factor = "" if self.factor is None else f", factor {self.factor:g}"
-        original = "" if self.original is None else f", original_max_position_embeddings={self.original}"
-        return f"rope_type={self.rope_type}{factor}{original}"
-
-
-def scaling_of(config: Any) -> Scaling | None:
-    """The scaling of the layers that reach beyond a sliding window; None where their positions are plain."""
-    text = text_of(config)
-    for layer_type, rope in rope_dicts(text):
-        kind = rope.get("rope_type", "default")
-        is_plain = kind == "linear" and rope.get("factor") == 1
-        if kind in SCALED and not is_plain and not (layer_type and is_windowed(layer_type)):
-            return _read(text, rope, kind)
-    return None
-
-
-def _read(text: Any, rope: dict[str, Any], kind: str) -> Scaling:
-    longest = getattr(text, "max_position_embeddings", None)
-    longest = int(longest) if longest else None
-    original = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    original = int(original) if original else None
-    factor = None if rope.get("factor") is None else float(rope["factor"])
-    if kind == "dynamic":  # the weights are plain, and stock code counts the stretch from max_position_embeddings
-        return Scaling(kind, factor, longest, longest, () if longest is None else (longest,))
-    reach = longest
-    if original is not None and factor is not None and longest in (None, original):
-        # As Qwen2.5's model card has it: the field still says what the weights were trained for.
-        reach = math.floor(original * factor)
-    windows = [] if reach is None else [reach]
-    # A factor that stops all rotation (nope) says nothing about lengths.
-    if kind == "linear" and original is None and reach is not None and factor is not None and factor < NEVER:
-        windows.append(math.floor(reach * factor))
-    has_two_sets = rope.get("short_factor") != rope.get("long_factor")
-    return Scaling(kind, factor, original, reach, tuple(windows), has_two_sets)
-
-
-def checked_scaling(
-    model_type: str, scaling: Scaling | None, choice: str | None, trained_length: int | None
-) -> tuple[str | None, int | None]:
-    """What to do about a checkpoint's own scaling, and the trained length that follows.
-
-    Raises:
-        InvalidParameterError: an unknown choice, one without a scaling, or one that contradicts ``trained_length``.
-        PatchStateError: the checkpoint is scaled, and what was said does not tell what its weights know.
-    """
-    if choice not in (None, *CHOICES):
-        raise InvalidParameterError(f"scaling must be 'extend' or 'replace' (or left out), found {choice!r}.")
-    if scaling is None:
-        if choice is not None:
-            raise InvalidParameterError(
-                f"scaling={choice!r}: the rotary positions of this {model_type} are not scaled, so there is nothing to "
-                f"extend or to replace. Leave scaling out."
-            )
-        return None, trained_length
-    if choice is None and trained_length in scaling.windows:
-        choice = "extend"
-    if choice is None:
-        raise PatchStateError(_question(scaling, trained_length))
-    known = scaling.original if choice == "replace" else scaling.window
-    if trained_length is None and known is None:
-        raise InvalidParameterError(
-            f"scaling={choice!r}: the config of this {model_type} ({scaling}) does not say the length that is meant; "
-            f"pass trained_length=..."
-        )
-    if choice == "replace" and trained_length is not None and known not in (None, trained_length):
-        raise InvalidParameterError(
-            f"trained_length={trained_length} contradicts the config, whose scaling ({scaling}) starts from {known} "
-            f"tokens. Leave it out, or correct config.json."
-        )
-    return choice, trained_length or known
-
-
-def _question(scaling: Scaling, trained_length: int | None) -> str:
-    given = "" if trained_length is None else f", and trained_length={trained_length} is not the length that it reads"
-    lengths = " or ".join(f"trained_length={window}" for window in scaling.windows) or "its trained_length"
-    original = scaling.original or "..."
-    return (
-        f"This checkpoint is already extended ({scaling}){given}. Were its weights trained with that scaling (Llama "
-        f"3.1, gpt-oss, Phi-3)? Then pass {lengths}, and the new method extends the frequencies that they know. Was it "
-        f"put on afterwards? Then pass scaling='replace', trained_length={original}, and the new method takes its "
-        f"place."
-    )
-
-
-def refuse_shrinking(scaling: Scaling | None, target_length: int) -> None:
-    """Raise ``InvalidParameterError`` where an extension would reach less far than the checkpoint does already."""
-    if scaling is not None and scaling.reach is not None and target_length < scaling.reach:
-        raise InvalidParameterError(
-            f"The target of {target_length} tokens is below the {scaling.reach} that this checkpoint reads already "
-            f"({scaling}), so nothing would be extended. Ask for more: target_length=... above {scaling.reach}."
-        )
 
 
 def already_extended(config: Any) -> str | None:

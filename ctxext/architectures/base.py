@@ -17,6 +17,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.lengths import stated_length
 from ctxext.surgery.texts import text_of
 
 __all__ = ["Architecture", "learned_positions", "refuse_attention_choices", "rotates_by_table", "why_absent"]
@@ -74,8 +75,7 @@ class Architecture(ABC):
 
     def trained_length(self, model: PreTrainedModel) -> int | None:
         """Tokens that the config says the checkpoint was trained for, None where it does not say."""
-        length = getattr(text_of(model.config), "max_position_embeddings", None)
-        return int(length) if length else None
+        return stated_length(text_of(model.config))
 
     def known_length(self, model: PreTrainedModel, request: Request) -> int:
         """Tokens that the checkpoint was trained for, as the user says or else its config.

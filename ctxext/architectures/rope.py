@@ -16,10 +16,10 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, Verification
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
-from ctxext.saved import Scaling, scaling_of
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.dynamic import follow_length
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.lengths import Scaling, scaling_of
 from ctxext.surgery.rebuild import Rebuild, rotaries
 from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
 from ctxext.surgery.rotary import UNSEEN, LatentSpec, PinnedApply, ProportionalSpec, disagreement, find_sites, survey

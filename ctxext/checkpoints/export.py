@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,6 @@ from ctxext.checkpoints.load import extended_config, model_class
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, Method, TableMethod
-from ctxext.methods.formulas import NEVER
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
 from ctxext.runtimes.llama_cpp import architecture_of, in_file
@@ -34,6 +32,7 @@ from ctxext.saved import (
     saved_method,
     saved_sides,
 )
+from ctxext.surgery.lengths import scaling_of
 from ctxext.surgery.old_form import same_rope
 from ctxext.surgery.rope_types import GUARDED_FIELD
 from ctxext.surgery.texts import field_of, text_of
@@ -260,54 +259,37 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
             f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
             f"for it. Serve it with transformers."
         )
-    layer_type, rope = reaching[0]
-    trained_length, target_length, unclear = _lengths(config, rope)
+    layer_type = reaching[0][0]
+    trained_length, target_length, windows = _lengths(config)
     pairs, scale = _pairs_and_scale(text, layer_type)
     return ExtensionInConfig(
         config=config,
         layer_type=layer_type,
         trained_length=trained_length,
         target_length=target_length,
-        unclear=unclear,
+        windows=windows,
         pairs=pairs,
         scale=scale,
         unsaid={} if served is None else _changed(config, served),
     )
 
 
-def _lengths(config: Any, rope: dict[str, Any]) -> tuple[int, int, bool]:
-    """Trained and target length in tokens, and whether the config leaves open which of two it means.
+def _lengths(config: Any) -> tuple[int, int, tuple[int, ...]]:
+    """Length before the extension, length to serve, and what the trained one may be where the config leaves it open.
 
     Raises:
         IncompatibleError: if the config names no length at all.
     """
     saved = getattr(config, "ctxext", None)
     if saved:
-        return saved["trained_length"], saved["target_length"], False
-    text = config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is None:
+        return saved["trained_length"], saved["target_length"], ()
+    scaling = scaling_of(config)
+    if scaling is None or scaling.serves is None:
         raise IncompatibleError(
             f"The config of this {config.model_type} has no max_position_embeddings, so the length to serve is not "
             f"known. Write it into config.json, or extend the original checkpoint with ctxext."
         )
-    kind, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
-    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    if kind == "yarn" and rope.get("factor"):  # published instructions leave max_position_embeddings as it was
-        return int(original or longest), math.floor((original or longest) * factor), False
-    if kind == "dynamic":  # stock code stretches beyond max_position_embeddings and looks at nothing else
-        return int(longest), math.floor(longest * factor), False
-    if kind == "linear" and factor >= NEVER:  # it stops all rotation, and says nothing about lengths
-        return int(original or longest), int(longest), False
-    if kind == "linear":
-        if original:
-            return int(original), math.floor(original * factor), False
-        # Gemma 3 holds the extended length, as vLLM's own exception for it says; else it stays the trained one.
-        raised = text.model_type.startswith("gemma3")
-        lengths = (round(longest / factor), longest) if raised else (longest, math.floor(longest * factor))
-        return (*lengths, not raised)
-    original = int(original or longest / factor)
-    return original, longest if longest > original else math.floor(original * factor), False
+    return (*scaling.serves, () if scaling.window else scaling.windows)
 
 
 def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, float]:

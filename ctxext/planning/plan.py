@@ -18,7 +18,8 @@ from ctxext.checkpoints.load import attached, meta_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
-from ctxext.saved import plain_config, rope_dicts, saved_extension, scaling_of
+from ctxext.saved import plain_config, rope_dicts, saved_extension
+from ctxext.surgery.lengths import scaling_of, stated_length
 from ctxext.training.memory import Memory
 
 __all__ = [
@@ -242,10 +243,8 @@ def reach_of(config: Any) -> int | None:
     if scaling is not None:
         return scaling.window
     text = config.get_text_config(decoder=True)
-    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
-        if isinstance(getattr(text, name, None), int):
-            return int(getattr(text, name))
-    return None
+    others = [getattr(text, name, None) for name in ("max_seq_len", "seq_length")]
+    return stated_length(text) or next((length for length in others if isinstance(length, int)), None)
 
 
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

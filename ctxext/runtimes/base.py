@@ -105,7 +105,7 @@ class ExtensionInConfig:
         layer_type: the layer type whose positions were extended; None where all layers share them.
         trained_length: tokens before the extension, where the config says so.
         target_length: tokens that the extended model is meant for.
-        unclear: whether the config may as well mean that its own length is the extended one.
+        windows: lengths that its weights may have been trained for, where the config leaves that open.
         scale: what cos and sin are multiplied by.
         pairs: how many frequencies there are, where the config scales them.
         unsaid: config fields that the files to be served do not hold yet.
@@ -118,7 +118,7 @@ class ExtensionInConfig:
     target_length: int
     scale: float
     unsaid: dict[str, Any]
-    unclear: bool = False
+    windows: tuple[int, ...] = ()
     guarded: bool = False
     pairs: int | None = None
 
@@ -158,12 +158,12 @@ class ExtensionInConfig:
     @property
     def length_note(self) -> str | None:
         """What to know about the length to serve; None where the config leaves no doubt."""
-        if not self.unclear:
+        if not self.windows:
             return None
         return (
-            f"This config does not say which length its weights were trained for: {self.target_length} tokens hold if "
-            f"it is max_position_embeddings={self.trained_length}, as transformers advised for rope_type 'linear'. If "
-            f"that was raised already, serve {self.trained_length}."
+            f"This config does not say which length its weights were trained for: "
+            f"{' or '.join(map(str, self.windows))} tokens. The runtimes that were read take {self.target_length}; "
+            f"serve less where the weights know less."
         )
 
     @property
