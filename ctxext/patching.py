@@ -38,8 +38,9 @@ from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
-from ctxext.surgery.lengths import checked_scaling, refuse_shrinking, scaling_of, stated_length
+from ctxext.surgery.lengths import checked_scaling, refuse_changed_length, refuse_shrinking, scaling_of, stated_length
 from ctxext.surgery.old_form import write_old_form
+from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.sides import SIDES, Side, sides_of
 from ctxext.surgery.texts import text_of
@@ -174,7 +175,9 @@ def patch(
         InvalidParameterError: a value outside its range, factor and target_length that contradict each other, neither
             of them, or a target below what the checkpoint reads already.
         IncompatibleError: the method cannot be right on this model; the message says why.
-        PatchStateError: the model is already patched or already extended.
+        PatchStateError: the model is already patched or already extended; or it is not what its config says, because
+            one of them was changed after loading.
+        CheckpointError: the config.json that the model was loaded from names other positions than were built from it.
         VerificationError: the patched model does not compute what the method says.
     """
     base = base_model(model)
@@ -183,6 +186,7 @@ def patch(
             f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
             f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
         )
+    refuse_lost_fields(base.config, f"this {type(base).__name__}")
     asked = _asked_of(
         base,
         {"method": method, "encoder": encoder, "decoder": decoder},
@@ -301,6 +305,8 @@ def _resolved(
     if trained_length is not None:
         _require_tokens("trained_length", trained_length)
     taken_off = _take_off(part, architecture, saved, trained_length, edits)
+    if trained_length is None and saved is None:
+        refuse_changed_length(part)
     carried = scaling_of(part.config)
     scaling, trained_length = checked_scaling(
         part.config.model_type, carried, asked.scaling or taken_off, trained_length

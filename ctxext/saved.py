@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 import torch
 import transformers
 
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method, saved_class
 from ctxext.spec import Extension
 from ctxext.surgery.edits import Edits

@@ -68,6 +68,7 @@ class AlibiArchitecture(Architecture):
         length_field: the config field that says how long the model may read.
     """
 
+    positions: ClassVar[str] = "alibi"
     attention_class: ClassVar[type[nn.Module]]
     forward_class: ClassVar[type[AlibiForward]]
     length_field: ClassVar[str]

@@ -28,11 +28,13 @@ class Architecture(ABC):
 
     Class attributes of a family:
         name: how it is listed.
+        positions: what kind its positions are, as ``refuse_other_positions`` knows them.
         decoder_class: transformers' class of the module that builds the mask and calls the layers; a family that is
             found in another way overrides ``matches`` and has none.
     """
 
     name: ClassVar[str]
+    positions: ClassVar[str] = "table"
     decoder_class: ClassVar[type[nn.Module]]
 
     def matches(self, model: PreTrainedModel) -> bool:

@@ -36,6 +36,7 @@ class Buckets(Architecture):
     """Encoders, decoders or both, whose attention modules bucket distances up to a number in their config."""
 
     name: ClassVar[str] = "buckets"
+    positions: ClassVar[str] = "relative"
 
     def matches(self, model: PreTrainedModel) -> bool:
         return any(True for _ in _tables(model))

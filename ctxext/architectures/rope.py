@@ -22,7 +22,16 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import Scaling, scaling_of
 from ctxext.surgery.rebuild import Rebuild, rotaries
 from ctxext.surgery.remap import as_it_rotates, install_pieces, require_remappable
-from ctxext.surgery.rotary import UNSEEN, LatentSpec, PinnedApply, ProportionalSpec, disagreement, find_sites, survey
+from ctxext.surgery.rotary import (
+    UNSEEN,
+    LatentSpec,
+    PinnedApply,
+    ProportionalSpec,
+    disagreement,
+    find_sites,
+    require_as_configured,
+    survey,
+)
 from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
@@ -34,6 +43,7 @@ class Rope(Architecture):
     """Rotary models. Facts are read from the modules and proven on a rebuild, never from a list of names."""
 
     name: ClassVar[str] = "rope"
+    positions: ClassVar[str] = "rotary"
 
     def matches(self, model: PreTrainedModel) -> bool:
         return any(True for _ in rotaries(model))
@@ -42,6 +52,7 @@ class Rope(Architecture):
         text = text_of(model.config)
         places, layers = survey(model)
         trained_length = self.known_length(model, request)
+        require_as_configured(model, places, trained_length)
         if isinstance(method, BiasMethod) and not isinstance(method, RopeMethod):
             return replace_rotation(model, method, request, places, layers, trained_length, edits)
         if isinstance(method, EncodingMethod):

@@ -15,6 +15,7 @@ from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.probe import Layers
+from ctxext.surgery.published import without_foreign
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
 from ctxext.surgery.rope_types import UNROTATED_TYPE
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
@@ -91,7 +92,8 @@ def unrotated(
     form = {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()}
     rope = place.rescaled(text.rope_parameters, form)
     try:
-        return Rebuild(model, {"rope_parameters": rope, "max_position_embeddings": target} | windows)
+        fields = {"rope_parameters": rope, "max_position_embeddings": target} | windows | without_foreign(text)
+        return Rebuild(model, fields)
     except REFUSALS as error:
         raise IncompatibleError(
             f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept rope_type "

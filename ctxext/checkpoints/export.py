@@ -34,6 +34,7 @@ from ctxext.saved import (
 )
 from ctxext.surgery.lengths import scaling_of
 from ctxext.surgery.old_form import same_rope
+from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rope_types import GUARDED_FIELD
 from ctxext.surgery.texts import field_of, text_of
 from ctxext.surgery.windows import is_windowed
@@ -165,7 +166,9 @@ def export_config(
         return longer
     if (own := _own_alibi(config, served)) is not None:
         return RUNTIMES[to].export_own_alibi(own)
-    return RUNTIMES[to].export(replace(_extension_of(config, served, trust_remote_code), guarded=guarded))
+    made = RUNTIMES[to].export(replace(_extension_of(config, served, trust_remote_code), guarded=guarded))
+    obeyed = tuple(str(field) for field in foreign_fields(config) if to in field.programs)
+    return replace(made, exact=False, notes=(*made.notes, *obeyed)) if obeyed else made
 
 
 def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> ExtensionInConfig:
@@ -271,6 +274,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         pairs=pairs,
         scale=scale,
         unsaid={} if served is None else _changed(config, served),
+        left_over=frozenset() if served is None else frozenset(field.name for field in foreign_fields(served)),
     )
 
 

@@ -29,6 +29,7 @@ from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
 from ctxext.spec import Description, Request, RopeSpec
+from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.sides import sides_of
 from ctxext.surgery.texts import text_of
@@ -99,6 +100,7 @@ class Inspection:
         description: the extension, where ctxext made it.
         verdicts: one per known method.
         exports: per target, the flags for an extended checkpoint or the reason against.
+        notes: what its config says to other programs, or to code of its own, and transformers passes over.
     """
 
     model_type: str
@@ -112,6 +114,7 @@ class Inspection:
     description: Description | None = None
     verdicts: tuple[MethodCheck, ...] = ()
     exports: dict[str, Export | str] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def inspect_checkpoint(
@@ -150,6 +153,7 @@ def inspect_checkpoint(
         description=describe_saved(saved, config.model_type) if saved else None,
         verdicts=verdicts,
         exports=_exports(config, trust_remote_code, keeps_old_readers_out(place, **location)) if extended else None,
+        notes=_notes(config, model),
     )
 
 
@@ -188,6 +192,17 @@ def _kinds(model: PreTrainedModel) -> set[Any]:
         for module in model.modules()
         if not isinstance(module, nn.ModuleList)
     }
+
+
+def _notes(config: Any, model: PreTrainedModel) -> tuple[str, ...]:
+    """What a user must know of fields that transformers passes over."""
+    notes = [str(field) for field in foreign_fields(config)]
+    if getattr(config, "auto_map", None) and type(model).__module__.startswith("transformers."):
+        notes.append(
+            f"Its config names Python code of its own (auto_map); {type(model).__name__} of transformers was looked at "
+            f"instead."
+        )
+    return tuple(notes)
 
 
 def rope_of_checkpoint(

@@ -28,6 +28,7 @@ from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.files import files_below, followed
 from ctxext.saved import checked_extension
 from ctxext.surgery.old_form import OLD_GUARD
+from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rope_types import GUARD
 
 __all__ = [
@@ -77,7 +78,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
 
     Raises:
         CheckpointError: unreadable, unknown to transformers, damaged, in need of remote code that was not allowed, or
-            with an extension that this version of ctxext does not read.
+            with an extension that this version of ctxext does not read; or it names positions that transformers loses.
         IncompatibleError: a rope dict without its base.
         VerificationError: somebody changed one of the two forms in which an extended config says its positions.
     """
@@ -110,6 +111,8 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     check_config(config, os.fspath(place))
     if "ctxext" in raw:
         _refuse_two_stories(raw, place)
+    elif not location.get("gguf_file"):
+        refuse_lost_fields(config, os.fspath(place), raw)
     return config
 
 

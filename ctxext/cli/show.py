@@ -102,7 +102,8 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
     lines.append(("trained length", f"{trained:,} tokens" if trained else "not in the config"))
     if longest and longest != trained:
         lines.append(("max positions", f"{longest:,} tokens (max_position_embeddings)"))
-    return [*lines, ("sliding window", in_flags(found.window or "none")), ("extended", found.extended or "no")]
+    lines += [("sliding window", in_flags(found.window or "none")), ("extended", found.extended or "no")]
+    return [*lines, *(("note", note) for note in found.notes)]
 
 
 def _verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:

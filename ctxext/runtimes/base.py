@@ -109,6 +109,7 @@ class ExtensionInConfig:
         scale: what cos and sin are multiplied by.
         pairs: how many frequencies there are, where the config scales them.
         unsaid: config fields that the files to be served do not hold yet.
+        left_over: keys in the rope dict of those files that mean something to other programs alone.
         guarded: whether those files keep out whoever reads the fields of transformers 4.
     """
 
@@ -119,6 +120,7 @@ class ExtensionInConfig:
     scale: float
     unsaid: dict[str, Any]
     windows: tuple[int, ...] = ()
+    left_over: frozenset[str] = frozenset()
     guarded: bool = False
     pairs: int | None = None
 

@@ -74,6 +74,8 @@ class SGLang(Runtime):
         if said := _scale(extended):
             overrides["rope_parameters"] = whole(extended, rope | said)
             notes.append(f"SGLang does not read attention_factor; {' and '.join(said)} carry it.")
+        if (stays := _neutral(extended)) and "rope_parameters" in overrides:
+            overrides["rope_parameters"] = whole(extended, rope | stays | said)
         if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
             notes.append(
                 f"SGLang chooses between short_factor and long_factor once for all texts that are computed together: "
@@ -122,6 +124,13 @@ def _promised(extended: ExtensionInConfig) -> int:
     scales = extended.layer_type is None and extended.rope_type != "llama3"
     scales &= "original_max_position_embeddings" not in rope
     return int(longest(extended) * (rope.get("factor", 1.0) if scales else 1.0))
+
+
+def _neutral(extended: ExtensionInConfig) -> dict[str, Any]:
+    """Values that undo what the files say in keys that an override leaves as they are."""
+    values = {"attn_factor": 1.0, "extrapolation_factor": 1.0}
+    values |= dict.fromkeys(("short_mscale", "long_mscale"), extended.scale)
+    return {name: value for name, value in values.items() if name in extended.left_over}
 
 
 def _scale(extended: ExtensionInConfig) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from ctxext.attention import AttentionBackend, Call, Need, named, require_usable
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
-from ctxext.surgery.probe import FAILURES, Layers, forward_without_data, reads_an_encoder
-from ctxext.surgery.rebuild import Rebuild, without_weights
+from ctxext.surgery.probe import Layers, forward_without_data, reads_an_encoder
+from ctxext.surgery.rebuild import FAILURES, Rebuild, without_weights
 from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 from ctxext.surgery.texts import text_of
 

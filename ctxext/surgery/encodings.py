@@ -23,8 +23,8 @@ from ctxext.surgery.attend import Backends, as_autocast_wants, attention_layers,
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.positions import LayoutMask, layout_of
-from ctxext.surgery.probe import FAILURES, forward_without_data
-from ctxext.surgery.rebuild import Rebuild, rotaries, without_weights
+from ctxext.surgery.probe import forward_without_data
+from ctxext.surgery.rebuild import FAILURES, Rebuild, rotaries, without_weights
 from ctxext.surgery.rotary import RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.travelling import Travelling

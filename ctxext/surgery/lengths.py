@@ -1,7 +1,7 @@
 """How many tokens a config says its weights know, and how it scales their positions.
 
-The one reader of lengths: inspect, plan, patch, export, eval, choose and recipes take the trained window of a checkpoint
-from here. ``docs/methods.md`` has the table of what each published form means.
+The one reader of lengths: inspect, plan, patch, export, eval, choose and recipes take the trained window of a
+checkpoint from here. ``docs/methods.md`` has the table of what each published form means.
 """
 
 from __future__ import annotations
@@ -10,19 +10,28 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.methods.formulas import NEVER
 from ctxext.surgery.old_form import rope_dicts
-from ctxext.surgery.published import published_json, published_text
+from ctxext.surgery.published import CHUNKED, published_json, published_text
+from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import is_windowed
 
-__all__ = ["CHUNKED", "SCALED", "Scaling", "checked_scaling", "refuse_shrinking", "scaling_of", "stated_length"]
+__all__ = [
+    "SCALED",
+    "Scaling",
+    "checked_scaling",
+    "refuse_changed_length",
+    "refuse_shrinking",
+    "scaling_of",
+    "stated_length",
+]
 
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
 CHOICES = ("extend", "replace")
-CHUNKED = "dual_chunk_attention_config"
-"""The field by which Qwen's 1M checkpoints ask vLLM and SGLang for dual chunk attention; transformers ignores it."""
 # Model types that are published with linear scaling and a length that it has raised already (vLLM excepts them, too).
 RAISED = ("gemma3", "gemma3_text")
 # Rope types whose original length transformers fills in where config.json does not state it.
@@ -113,8 +122,8 @@ def _dynamic(rope: dict[str, Any], factor: float | None, original: int | None, l
     windows = tuple(sorted({length for length in (original, longest) if length is not None}))
     serves = None
     if longest is not None:
-        is_fixed = rope.get("alpha") or factor is None  # Hunyuan: another base, whatever the length
-        serves = (longest, longest if is_fixed else math.floor(longest * factor))
+        stretch = factor if factor and not rope.get("alpha") else 1.0  # Hunyuan: another base, whatever the length
+        serves = (longest, math.floor(longest * stretch))
     return Scaling("dynamic", factor, original or longest, windows, serves)
 
 
@@ -200,6 +209,33 @@ def _question(scaling: Scaling, trained_length: int | None) -> str:
         f"put on afterwards? Then pass scaling='replace', trained_length={original}, and the new method takes its "
         f"place."
     )
+
+
+def refuse_changed_length(model: PreTrainedModel) -> None:
+    """Raise where a config names another length than its model was built with, or than its config.json.
+
+    Programs raise ``max_position_embeddings`` before a model is patched (axolotl does, to its sequence length). The
+    weights know nothing of that.
+
+    Raises:
+        PatchStateError: with both lengths, one of which must be given.
+    """
+    text = text_of(model.config)
+    now = getattr(text, "max_position_embeddings", None)
+    published = published_json(model.config)
+    found = {
+        f"{type(rotary).__name__} was built for": getattr(rotary, "original_max_seq_len", None)
+        for _, rotary in rotaries(model)
+        if rotary.config is text
+    }
+    if "ctxext" not in published:  # which holds the extended length
+        found["its config.json says"] = published_text(model.config, published).get("max_position_embeddings")
+    for where, length in found.items():
+        if isinstance(now, int) and isinstance(length, int) and length != now:
+            raise PatchStateError(
+                f"The config of this {text.model_type} has max_position_embeddings={now}, and {where} {length}. Say "
+                f"which of them its weights were trained for: trained_length={length} or trained_length={now}."
+            )
 
 
 def refuse_shrinking(scaling: Scaling | None, target_length: int) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ctxext.surgery.probe import FAILURES, WIDTHS, readers_of, reads_an_encoder
+from ctxext.surgery.probe import WIDTHS, readers_of, reads_an_encoder
+from ctxext.surgery.rebuild import FAILURES
 
 __all__ = ["TOKENS", "lookups", "table_of"]
 

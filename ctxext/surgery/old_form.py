@@ -77,7 +77,8 @@ def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """
     rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
-    if nested and not rope.get("rope_type"):
+    labels = getattr(text, "_rope_type_labels", None) or getattr(text, "layer_types", None) or ()
+    if nested and (nested.keys() & set(labels) or not rope.get("rope_type")):
         yield from nested.items()
     elif rope:
         yield None, rope

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ctxext.surgery.rebuild import without_weights
+from ctxext.surgery.rebuild import FAILURES, without_weights
 
 __all__ = [
-    "FAILURES",
     "WIDTHS",
     "Layers",
     "forward_without_data",
@@ -35,18 +34,6 @@ __all__ = [
 
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
-
-# What a model's own code may raise when it is asked to run without data.
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 ROTARY, HIDDEN, FULL, WINDOW, TRUE = "rotary", "hidden", "full mask", "windowed mask", "true"
 AHEAD = "mask that shows what comes after"

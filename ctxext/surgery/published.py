@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
 import json
+import re
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.surgery.old_form import REFUSALS, rope_dicts
 from ctxext.surgery.texts import text_of
 
-__all__ = ["published_json", "published_text"]
+__all__ = [
+    "CHUNKED",
+    "FOREIGN_KEYS",
+    "Foreign",
+    "foreign_fields",
+    "lost_fields",
+    "published_json",
+    "published_text",
+    "refuse_lost_fields",
+    "refuse_other_positions",
+    "without_foreign",
+]
+
+CHUNKED = "dual_chunk_attention_config"
+"""The field by which Qwen's 1M checkpoints ask vLLM and SGLang for dual chunk attention; transformers ignores it."""
+
+# Keys of a rope dict that transformers' own rope types do not read, with the value at which they change nothing and the
+# programs that obey them (vLLM 0.33 and SGLang 0.5.23: get_rope of their rotary_embedding; llama.cpp: its converter).
+FOREIGN_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "attn_factor": (1, ("vllm", "sglang", "llama.cpp")),
+    "extrapolation_factor": (1, ("vllm", "sglang")),
+    "apply_yarn_scaling": (True, ("vllm",)),
+    "short_mscale": (None, ("vllm", "sglang")),
+    "long_mscale": (None, ("vllm", "sglang")),
+    "max_trained_positions": (None, ("vllm",)),
+    "alpha": (None, ("vllm", "sglang")),
+}
+# Model types whose own code in transformers reads such a key.
+OWN_KEYS = {"alpha": "hunyuan", "short_mscale": "phimoe", "long_mscale": "phimoe"}
+
+# What a config calls the base of rotation, wherever it says so; those of towers for pictures and sound are theirs.
+BASE = re.compile(r"(?=.*(rope|rotary))(?=.*(theta|base))(?!.*(vision|visual|image|audio|speech))", re.I)
+PART = re.compile(r"^(partial_rotary_factor|rotary_pct|rotary_percent|rope_pct)$")
+# Where checkpoints nest it.
+NESTED = re.compile(r"attn|attention|rope|rotary|position", re.I)
+BLOCKS = ("rope_scaling", "rope_parameters")
+ORIGINAL = "original_max_position_embeddings"
+SAID = (
+    *("factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+    *("mscale", "mscale_all_dim", "short_factor", "long_factor", "truncate"),
+)
+UNSCALED = (None, "default", "mrope", "proportional", "axial")
 
 
 def published_json(config: Any) -> dict[str, Any]:
@@ -63,3 +112,201 @@ def _paths(config: Any, part: Any) -> Iterator[list[str]]:
             yield [name]
         elif isinstance(value, PreTrainedConfig):
             yield from ([name, *rest] for rest in _paths(value, part))
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A field of a config that transformers passes over and other programs obey.
+
+    Args:
+        name: the field, or the key of its rope dict.
+        value: what it says.
+        programs: which runtimes obey it, by the names that ``ctxext.export`` takes.
+    """
+
+    name: str
+    value: Any
+    programs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        value = "{...}" if isinstance(self.value, dict) else repr(self.value)
+        return (
+            f"{self.name}={value} in its config changes positions in {' and '.join(self.programs)}, and transformers "
+            f"passes it over. An extension by ctxext takes it out."
+        )
+
+
+def foreign_fields(config: Any) -> list[Foreign]:
+    """Fields of a config that say something about positions to other programs, and nothing to transformers."""
+    text = text_of(config)
+    found = []
+    if getattr(text, CHUNKED, None):
+        found.append(Foreign(CHUNKED, getattr(text, CHUNKED), ("vllm", "sglang")))
+    for _, rope in rope_dicts(text):
+        for name, (neutral, programs) in FOREIGN_KEYS.items():
+            is_own = name in OWN_KEYS and text.model_type.startswith(OWN_KEYS[name])
+            if rope.get(name) not in (None, neutral) and not is_own:
+                found.append(Foreign(name, rope[name], programs))
+    return found
+
+
+def without_foreign(text: Any) -> dict[str, Any]:
+    """What takes such fields out of a text config, beside its rope dict."""
+    return {CHUNKED: None} if getattr(text, CHUNKED, None) else {}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What config.json says of rotary positions and the built config does not hold."""
+
+    name: str
+    stated: Any
+    built: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}={_short(self.stated)} (built: {_short(self.built)})"
+
+
+def _short(value: Any) -> str:
+    return f"<{len(value)} values>" if isinstance(value, list) else repr(value)
+
+
+def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
+    """What a published config.json says of the rotation of text, and the config that was built from it does not.
+
+    Args:
+        published: the JSON object.
+        config: what transformers made of it.
+    """
+    text = text_of(config)
+    ropes = [rope for _, rope in rope_dicts(text)]
+    if not ropes or "ctxext" in published:  # which has checks of its own
+        return []
+    part = published_text(config, published)
+    found = [*_lost_numbers(part, ropes, _declared(text)), *_lost_scaling(part, ropes)]
+    if part is not published and "rope_parameters" not in _declared(config):  # or they are those of another part
+        found += [*_lost_numbers(published, ropes, _declared(config)), *_lost_scaling(published, ropes)]
+    return list({str(lost): lost for lost in found}.values())
+
+
+def _declared(config: Any) -> set[str]:
+    """The fields that the class of a config declares, and so reads."""
+    return {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+
+
+def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: set[str]) -> Iterator[Lost]:
+    """Bases, and parts of heads that rotate, which no built rope dict has; what the class declares, it reads itself."""
+    nested = [value for name, value in part.items() if isinstance(value, dict) and NESTED.search(str(name))]
+    deeper = [entry for block in nested for entry in block.values() if isinstance(entry, dict)]
+    for where in (part, *nested, *deeper):
+        for name, value in where.items():
+            key = "rope_theta" if BASE.match(str(name)) else "partial_rotary_factor" if PART.match(str(name)) else None
+            if key is None or not _is_number(value) or (where is part and name in declared):
+                continue
+            built = [rope.get(key) for rope in ropes]
+            if key == "partial_rotary_factor" and (value == 1 or not any(built)):
+                continue
+            if not any(_is_number(one) and abs(one - value) <= 1e-6 * abs(value) for one in built):
+                yield Lost(name, value, built[0])
+
+
+def _lost_scaling(part: dict[str, Any], ropes: list[dict[str, Any]]) -> Iterator[Lost]:
+    """What its blocks say about scaling and no built rope dict has."""
+    blocks = [part[name] for name in BLOCKS if isinstance(part.get(name), dict)]
+    stated = [rope for block in blocks for _, rope in rope_dicts(block)]
+    for rope in stated:
+        kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) not in UNSCALED]
+        for kind in kinds:
+            if all(built.get("rope_type") != kind for built in ropes):
+                yield Lost("rope_type", kind, ropes[0].get("rope_type"))
+        for name in SAID if kinds else ():
+            if rope.get(name) is not None and all(built.get(name) != rope[name] for built in ropes):
+                yield Lost(name, rope[name], ropes[0].get(name))
+    original = part.get(ORIGINAL)
+    built_originals = [rope[ORIGINAL] for rope in ropes if rope.get(ORIGINAL)]
+    if _is_number(original) and built_originals and original not in built_originals:
+        yield Lost(ORIGINAL, original, built_originals[0])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def refuse_lost_fields(config: Any, place: str, published: dict[str, Any] | None = None) -> None:
+    """Raise where transformers builds other positions from a config.json than those that it names.
+
+    Args:
+        config: as it was built; of a live model, as it is now.
+        place: where it was read, to show.
+        published: the JSON object; None looks for it where the config was read.
+
+    Raises:
+        CheckpointError: with each field that got lost, and what was built in its place.
+    """
+    read_now = published is None
+    published = published_json(config) if published is None else published
+    lost = lost_fields(published, config) if published else []
+    if lost and read_now:  # what somebody changed in memory since is no mistake of the file
+        try:
+            again = type(config).from_dict(copy.deepcopy(published))
+        except REFUSALS:
+            return
+        lost = [one for one in lost if one in lost_fields(published, again)]
+    if lost:
+        raise CheckpointError(
+            f"The config.json of {place} says {', '.join(map(str, lost))}, which transformers loses when it builds the "
+            f"model. A rope_scaling beside rope_parameters takes its place whole, and fields that its class does not "
+            f"read are dropped. Write all of it into rope_parameters of the part that reads text, rope_theta included."
+        )
+
+
+# Fields by which configs ask for positions of a kind, and the kind.
+ASKED = {
+    "alibi": re.compile(r"alibi", re.I),
+    "relative": re.compile(r"^(rel_pos|relative_(attention|position))", re.I),
+    "rotary": re.compile(r"^(use_rotary|use_rope|rotary$|rotary_emb_fraction|rotary_emb_base|rope_theta)", re.I),
+}
+TYPE_FIELD = "position_embedding_type"
+
+
+def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
+    """Raise where a config asks for positions of a kind that the built model does not have.
+
+    Checkpoints with code of their own may stand under a model type of transformers, whose class then takes their
+    weights and ignores what it does not know.
+
+    Args:
+        model: as it was built.
+        kind: what its positions are: "rotary", "alibi", "relative", or anything else.
+
+    Raises:
+        IncompatibleError: with the field and what to do.
+    """
+    code = inspect.getsource(sys.modules[type(model).__module__])
+    for config in {id(config): config for config in (model.config, text_of(model.config))}.values():
+        for name, value in vars(config).items():
+            asked = _asked_kind(name, value)
+            if asked is None or asked == kind or re.search(rf"\b{name}\b", code):
+                continue
+            own = getattr(config, "auto_map", None)
+            remedy = (
+                "Its code is its own (auto_map): load it with trust_remote_code=True after reading that code."
+                if own
+                else "Load it with the code that it was trained with."
+            )
+            raise IncompatibleError(
+                f"The config of this {config.model_type} has {name}={value!r}, and {type(model).__name__} of "
+                f"transformers does not read it: the model that is built has other positions than its weights were "
+                f"trained with. {remedy}"
+            )
+
+
+def _asked_kind(name: str, value: Any) -> str | None:
+    """The kind of positions that a field asks for; None where it asks for none, or for those of a table."""
+    if name == TYPE_FIELD:
+        said = str(value).lower()
+        words = {"alibi": "alibi", "rel": "relative", "rot": "rotary", "rope": "rotary"}
+        return next((kind for word, kind in words.items() if word in said), None)
+    if not value:
+        return None
+    return next((kind for kind, pattern in ASKED.items() if pattern.search(name)), None)

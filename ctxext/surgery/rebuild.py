@@ -21,14 +21,59 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.surgery.edits import Edits, own_attributes
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.texts import text_of
 
-__all__ = ["REFUSALS", "RESTORING", "Rebuild", "own_defaults", "reread", "restoring", "rotaries", "without_weights"]
+__all__ = [
+    "FAILURES",
+    "REFUSALS",
+    "RESTORING",
+    "Rebuild",
+    "own_defaults",
+    "reread",
+    "restoring",
+    "rotaries",
+    "running",
+    "without_weights",
+]
 
 Scalar = int | float | str | bool | None
+
+# What a model's own code may raise when it is asked for something that its authors did not think of.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextlib.contextmanager
+def running(code: type) -> Iterator[None]:
+    """While a rotary class of a model's own is built or called: its errors become a refusal.
+
+    Nothing of ctxext's own belongs in the block, so that a defect of ours is not taken for one of the model.
+
+    Raises:
+        IncompatibleError: in the place of what the class raises.
+    """
+    try:
+        yield
+    except CtxextError:
+        raise
+    except FAILURES as error:
+        raise IncompatibleError(
+            f"{code.__name__} ({code.__module__}) cannot be asked for its positions: {type(error).__name__}: {error}. "
+            f"ctxext builds a rotary module from its config and calls it with positions, as transformers does. Where "
+            f"this one reads keys that rope_parameters lacks, add them; otherwise its positions stay as they are."
+        ) from error
 
 
 def reread(config: Any) -> Any:
@@ -81,9 +126,14 @@ class Rebuild:
         return self.whole.get_submodule(path).config
 
     def rotary(self, path: str) -> nn.Module:
-        """The rotary module at ``path`` with its numbers, on the CPU, in float32."""
-        with torch.device("cpu"), restoring():
-            built: nn.Module = type(self.model.get_submodule(path))(config=copy.deepcopy(self.rotary_config(path)))
+        """The rotary module at ``path`` with its numbers, on the CPU, in float32.
+
+        Raises:
+            IncompatibleError: its class does not build from a config.
+        """
+        kind, config = type(self.model.get_submodule(path)), copy.deepcopy(self.rotary_config(path))
+        with torch.device("cpu"), restoring(), running(kind):
+            built: nn.Module = kind(config=config)
         return built
 
     def changes(self, before: Rebuild) -> Iterator[tuple[str, str, Any, Any]]:

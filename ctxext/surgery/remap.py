@@ -31,8 +31,8 @@ from ctxext.surgery.caches import outside_graphs
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.positions import LayoutMask, cache_layer_of, replace_cache_layer
-from ctxext.surgery.probe import FAILURES, Layers
-from ctxext.surgery.rebuild import Rebuild
+from ctxext.surgery.probe import Layers
+from ctxext.surgery.rebuild import FAILURES, Rebuild
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 from ctxext.surgery.texts import text_of
 

@@ -5,8 +5,9 @@ And the proof that a module rotates by them: its cos and sin, compared with a me
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 from ctxext.surgery.probe import Layers, look, reader_of
-from ctxext.surgery.rebuild import Rebuild, restoring, rotaries
+from ctxext.surgery.published import FOREIGN_KEYS
+from ctxext.surgery.rebuild import Rebuild, restoring, rotaries, running
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import is_windowed, mixes_windows
 
@@ -32,6 +34,7 @@ __all__ = [
     "RotarySite",
     "disagreement",
     "find_sites",
+    "require_as_configured",
     "rotating",
     "survey",
 ]
@@ -48,11 +51,13 @@ SCALING_KEYS = frozenset(
         *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
         *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
         *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
-        "ctxext",
+        *("ctxext", *FOREIGN_KEYS),
     }
 )
 
-# Rope types that weights are trained with. ("dynamic" leaves texts of the trained length as they are.)
+# Rope types that give plain frequencies inside the trained window; "dynamic" does but for variants of single models.
+PLAIN_INSIDE = frozenset({"default", "proportional"})
+# ... and those whose frequencies are the scaled ones at every length.
 TRAINED_WITH = frozenset({"linear", "yarn", "longrope", "llama3"})
 
 
@@ -104,16 +109,20 @@ class RotaryPlace:
         return {} if self.layer_type is None else {"layer_type": self.layer_type}
 
     def output(self, rotary: nn.Module, device: torch.device | str = "cpu") -> Output:
-        """What a rotary module in this place computes, as a function of positions."""
+        """What a rotary module in this place computes, as a function of positions.
+
+        The function raises ``IncompatibleError`` where the module's code cannot be called so.
+        """
 
         def cos_and_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
             position_ids = positions[None].to(device)
             if getattr(rotary, "mrope_section", None) is not None:
                 position_ids = position_ids[None].expand(3, -1, -1)
-            out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
-            if isinstance(out, Tensor):
-                out = (out.real, out.imag)
-            cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
+            with running(type(rotary)):
+                out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
+                if isinstance(out, Tensor):
+                    out = (out.real, out.imag)
+                cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)
             return cos, sin
 
         return cos_and_sin
@@ -157,9 +166,22 @@ def find_sites(
     Raises:
         IncompatibleError: if there are none, or none that a method could extend.
     """
-    read = _trained_spec if scaled else _plain_spec
-    places = places or survey(model)[0]
-    return [RotarySite(place.path, place.layer_type, read(model, place, trained_length)) for place in places]
+    text = text_of(model.config)
+    found = []
+    for place in places or survey(model)[0]:
+        kind = place.rope_dict(text).get("rope_type", "default")
+        if scaled or kind not in TRAINED_WITH | PLAIN_INSIDE:
+            spec = _trained_spec(model, place, trained_length)
+        else:
+            spec = _plain_spec(model, place, trained_length)
+        if not scaled and kind == "dynamic" and spec.inv_freq is not None:
+            raise IncompatibleError(
+                f"scaling='replace': the weights of this {text.model_type} know no other frequencies than those of its "
+                f"rope_parameters={place.rope_dict(text)}, short texts included, so there is nothing to take off. Pass "
+                f"scaling='extend'."
+            )
+        found.append(RotarySite(place.path, place.layer_type, spec))
+    return found
 
 
 def survey(model: PreTrainedModel) -> tuple[list[RotaryPlace], Layers]:
@@ -278,13 +300,104 @@ def _trained_spec(model: PreTrainedModel, place: RotaryPlace, trained_length: in
             f"The frequencies of this {text.model_type} are 'proportional' with factor={parameters['factor']}, which "
             f"no method here can extend. Where that factor was put on after training, take it out of config.json."
         )
-    if parameters.get("rope_type") not in TRAINED_WITH:
-        return plain
     rotary = Rebuild(model).rotary(place.path)
-    place.output(rotary)(torch.tensor([0, trained_length - 1]))  # longrope: its set for long texts
+    output, length = place.output(rotary), trained_length
+    if parameters.get("rope_type") == "dynamic":
+        length = min(trained_length, getattr(text, "max_position_embeddings", None) or trained_length)
+    output(torch.tensor([0, length - 1]))  # longrope: its set for long texts
     inv_freq = getattr(rotary, f"{place.prefix}inv_freq").double()
-    scale = float(getattr(rotary, f"{place.prefix}attention_scaling"))
-    return replace(plain, inv_freq=tuple(inv_freq.tolist()), attention_scale=scale)
+    scale = float(getattr(rotary, f"{place.prefix}attention_scaling", 1.0))
+    usual = rotating(plain, Frequencies(plain_inv_freq(plain)))
+    is_plain = scale == 1 and torch.allclose(inv_freq, usual.inv_freq, rtol=FLOAT32, atol=0.0)
+    spec = plain
+    if parameters.get("rope_type") in TRAINED_WITH or not is_plain:
+        spec = replace(plain, inv_freq=tuple(inv_freq.tolist()), attention_scale=scale)
+    if problem := disagreement(output, lambda _: Frequencies(inv_freq, scale), [length]):
+        raise IncompatibleError(
+            f"{type(rotary).__name__} of this {text.model_type} does not rotate by the frequencies that it holds: "
+            f"{problem} Its code reads rope_parameters in a way of its own ({', '.join(map(str, parameters))}), which "
+            f"no method here can start from."
+        )
+    return spec
+
+
+FLOAT32 = 1e-5
+"""Relative difference of frequencies that powers in float32 may cost."""
+
+
+def require_as_configured(model: PreTrainedModel, places: Sequence[RotaryPlace], trained_length: int) -> None:
+    """Make sure that live rotary modules compute what the model's config says.
+
+    Methods start from the config. Where somebody changed it after loading, or changed the modules, the weights are
+    used with other positions than it says. Modules on the meta device compute nothing yet, and pass.
+
+    Raises:
+        PatchStateError: with what the module computes and what the config says.
+    """
+    text = text_of(model.config)
+    rebuild = Rebuild(model)
+    for place in places:
+        live = model.get_submodule(place.path)
+        if any(buffer.is_meta for buffer in live.buffers()):
+            continue
+        problem = _unlike(place, live, rebuild.rotary(place.path), text, trained_length)
+        if problem:
+            raise PatchStateError(
+                f"The live {type(live).__name__} of this {text.model_type} is not what its config says "
+                f"(rope_parameters={place.rope_dict(text)}): {problem}. A config that is changed after loading changes "
+                f"nothing: load the model with it, from_pretrained(path, config=config). A module that was changed by "
+                f"hand or by another library: load the model anew, and patch it first."
+            )
+
+
+def _unlike(place: RotaryPlace, live: nn.Module, built: nn.Module, text: Any, trained_length: int) -> str | None:
+    """How a live rotary module differs from the one that its config builds; None where it does not.
+
+    Both start from the frequencies of short texts: a module that follows the length has others after a long one.
+    """
+    short, current = f"{place.prefix}original_inv_freq", f"{place.prefix}inv_freq"
+    follows = place.rope_dict(text).get("rope_type") in ("dynamic", "longrope")
+    for name in (short,) if follows else (short, current):
+        has, says = getattr(live, name).detach().cpu(), getattr(built, name)
+        if has.shape != says.shape:
+            return f"{name} has {len(has)} frequencies, and the config's {len(says)}"
+        rounding = max(FLOAT32, 2 * torch.finfo(has.dtype).eps)
+        different = ~torch.isclose(has.double(), says.double(), rtol=rounding, atol=0.0)
+        if different.any():
+            pair = int(different.nonzero()[-1])  # the slowest, which reaches furthest
+            return f"{name}[{pair}] is {has[pair]:.4g} radians per token, and the config's {says[pair]:.4g}"
+    held = getattr(live, short)
+    with torch.no_grad():
+        built = built.to(held.dtype)  # a module that was rounded is compared with one that is rounded likewise
+        getattr(built, short).copy_(held)
+        getattr(built, current).copy_(held)
+    longest = min(trained_length, getattr(text, "max_position_embeddings", None) or trained_length)
+    for length in sorted({min(8, longest), max(longest - 1, 1)}):
+        positions = _positions(length)
+        with torch.no_grad(), _undisturbed(live):
+            ours_and_theirs = zip(
+                place.output(live, held.device)(positions), place.output(built)(positions), strict=True
+            )
+        for what, (one, other) in zip(("cos", "sin"), ours_and_theirs, strict=True):
+            if one.shape != other.shape:
+                return f"it returns {list(one.shape)} numbers, and the config's {list(other.shape)}"
+            error = float((one.double().cpu() - other.double()).abs().max() / other.double().abs().max().clamp(min=1))
+            if not error <= COS_ERROR:
+                return f"its {what} of a text of {length} tokens is another (off by {error:.2g})"
+    return None
+
+
+@contextlib.contextmanager
+def _undisturbed(rotary: nn.Module) -> Iterator[None]:
+    """Leave a rotary module as it was, whatever a call makes of its buffers and numbers."""
+    before, buffers = dict(vars(rotary)), rotary._buffers
+    rotary._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+    try:
+        yield
+    finally:
+        vars(rotary).clear()
+        vars(rotary).update(before)
+        rotary._buffers = buffers
 
 
 def disagreement(output: Output, expected: Callable[[int], Frequencies], lengths: list[int]) -> str | None:

@@ -14,6 +14,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import as_longrope
 from ctxext.spec import RopeSpec
+from ctxext.surgery.published import without_foreign
 from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
 from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
@@ -100,7 +101,7 @@ def _fields(
     rope, trained_length = dict(text.rope_parameters), sites[0].spec.trained_length
     for site, form in zip(sites, forms, strict=True):
         rope = site.rescaled(rope, _on_scores(site.spec, form))
-    fields = {"rope_parameters": rope, **windows, **_implied_head_dim(text)}
+    fields = {"rope_parameters": rope, **windows, **_implied_head_dim(text), **without_foreign(text)}
     # Stock code measures the stretch of its dynamic type from this field, so it must keep the trained length.
     is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms)
     if hasattr(text, "max_position_embeddings"):
@@ -193,8 +194,8 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
         lengths = [*lengths, lengths[-1]]  # stock longrope keeps its long frequencies: what it does next must hold too
         try:
             problem = disagreement(site.output(rotary), site.mathematics(form.method), lengths)
-        except NameError as error:  # transformers 5.17, longrope per layer type, second long text
-            return f"{type(rotary).__name__} itself fails on it: {error}"
+        except IncompatibleError as error:  # for one, transformers 5.17, longrope per layer type, second long text
+            return str(error)
         if problem:
             return problem
     return None

@@ -19,6 +19,7 @@ from ctxext.patching import trained_length_of
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
 
+# ruff: noqa: E501
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -78,7 +79,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {"yarn": METHODS["yarn"]})
 
     def write(model_type: str, longest: int, scaling: dict[str, Any] | None, others: dict[str, Any]) -> Path:
-        config = SMALL | {"model_type": model_type, "max_position_embeddings": longest, "rope_scaling": scaling} | others
+        config = (
+            SMALL | {"model_type": model_type, "max_position_embeddings": longest, "rope_scaling": scaling} | others
+        )
         (tmp_path / "config.json").write_text(json.dumps(config))
         return tmp_path
 

@@ -1,0 +1,310 @@
+"""What config.json says and transformers does not build: named, or refused where the model would be another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+import ctxext
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.source import read_any_config
+from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
+from ctxext.methods import METHODS
+from ctxext.surgery.published import foreign_fields
+from tests._models import TRAINED_LENGTH, tiny
+
+ORIGINAL = "original_max_position_embeddings"
+YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768}
+# ruff: noqa: E501
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": 32768,
+}
+LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+QWEN2 = SMALL | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
+GEMMA3 = SMALL | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 32}
+DBRX = {
+    "model_type": "dbrx",
+    "architectures": ["DbrxForCausalLM"],
+    "d_model": 64,
+    "n_heads": 2,
+    "n_layers": 2,
+    "vocab_size": 64,
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 2, "moe_top_k": 1},
+}
+LLAVA = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "text_config": SMALL | {"model_type": "llama", "rope_theta": 500000.0},
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+}
+PARAMETERS = {"rope_type": "default", "rope_theta": 500000.0}
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Path]:
+    """Write a config.json to the letter, and let inspect try few methods."""
+    names = ("yarn", "tile", "pi")
+    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {name: METHODS[name] for name in names})
+
+    def write(config: dict[str, Any]) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+# A config.json, the field that transformers loses when it builds a model from it, and what it builds instead.
+LOST: dict[str, tuple[dict[str, Any], str]] = {
+    "a model card's block beside rope_parameters": (
+        LLAMA | {"rope_parameters": PARAMETERS, "rope_scaling": YARN},
+        r"rope_theta=500000\.0 \(built: 10000\.0\)",
+    ),
+    "the same, linear": (
+        LLAMA | {"rope_parameters": PARAMETERS, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        r"rope_theta=500000\.0 \(built: 10000\.0\)",
+    ),
+    "two scalings": (
+        LLAMA | {"rope_parameters": PARAMETERS | YARN, "rope_scaling": PARAMETERS | {"rope_type": "linear", "factor": 2.0}},
+        r"rope_type='yarn' \(built: 'linear'\)",
+    ),
+    "a base in a nested field": (DBRX | {"attn_config": {"rope_theta": 500000, "kv_n_heads": 1}}, r"rope_theta=500000"),
+    "a base under a name that the class does not read": (LLAMA | {"rotary_emb_base": 1e6}, r"rotary_emb_base=1000000"),
+    "two names of the scaling": (LLAMA | {"rope_scaling": YARN | {"type": "linear"}}, r"rope_type='linear' \(built: 'yarn'"),
+    "an original length beside the block": (
+        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, ORIGINAL: 8192},
+        rf"{ORIGINAL}=8192 \(built: 32768\)",
+    ),
+    "a base beside the part that reads text": (LLAVA | {"rope_theta": 1e6}, r"rope_theta=1000000\.0 \(built: 500000\.0\)"),
+    "a flat block for layer types": (
+        GEMMA3 | {"rope_parameters": {"full_attention": PARAMETERS, "sliding_attention": PARAMETERS} | YARN},
+        r"rope_type='yarn'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_position_field_that_gets_lost_is_refused_by_name(name: str, written: Callable[..., Path]) -> None:
+    config, lost = LOST[name]
+    place = written(config)
+    for read in (
+        read_any_config,
+        inspect_checkpoint,
+        lambda path: ctxext.export(path, to="vllm", method="yarn", factor=2),
+    ):
+        with pytest.raises(CheckpointError, match=f"config.json of .* says .*{lost}"):
+            read(place)  # type: ignore[operator]
+
+
+def test_it_is_refused_on_the_loaded_model_too(written: Callable[..., Path]) -> None:
+    """Until somebody puts it right in memory: that is no mistake of the file any more."""
+    config, lost = LOST["a model card's block beside rope_parameters"]
+    built = AutoConfig.from_pretrained(written(config))
+    model = AutoModelForCausalLM.from_config(built)
+    with pytest.raises(CheckpointError, match=lost):
+        ctxext.patch(model, "pi", factor=2, scaling="extend")
+    built.rope_parameters["rope_theta"] = 500000.0
+    model = AutoModelForCausalLM.from_config(built)
+    ctxext.patch(model, "pi", factor=2, scaling="extend")
+    assert ctxext.describe(model).target_length == 262144
+
+
+# What is written in two ways, or in an old one, and loses nothing.
+KEPT: dict[str, dict[str, Any]] = {
+    "both forms": LLAMA | {"rope_parameters": PARAMETERS | YARN, "rope_scaling": PARAMETERS | YARN},
+    "an old form": LLAMA | {"rope_theta": 500000.0, "rope_scaling": YARN | {"type": "yarn"}},
+    "rope_scaling of null": LLAMA | {"rope_parameters": PARAMETERS, "rope_scaling": None},
+    "several axes, as Qwen2-VL": {
+        **QWEN2,
+        "model_type": "qwen2_vl",
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    },
+    "Gemma 3": GEMMA3 | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "a base that is stated twice": LLAMA | {"rope_theta": 500000.0, "rope_parameters": PARAMETERS},
+    "Pythia": {
+        **{name: value for name, value in SMALL.items() if name != "num_key_value_heads"},
+        "model_type": "gpt_neox",
+        "rotary_emb_base": 20000,
+        "rotary_pct": 0.25,
+    },
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_loses_nothing_is_read(name: str, written: Callable[..., Path]) -> None:
+    assert read_any_config(written(KEPT[name])).model_type == KEPT[name]["model_type"]
+
+
+DUAL = {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192, ORIGINAL: 262144}}
+# A config, the field that other programs obey, and which of them.
+FOREIGN: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "attn_factor": (QWEN2 | {"rope_scaling": YARN | {"attn_factor": 0.878}}, "attn_factor", ("vllm", "sglang")),
+    "extrapolation_factor": (
+        QWEN2 | {"rope_scaling": YARN | {"extrapolation_factor": 0.5}},
+        "extrapolation_factor",
+        ("vllm", "sglang"),
+    ),
+    "apply_yarn_scaling": (QWEN2 | {"rope_scaling": YARN | {"apply_yarn_scaling": False}}, "apply_yarn_scaling", ("vllm",)),
+    "alpha": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 4.0}}, "alpha", ("vllm", "sglang")),
+    "dual chunks": (QWEN2 | DUAL | {"max_position_embeddings": 262144, "rope_scaling": YARN | {ORIGINAL: 262144}}, "dual_chunk_attention_config", ("vllm", "sglang")),
+    "mscale of longrope": (
+        QWEN2
+        | {
+            "rope_scaling": {
+                "type": "longrope",
+                "factor": 4.0,
+                ORIGINAL: 32768,
+                "short_factor": [1.0] * 16,
+                "long_factor": [1.0] * 16,
+                "short_mscale": 1.2,
+            }
+        },
+        "short_mscale",
+        ("vllm", "sglang"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_other_programs_obey_is_named_and_taken_out(
+    name: str, written: Callable[..., Path], tmp_path: Path
+) -> None:
+    config, field, programs = FOREIGN[name]
+    place = written(config)
+    found = inspect_checkpoint(place)
+    assert any(note.startswith(f"{field}=") for note in found.notes)
+    for program in programs:
+        published = ctxext.export(place, to=program)
+        assert not published.exact
+        assert any(note.startswith(f"{field}=") for note in published.notes)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place))
+    before = model.config.to_dict()
+    ctxext.patch(model, "yarn", factor=4, scaling="extend")
+    ctxext.save(model, tmp_path / "long")
+    saved = json.loads((tmp_path / "long" / "config.json").read_text())
+    assert saved.get("dual_chunk_attention_config") is None
+    assert field not in saved["rope_parameters"]
+    assert foreign_fields(AutoConfig.from_pretrained(tmp_path / "long")) == []
+    ctxext.unpatch(model)
+    after = model.config.to_dict()
+    assert after["rope_parameters"] == before["rope_parameters"]
+    assert after.get("dual_chunk_attention_config") == before.get("dual_chunk_attention_config")
+
+
+def test_chunks_are_taken_out_of_a_plain_checkpoint_and_of_one_that_stays_on_disk(written: Callable[..., Path]) -> None:
+    place = written(QWEN2 | DUAL | {"max_position_embeddings": 1010000})
+    assert inspect_checkpoint(place).notes[0].startswith("dual_chunk_attention_config={...}")
+    for to, flag in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):
+        made = ctxext.export(place, to=to, method="yarn", factor=4)
+        overrides = json.loads(made.by_flag[flag])
+        assert overrides["dual_chunk_attention_config"] is None
+        assert overrides["rope_parameters"][ORIGINAL] == 262144
+
+
+def test_sglang_is_told_what_undoes_keys_that_stay_in_the_files(written: Callable[..., Path]) -> None:
+    """It merges an override into what config.json says."""
+    place = written(QWEN2 | {"rope_scaling": YARN | {"attn_factor": 0.878}})
+    made = ctxext.export(place, to="sglang", method="yarn", factor=8, scaling="replace")
+    rope = json.loads(made.by_flag["--json-model-override-args"])["rope_parameters"]
+    assert (rope["attn_factor"], rope["factor"]) == (1.0, 8.0)
+
+
+def test_neutral_values_are_no_news(written: Callable[..., Path]) -> None:
+    place = written(QWEN2 | {"rope_scaling": YARN | {"attn_factor": 1.0, "extrapolation_factor": 1}})
+    assert inspect_checkpoint(place).notes == ()
+    assert ctxext.export(place, to="vllm").exact
+
+
+BERT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+}
+OWN_CODE = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForMaskedLM": "own.Model"}}
+XLM_ROBERTA = BERT | {"model_type": "xlm-roberta", "architectures": ["XLMRobertaForMaskedLM"]}
+OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
+    "MosaicBERT, DNABERT-2": (BERT | OWN_CODE | {"alibi_starting_size": 512}, "alibi_starting_size=512"),
+    "Jina BERT": (BERT | OWN_CODE | {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
+    "relative keys": (BERT | {"position_embedding_type": "relative_key_query"}, "position_embedding_type='relative_key_query'"),
+    "Jina embeddings v3": (
+        XLM_ROBERTA | OWN_CODE | {"position_embedding_type": "rotary", "rotary_emb_base": 20000.0},
+        "position_embedding_type='rotary'",
+    ),
+    "a GPT-2 that rotates": (
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 64, "use_rotary": True},
+        "use_rotary=True",
+    ),
+    "a Llama with ALiBi": (LLAMA | {"use_alibi": True}, "use_alibi=True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_positions_that_the_class_of_transformers_does_not_have_are_refused(
+    name: str, written: Callable[..., Path]
+) -> None:
+    config, field = OTHERWISE[name]
+    place = written(config)
+    found = inspect_checkpoint(place)
+    assert field in (found.no_positions or "")
+    assert [verdict.method for verdict in found.verdicts if verdict.refused is None] == []
+    assert any("auto_map" in note for note in found.notes) == ("auto_map" in config)
+    auto = AutoModelForMaskedLM if "Masked" in str(config.get("architectures")) else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.from_pretrained(place))
+    with pytest.raises(IncompatibleError, match=field.replace("'", ".")):
+        ctxext.patch(model, "pi", factor=2)
+
+
+def test_what_the_class_reads_or_has_is_taken(written: Callable[..., Path]) -> None:
+    for config, method in (
+        (BERT | {"position_embedding_type": "absolute"}, "tile"),
+        (BERT | OWN_CODE, "tile"),
+        (LLAMA | {"position_embedding_type": "rope", "alibi": False}, "yarn"),
+    ):
+        found = inspect_checkpoint(written(config))
+        assert method in [verdict.method for verdict in found.verdicts if verdict.refused is None]
+
+
+def test_a_length_that_was_changed_after_loading_is_asked_about() -> None:
+    """As axolotl does, which raises it to the sequence length before a plugin sees the model."""
+    model = tiny()
+    model.config.max_position_embeddings = 4 * TRAINED_LENGTH
+    for method in ("yarn", "alibi", "self_extend"):
+        with pytest.raises(
+            PatchStateError, match=rf"trained_length={TRAINED_LENGTH} or trained_length={4 * TRAINED_LENGTH}"
+        ):
+            ctxext.patch(model, method, factor=4)
+    ctxext.patch(model, "yarn", factor=4, trained_length=TRAINED_LENGTH)
+    assert ctxext.describe(model).target_length == 4 * TRAINED_LENGTH
+
+
+@pytest.mark.parametrize("length", [16, 4 * TRAINED_LENGTH])
+def test_and_one_that_config_json_does_not_have(length: int, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, max_position_embeddings=length)
+    with pytest.raises(PatchStateError, match=rf"its config.json says {TRAINED_LENGTH}"):
+        ctxext.patch(model, "yarn", factor=4)
+    ctxext.patch(model, "yarn", factor=4, trained_length=TRAINED_LENGTH)
+    ctxext.save(model, tmp_path / "long")
+    again = ctxext.load(tmp_path / "long")
+    assert ctxext.describe(again).trained_length == TRAINED_LENGTH

@@ -1,0 +1,242 @@
+"""Before anything is patched: live rotary modules compute what their config says, and what methods start from."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import ctxext
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.methods import METHODS
+from tests._models import TRAINED_LENGTH, tiny, tokens
+
+LONG = 4 * TRAINED_LENGTH
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": TRAINED_LENGTH,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+}
+
+
+def rotary_of(model: PreTrainedModel) -> Any:
+    return model.model.rotary_emb
+
+
+def assign_config(model: PreTrainedModel) -> None:
+    model.config.rope_parameters = dict(LINEAR)
+
+
+def assign_base(model: PreTrainedModel) -> None:
+    model.config.rope_parameters["rope_theta"] = 500000.0
+
+
+def halve_slowest(model: PreTrainedModel) -> None:
+    rotary_of(model).inv_freq[-1] /= 2
+
+
+def rescale(model: PreTrainedModel) -> None:
+    rotary_of(model).attention_scaling = 1.1
+
+
+def replace_forward(model: PreTrainedModel) -> None:
+    rotary = rotary_of(model)
+    rotary.forward = lambda x, position_ids: type(rotary).forward(rotary, x, position_ids // 2)
+
+
+CHANGES = [assign_config, assign_base, halve_slowest, rescale, replace_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_live_model_that_is_not_its_config_is_refused(kind: str, change: Callable[[PreTrainedModel], None]) -> None:
+    model = tiny(kind)
+    change(model)
+    frequencies, config = rotary_of(model).inv_freq.clone(), model.config.to_dict()
+    scaled = {"scaling": "extend"} if change is assign_config else {}
+    for method in ("pi", "dynamic_ntk"):
+        with pytest.raises(PatchStateError, match=r"RotaryEmbedding of this \w+ is not what its config says.*load"):
+            ctxext.patch(model, method, factor=2, **scaled)
+    assert torch.equal(rotary_of(model).inv_freq, frequencies)
+    assert model.config.to_dict() == config
+
+
+def cast(dtype: torch.dtype) -> Callable[[PreTrainedModel], PreTrainedModel]:
+    return lambda model: model.to(dtype)
+
+
+def after_a_long_text(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        model(tokens(LONG)[:1], use_cache=False)
+    return model
+
+
+LEGITIMATE = {
+    "bfloat16": cast(torch.bfloat16),
+    "float16": cast(torch.float16),
+    "float64": cast(torch.float64),
+    "a long text": after_a_long_text,
+    "bfloat16 and a long text": lambda model: after_a_long_text(model.bfloat16()),
+    "a copy": copy.deepcopy,
+}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": LONGROPE,
+    "linear": LINEAR,
+}
+
+
+@pytest.mark.parametrize("state", LEGITIMATE)
+@pytest.mark.parametrize("rope", ROPES)
+def test_states_that_a_model_may_be_in_are_not(rope: str, state: str) -> None:
+    """And it is left as it was: a module that follows the length keeps what the last text made of it."""
+    longest = {"longrope": LONG, "linear": LONG}.get(rope, TRAINED_LENGTH)
+    model = tiny(rope_parameters=dict(ROPES[rope]), max_position_embeddings=longest)
+    model = LEGITIMATE[state](model)
+    rotary = rotary_of(model)
+    before = {name: buffer.clone() for name, buffer in rotary.named_buffers()}
+    told = {} if rope == "default" else {"trained_length": longest}
+    ctxext.patch(model, "pi", factor=2, **told)
+    ctxext.unpatch(model)
+    after = dict(rotary.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_base_at_every_length_is_what_an_extension_starts_from() -> None:
+    """Hunyuan's "dynamic" with alpha: base x alpha^(d/(d-2)), whatever the length."""
+    dim, alpha = 32, 50.0
+    base = 10000.0 * alpha ** (dim / (dim - 2))
+    trained = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    rope = {"type": "dynamic", "alpha": alpha, "factor": 1.0}
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "hunyuan_v1_dense",
+        **shape,
+        num_key_value_heads=1,
+        vocab_size=64,
+        head_dim=dim,
+        max_position_embeddings=TRAINED_LENGTH,
+        rope_theta=10000.0,
+        rope_scaling=rope,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for told in ({"trained_length": TRAINED_LENGTH}, {"scaling": "extend"}):
+        ctxext.patch(model, "pi", factor=2, **told)
+        torch.testing.assert_close(rotary_of(model).inv_freq.double(), trained / 2, rtol=1e-6, atol=0.0)
+        assert "alpha" not in model.config.rope_parameters
+        ctxext.unpatch(model)
+    with pytest.raises(IncompatibleError, match=r"nothing to take off.*scaling='extend'"):
+        ctxext.patch(model, "pi", factor=2, scaling="replace")
+
+
+def test_a_rope_type_that_somebody_registered_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def thirds(config: Any, device: Any = None, **_: Any) -> tuple[Tensor, float]:
+        return 10000.0 ** (-torch.arange(0, 32, 2, dtype=torch.float32) / 32) / 3, 1.25
+
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "thirds", thirds)
+    model = tiny(rope_parameters={"rope_type": "thirds", "rope_theta": 10000.0})
+    ctxext.patch(model, "pi", factor=2)
+    plain = 10000.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    torch.testing.assert_close(rotary_of(model).inv_freq.double(), plain / 6, rtol=1e-6, atol=0.0)
+    assert rotary_of(model).attention_scaling == pytest.approx(1.25)
+
+
+class OwnCode(LlamaRotaryEmbedding):
+    """A rotary module of a model's own."""
+
+
+class WithKeys(OwnCode):
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        return super().forward(x, position_ids * self.config.rope_parameters["rows"])
+
+
+class WithAnotherCall(OwnCode):
+    def forward(self, x: Tensor, height: Tensor, width: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class WithAxes(OwnCode):
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        return super().forward(x, position_ids[2])
+
+
+class WithThreeResults(OwnCode):
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        return (*super().forward(x, position_ids), None)
+
+
+class WithAnotherConstructor(OwnCode):
+    def __init__(self, dim: int = 32, config: Any = None) -> None:
+        if config is not None:
+            raise ValueError("give dim alone")
+        super().__init__(tiny().config)
+
+
+@pytest.mark.parametrize("kind", [WithKeys, WithAnotherCall, WithAxes, WithThreeResults, WithAnotherConstructor])
+def test_rotary_code_that_cannot_be_asked_is_named(kind: Any) -> None:
+    model = tiny()
+    own = kind() if kind is WithAnotherConstructor else kind(model.config)
+    model.model.rotary_emb = own
+    for name in ("yarn", "dynamic_ntk", "self_extend"):
+        with pytest.raises(IncompatibleError, match=rf"{kind.__name__} .*cannot be asked for its positions: \w+Error"):
+            ctxext.patch(model, name, factor=2)
+
+
+def test_inspect_finishes_whatever_rotary_code_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: nn.Module, x: Tensor, position_ids: Tensor) -> Any:
+        raise KeyError("rows")
+
+    tiny().config.save_pretrained(tmp_path)
+    names = ("yarn", "dynamic_ntk", "self_extend", "longrope")
+    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {name: METHODS[name] for name in names})
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", fail)
+    found = inspect_checkpoint(tmp_path)
+    assert found.trained_length == TRAINED_LENGTH
+    assert {verdict.method for verdict in found.verdicts if "KeyError: 'rows'" in (verdict.refused or "")} == set(names)
+
+
+def test_phi_moe_is_told_by_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3.5-MoE multiplies by short_mscale and long_mscale, which no rope type of transformers has."""
+    tables = {name: [1.0 + 0.1 * i for i in range(16)] for name in ("short_factor", "long_factor")}
+    rope = {"type": "longrope", **tables, "short_mscale": 1.243, "long_mscale": 1.243}
+    config = {
+        "model_type": "phimoe",
+        "architectures": ["PhimoeForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 256,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "sliding_window": None,
+        "rope_scaling": rope | {"original_max_position_embeddings": 4096},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = ("yarn", "dynamic_ntk", "self_extend", "longrope")
+    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {name: METHODS[name] for name in names})
+    found = inspect_checkpoint(tmp_path)
+    assert found.trained_length == 131072
+    assert [verdict.method for verdict in found.verdicts if verdict.refused] == list(names)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    for name in ("yarn", "dynamic_ntk", "self_extend"):
+        with pytest.raises(IncompatibleError, match=r"PhimoeRotaryEmbedding.*short_mscale, long_mscale"):
+            ctxext.patch(model, name, factor=2, trained_length=131072)
