@@ -24,6 +24,7 @@ __all__ = [
     "SCALED",
     "Scaling",
     "checked_scaling",
+    "max_length_of",
     "refuse_changed_length",
     "refuse_shrinking",
     "scaling_of",
@@ -85,8 +86,17 @@ def stated_length(text: Any) -> int | None:
         original = chunked.get("original_max_position_embeddings") or chunked.get("chunk_size")
         if original:
             return int(original)
-    length = getattr(text, "max_position_embeddings", None)
+    length = max_length_of(text) or getattr(text, "max_position_embeddings", None)
     return int(length) if length else None
+
+
+def max_length_of(text: Any) -> int | None:
+    """The ``model_max_length`` of a Cohere config, which vLLM obeys; None where it has none.
+
+    Command R was published with the length of its pretraining in ``max_position_embeddings``.
+    """
+    length = getattr(text, "model_max_length", None) if text.model_type.startswith("cohere") else None
+    return length if isinstance(length, int) else None
 
 
 def scaling_of(config: Any) -> Scaling | None:

@@ -14,6 +14,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import as_longrope
 from ctxext.spec import RopeSpec
+from ctxext.surgery.lengths import max_length_of
 from ctxext.surgery.published import without_foreign
 from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
@@ -107,6 +108,8 @@ def _fields(
     if hasattr(text, "max_position_embeddings"):
         reach = trained_length if is_stock_dynamic else method.target_length(trained_length)
         fields["max_position_embeddings"] = reach
+        if max_length_of(text) is not None:
+            fields["model_max_length"] = reach
     if hasattr(text, "original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = trained_length
     return fields

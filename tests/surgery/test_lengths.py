@@ -54,6 +54,7 @@ CERTAIN: dict[str, tuple[str, int, dict[str, Any] | None, dict[str, Any], int]] 
     "longrope with a factor": ("llama", 40960, {"type": "longrope", "factor": 4.0, ORIGINAL: 32768, **TABLES}, {}, 131072),
     "dynamic": ("llama", 32768, {"type": "dynamic", "factor": 2.0}, {}, 32768),
     "Hunyuan": ("hunyuan_v1_dense", 32768, {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}, {"head_dim": 32}, 32768),
+    "Command R": ("cohere", 8192, None, {"model_max_length": 131072}, 131072),
     "Qwen2.5-1M": ("qwen2", 1010000, None, {"dual_chunk_attention_config": DUAL}, 262144),
     "Qwen2.5-1M, chunks alone": ("qwen2", 1010000, None, {"dual_chunk_attention_config": {"chunk_size": 262144}}, 262144),
 }  # fmt: skip
@@ -109,6 +110,7 @@ def test_every_part_reads_the_length_that_a_form_means(name: str, written: Writt
         ctxext.patch(model, "yarn", factor=2, **told)
         description = ctxext.describe(model)
         assert (description.trained_length, description.target_length) == (window, 2 * window)
+        assert getattr(model.config, "model_max_length", 2 * window) == 2 * window  # vLLM serves no more than this
 
 
 @pytest.mark.parametrize("name", OPEN)
