@@ -14,7 +14,18 @@ from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
 from scripts.walk.check import State
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-__all__ = ["FOR_LLAMA", "MODELS", "RECENT", "TRAINED_LENGTH", "State", "byte_model", "logits", "tiny", "tokens"]
+__all__ = [
+    "FOR_LLAMA",
+    "MODELS",
+    "RECENT",
+    "TRAINED_LENGTH",
+    "State",
+    "byte_model",
+    "logits",
+    "tiny",
+    "tokens",
+    "trained_for",
+]
 
 # The newest transformers that ctxext is developed on; a few tests meet defects of older ones, each named there.
 RECENT = Version(transformers.__version__) >= Version("5.23")
@@ -57,6 +68,14 @@ def byte_model() -> LlamaForCausalLM:
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def trained_for(model: LlamaForCausalLM, length: int) -> LlamaForCausalLM:
+    """Make a Llama with plain positions what it would be had it been built for so many tokens."""
+    model.config.max_position_embeddings = length
+    rotary = model.model.rotary_emb
+    rotary.max_seq_len_cached = rotary.original_max_seq_len = length
+    return model
 
 
 def tokens(length: int = 3 * TRAINED_LENGTH, rows: int = 1) -> Tensor:

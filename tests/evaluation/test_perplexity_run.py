@@ -23,6 +23,7 @@ from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.perplexity import make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
+from tests._models import trained_for
 from tests._programs import launched
 
 TRAINED = 64
@@ -34,7 +35,7 @@ Make = Callable[..., tuple[Checkpoint, Corpus]]
 @pytest.fixture
 def make(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> Make:
     """A checkpoint trained for 64 tokens, and texts of so many tokens."""
-    model.config.max_position_embeddings = TRAINED
+    trained_for(model, TRAINED)
 
     def made(tokens: int, documents: int = 2, **options: Any) -> tuple[Checkpoint, Corpus]:
         generator = torch.Generator().manual_seed(3)

@@ -17,6 +17,7 @@ from ctxext.evaluation import loss
 from ctxext.evaluation.forward import cached_tokens_for, parse_bytes, pass_bytes
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.statistics import document_difference, grouped_difference
+from tests._models import trained_for
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}
 
@@ -123,7 +124,7 @@ def test_spread_changes_nothing(model: LlamaForCausalLM, texts: list[Tensor]) ->
 def test_cached_pieces_give_the_losses_of_one_pass(
     model: LlamaForCausalLM, input_ids: Tensor, method: str | None
 ) -> None:
-    model.config.max_position_embeddings = 32
+    trained_for(model, 32)
     if method is not None:
         ctxext.patch(model, method, factor=4.0)
     whole = loss_by_position(model, input_ids)

@@ -29,6 +29,7 @@ from ctxext.evaluation.ruler import (
 )
 from ctxext.evaluation.ruler.tasks.base import largest_fit, words
 from ctxext.evaluation.statistics import wilson_interval
+from tests._models import trained_for
 
 PROSE = Sources(Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40))))
 OFFLINE = [name for name, task in TASKS.items() if task.why_not(PROSE) is None]
@@ -121,8 +122,7 @@ def test_relative_effective_length_by_hand() -> None:
 
 @pytest.fixture
 def long_model(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    model.config.max_position_embeddings = 2048
-    return model
+    return trained_for(model, 2048)
 
 
 def decode_by_hand(model: LlamaForCausalLM, prompt: list[int], steps: int) -> list[int]:
