@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
+import reprlib
 from collections.abc import Iterable
 
 __all__ = [
@@ -31,7 +33,20 @@ __all__ = [
     "UnknownNameError",
     "VerificationError",
     "require_package",
+    "shown",
 ]
+
+MOST_SHOWN = 80
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 8
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MOST_SHOWN
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it, cut short where it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python writes out no more than 4,300 digits
+        return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
+    return _SHORT.repr(value)
 
 
 class CtxextError(Exception):
@@ -46,9 +61,9 @@ class UnknownNameError(CtxextError, LookupError):
         """Build the message ``Unknown <kind> '<name>'. Did you mean ...? Known: ...``."""
         names = sorted(known)
         by_lower = {one.lower(): one for one in names}
-        close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+        close = difflib.get_close_matches(str(name).lower()[:MOST_SHOWN], by_lower, n=1)
         hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
-        return cls(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
+        return cls(f"Unknown {kind} {shown(name)}.{hint} Known: {', '.join(names)}.")
 
 
 class InvalidParameterError(CtxextError, ValueError):

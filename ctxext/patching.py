@@ -22,8 +22,8 @@ from ctxext.errors import (
     UnknownNameError,
 )
 from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, method_in
-from ctxext.methods.base import is_number, require
 from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.parameters import checked_tokens, parameters_of
 from ctxext.methods.remap import RemapMethod
 from ctxext.saved import (
     checked_trained_length,
@@ -303,7 +303,7 @@ def _resolved(
     """The method that is meant, and the rest of what was asked; what ``saved`` extended is taken off."""
     architecture, trained_length = architecture_of(part), asked.trained_length
     if trained_length is not None:
-        _require_tokens("trained_length", trained_length)
+        trained_length = checked_tokens("trained_length", trained_length)
     taken_off = _take_off(part, architecture, saved, trained_length, edits)
     if trained_length is None and saved is None:
         refuse_changed_length(part)
@@ -539,9 +539,9 @@ def resolve(
 
 
 def _factor_for(target_length: int, trained_length: int | None, factor: float | None) -> float:
-    _require_tokens("target_length", target_length)
+    target_length = checked_tokens("target_length", target_length)
     if factor is not None:
-        require(is_number(factor), "factor", factor, "a finite number, at least 1")
+        parameters_of(Method)["factor"].checked(factor)
     if trained_length is None:
         raise InvalidParameterError("target_length needs to know the trained length here; pass trained_length=...")
     implied = target_length / trained_length
@@ -556,11 +556,6 @@ def _factor_for(target_length: int, trained_length: int | None, factor: float | 
             f"to extend."
         )
     return implied if factor is None else factor
-
-
-def _require_tokens(name: str, value: object) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(is_count, name, value, "a positive whole number of tokens")
 
 
 def patched_state(base: PreTrainedModel) -> Patched | None:

@@ -25,6 +25,7 @@ from typer.main import get_command
 from ctxext.cli.app import app
 from ctxext.cli.show import methods_markdown
 from ctxext.methods import METHODS
+from ctxext.methods.parameters import parameters_of
 from ctxext.training.settings import Settings
 from scripts.published_page import published_markdown
 from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
@@ -74,13 +75,14 @@ def arguments_of(documented: Any) -> dict[str, str]:
 
 def parameters_markdown() -> str:
     """A table of what each method can be given beside its factor."""
-    lines = ["| method | parameter | default | meaning |", "|---|---|---|---|"]
+    lines = ["| method | parameter | default | what it may be | meaning |", "|---|---|---|---|---|"]
     for name, kind in METHODS.items():
-        meanings = arguments_of(kind)
+        meanings, parameters = arguments_of(kind), parameters_of(kind)
         for field in dataclasses.fields(kind):
             if field.name != "factor" or not meanings["factor"].startswith(FACTOR):
                 default = "-" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-                lines.append(f"| `{name}` | `{field.name}` | {default} | {_cell(meanings[field.name])} |")
+                may_be = _cell(str(parameters[field.name]))
+                lines.append(f"| `{name}` | `{field.name}` | {default} | {may_be} | {_cell(meanings[field.name])} |")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from ctxext.architectures.base import Architecture, refuse_attention_choices, ro
 from ctxext.architectures.table import trained_lengths
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods.parameters import checked_rows
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Extension, Request, RopeSpec
 from ctxext.surgery.edits import Edits
@@ -85,7 +86,7 @@ class Sinusoids(Architecture):
         lengths = trained_lengths({table.name: _positions(model, table) for table in tables}, request)
         sites = [Site(table, _formula(model, table), lengths[table.name]) for table in tables]
         inv_freq = {site.table.name: _frequencies(model, rotation, site) for site in sites}
-        targets = {name: method.target_length(length) for name, length in lengths.items()}
+        targets = {name: checked_rows(method.name, method.target_length(length)) for name, length in lengths.items()}
         fields = _fields(model, tables, targets)
         original: dict[str, Any] = {name: getattr(*field_of(model.config, name)) for name in fields}
         has_reserved = any(table.first for table in tables)

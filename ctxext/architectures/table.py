@@ -15,6 +15,7 @@ from ctxext.architectures.base import Architecture, refuse_attention_choices
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS, Method, TableMethod, saved_class
 from ctxext.methods.base import Rows
+from ctxext.methods.parameters import checked_rows
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.tables import (
@@ -65,7 +66,7 @@ class LearnedTable(Architecture):
         assert isinstance(method, TableMethod)
         tables = self.tables(model)
         lengths = trained_lengths({table.name: table.positions for table in tables}, request)
-        targets = {name: method.target_length(length) for name, length in lengths.items()}
+        targets = {name: checked_rows(method.name, method.target_length(length)) for name, length in lengths.items()}
         rows = {table.name: method.rows(lengths[table.name], targets[table.name]) for table in tables}
         fields = _fields(model, tables, targets)
         original = {name: getattr(*field_of(model.config, name)) for name in fields}

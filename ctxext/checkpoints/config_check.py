@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
-from ctxext.methods.base import is_number
+from ctxext.methods.parameters import is_number
 from ctxext.saved import extended_texts, rope_dicts, saved_extension, saved_method, saved_sides
 
 __all__ = ["UNFIT", "building", "check_config", "check_sizes"]

@@ -23,7 +23,7 @@ from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config, read_json
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, EncodingMethod, Method
-from ctxext.methods.base import require
+from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
@@ -130,7 +130,8 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: nothing readable there.
     """
-    _require_tokens(trained_length)
+    if trained_length is not None:
+        checked_tokens("trained_length", trained_length)
     checked_path(place, location)
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     model = _shortest(config, trust_remote_code)
@@ -214,7 +215,8 @@ def rope_of_checkpoint(
         CheckpointError: nothing readable there.
         IncompatibleError: no rotary positions, or no trained length.
     """
-    _require_tokens(trained_length)
+    if trained_length is not None:
+        checked_tokens("trained_length", trained_length)
     checked_path(place, {})
     config = read_any_config(place, trust_remote_code=trust_remote_code)
     saved = saved_extension(config, os.fspath(place))
@@ -244,12 +246,6 @@ def inspect_adapter(directory: Path) -> Description:
         )
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
     return describe_saved(read_json(path)["extension"], f"adapter for {base}")
-
-
-def _require_tokens(trained_length: int | None) -> None:
-    """Refuse a length of nothing, which would otherwise read as none that is given."""
-    is_length = trained_length is None or trained_length >= 1
-    require(is_length, "trained_length", trained_length, "a positive whole number of tokens")
 
 
 def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:

@@ -41,6 +41,7 @@ from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import Reading, Readings, Refusal
 from ctxext.evaluation.survey import Survey
 from ctxext.methods import RopeMethod
+from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import patched_state
 from ctxext.runtimes import RUNTIMES
 from ctxext.saved import already_extended
@@ -384,7 +385,7 @@ def prepare(
             f"methods with `ctxext eval compare`."
         )
     readings = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
-    trained = readings.trained_length
+    trained, target_length = readings.trained_length, checked_tokens("target_length", target_length)
     if target_length < trained + LEAST_BEYOND:
         raise InvalidParameterError(
             f"A target of {target_length:,} tokens needs no extension: the checkpoint was trained for {trained:,}. "

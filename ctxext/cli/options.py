@@ -228,7 +228,7 @@ class ExtensionOptions:
         Raises:
             InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
         """
-        from ctxext.methods.base import parameter_of
+        from ctxext.methods.parameters import parameter_of
 
         own = {name: value for name, value in vars(self).items() if name != "param"}
         parameters = dict(parameter_of(text) for text in self.param or [])

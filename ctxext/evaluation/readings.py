@@ -18,7 +18,7 @@ from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.sinusoid import Sinusoids, usable_methods
 from ctxext.architectures.table import LearnedTable
-from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError, shown
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.provenance import versions
@@ -32,7 +32,7 @@ from ctxext.evaluation.truncation import (
     windows_of,
 )
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod, is_choice, method_in
-from ctxext.methods.base import parameter_of
+from ctxext.methods.parameters import checked_tokens, parameter_of
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
 from ctxext.saved import already_extended, choices, saved_form
@@ -130,10 +130,11 @@ def known_trained_length(model: nn.Module, given: int | None = None) -> int:
     """The tokens that a checkpoint was trained for: those given, or what its config says.
 
     Raises:
-        InvalidParameterError: nothing says so.
+        InvalidParameterError: nothing says so, or ``given`` is no number of tokens.
     """
-    base = base_model(model)
-    known = given or trained_length_of(base)
+    if given is not None:
+        return checked_tokens("trained_length", given)
+    known = trained_length_of(base_model(model))
     if known is None:
         raise InvalidParameterError(
             "The checkpoint's config does not say for how many tokens it was trained; give --trained-length."
@@ -387,10 +388,15 @@ def named_method(text: str, factor: float) -> Method:
         UnknownNameError: an unknown method or parameter.
         InvalidParameterError: a value out of range.
     """
-    name, *rest = shlex.split(text) or [""]
+    try:
+        name, *rest = shlex.split(text) or [""]
+    except ValueError as error:
+        problem = str(error).lower()
+        raise InvalidParameterError(f"The method {shown(text)} cannot be read: {problem}.") from error
     if name not in METHODS:
         raise UnknownNameError.of("method", name, METHODS)
-    return patching.method(name, **{"factor": factor, **dict(parameter_of(part) for part in rest)})
+    parameters: dict[str, Any] = {"factor": factor, **dict(parameter_of(part) for part in rest)}
+    return patching.method(name, **parameters)
 
 
 def name_for(method: Method) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
+from ctxext.methods.parameters import MOST_BASE, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["ABF"]
@@ -33,12 +34,7 @@ class ABF(RopeMethod):
     summary: ClassVar[str] = "raise the base, then train on long text"
     source: ClassVar[str] = "arXiv:2309.16039"
 
-    base: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_valid = self.base is None or (is_number(self.base) and self.base > 1)
-        require(is_valid, "base", self.base, "a finite number, above 1, or None")
+    base: Annotated[float | None, Range(above=1, most=MOST_BASE)] = None
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(plain_inv_freq(rope, self._base_for(rope)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods.base import BiasMethod, require
+from ctxext.methods.base import BiasMethod
 from ctxext.methods.formulas import alibi_slopes, trained_slopes
+from ctxext.methods.parameters import require
 from ctxext.spec import AlibiSpec
 
 __all__ = ["ALiBi"]
@@ -42,13 +43,8 @@ class ALiBi(BiasMethod):
     summary: ClassVar[str] = "score minus slope times distance"
     source: ClassVar[str] = "arXiv:2108.12409"
 
-    bias: str = "exact"
-    both_ways: str = "symmetric"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.bias in ("exact", "stock"), "bias", self.bias, "'exact' or 'stock'")
-        require(self.both_ways in ("symmetric", "halves"), "both_ways", self.both_ways, "'symmetric' or 'halves'")
+    bias: Literal["exact", "stock"] = "exact"
+    both_ways: Literal["symmetric", "halves"] = "symmetric"
 
     @property
     def splits_heads(self) -> bool:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import numbers
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.methods.parameters import Range, parameters_of
 from ctxext.spec import AlibiSpec, BucketSpec, Frequencies, RopeSpec
 
 __all__ = [
@@ -25,14 +22,7 @@ __all__ = [
     "RopeMethod",
     "Rows",
     "TableMethod",
-    "is_number",
-    "parameter_of",
-    "positive_numbers",
-    "require",
 ]
-
-# Beyond it, lengths leave the whole numbers that a float holds, and every text that there is.
-MOST = 10**6
 
 # What ``TableMethod.rows`` returns.
 Rows = tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]
@@ -41,38 +31,13 @@ Rows = tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]
 SomeMethod = TypeVar("SomeMethod", bound="Method")
 
 
-def require(condition: bool, parameter: str, value: object, expected: str) -> None:
-    """Raise ``InvalidParameterError`` naming the parameter, the value found and what is expected."""
-    if not condition:
-        raise InvalidParameterError(f"{parameter} must be {expected}, found {value!r}.")
-
-
-def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite real number, NumPy's included (a bool or a numeric string is not)."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    size: Any = abs(value)  # whole numbers beyond floats are compared too
-    return bool(size <= sys.float_info.max)
-
-
-def positive_numbers(parameter: str, values: object, *, or_zero: bool = False) -> tuple[float, ...]:
-    """``values`` as a tuple of floats; raise ``InvalidParameterError`` unless all are finite and above 0, or 0 too."""
-    expected = "a finite number, at least 0" if or_zero else "a finite number, above 0"
-    if not isinstance(values, list | tuple):
-        raise InvalidParameterError(f"{parameter} must be a tuple of numbers, found {values!r}.")
-    numbers: tuple[Any, ...] = tuple(values)
-    require(len(numbers) > 0, parameter, numbers, "not empty")
-    for index, value in enumerate(numbers):
-        require(is_number(value) and (value > 0 or (or_zero and value == 0)), f"{parameter}[{index}]", value, expected)
-    return tuple(float(value) for value in numbers)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
     """A way to let a model read further than it was trained for.
 
     A method is a frozen dataclass of plain numbers, strings and tuples of numbers: ``to_dict`` is what a
-    checkpoint stores and ``from_dict`` rebuilds an equal object. It never sees a model, a config or a device.
+    checkpoint stores and ``from_dict`` rebuilds an equal object. It never sees a model, a config or a device. What a
+    field's annotation says is checked when the object is made, see ``ctxext.methods.parameters``.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
@@ -84,16 +49,13 @@ class Method(ABC):
     needs_training: ClassVar[bool] = False
     """Whether it breaks every model until that is trained with it, so that nobody should meet it unasked."""
 
-    factor: float = 1.0
+    factor: Annotated[float, Range(least=1)] = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            # 4 and 4.0 are one method: saved alike, and stock transformers warns about an integer attention_factor.
-            if "float" in str(field.type) and is_number(value):
-                object.__setattr__(self, field.name, float(value))
-        require(is_number(self.factor) and self.factor >= 1, "factor", self.factor, "a finite number, at least 1")
-        require(self.factor <= MOST, "factor", self.factor, f"at most {MOST:,}: no model reads so much further")
+        for name, parameter in parameters_of(type(self)).items():
+            # 4 and 4.0 are one method: saved alike, and stock transformers warns about an integer attention_factor. A
+            # list and a tuple are one too, and equal methods hash alike.
+            object.__setattr__(self, name, parameter.checked(getattr(self, name)))
 
     @property
     def dynamic(self) -> bool:
@@ -136,7 +98,7 @@ class Method(ABC):
             UnknownNameError: for a parameter that the method does not have.
         """
         parameters = {key: value for key, value in data.items() if key != "method"}
-        return cls.of({key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()})
+        return cls.of(parameters)
 
     @classmethod
     def of(cls: type[SomeMethod], parameters: dict[str, Any]) -> SomeMethod:
@@ -205,12 +167,7 @@ class BucketMethod(Method):
         temperature: what attention scores, those of the buckets in them, are divided by. Above 0, at most 1.
     """
 
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_valid = is_number(self.temperature) and 0 < self.temperature <= 1
-        require(is_valid, "temperature", self.temperature, "a number above 0, at most 1")
+    temperature: Annotated[float, Range(above=0, most=1)] = 1.0
 
     @abstractmethod
     def max_distance(self, spec: BucketSpec) -> int:
@@ -237,9 +194,6 @@ class TableMethod(Method):
         """
 
 
-CHOICES = ("exact", "doubling")
-
-
 @dataclass(frozen=True, kw_only=True)
 class GrowingMethod(Method):
     """A method that stretches a sequence beyond the trained window by as much as it needs.
@@ -249,11 +203,7 @@ class GrowingMethod(Method):
             window; "doubling" rounds the length up to trained_length times a power of two, so that this is rare.
     """
 
-    growth: str = "exact"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.growth in CHOICES, "growth", self.growth, "'exact' or 'doubling'")
+    growth: Literal["exact", "doubling"] = "exact"
 
     @property
     def dynamic(self) -> bool:
@@ -275,19 +225,3 @@ class GrowingMethod(Method):
         if self.growth == "exact":
             return length
         return int(trained_length * 2 ** math.ceil(math.log2(length / trained_length)))
-
-
-def parameter_of(text: str) -> tuple[str, Any]:
-    """``key=value``, the value as JSON, or the text itself where it is not JSON."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise InvalidParameterError(f"--param must be KEY=VALUE, such as beta_fast=64; found {text!r}.")
-    if value.startswith("@"):
-        path = Path(value[1:])
-        if not path.is_file():
-            raise InvalidParameterError(f"--param {key}: there is no file {path}.")
-        value = path.read_text(encoding="utf-8")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value

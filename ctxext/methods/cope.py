@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.base import require
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import Range
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["CoPE"]
@@ -40,11 +40,7 @@ class CoPE(EncodingMethod):
     shared: ClassVar[bool] = False
     form: ClassVar[EncodingForm] = "rows"
 
-    places: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(isinstance(self.places, int) and self.places >= 2, "places", self.places, "a number, at least 2")
+    places: Annotated[int, Range(least=2, most=65536)] = 64
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Counts(self.places, spec.head_dim)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from ctxext.errors import UnknownNameError
-from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, near_and_far, tokens_of
+from ctxext.methods.parameters import MOST_TOKENS, Range, require
+from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec
 
 __all__ = ["DPE"]
@@ -49,19 +49,14 @@ class DPE(RemapMethod):
     summary: ClassVar[str] = "keep near positions, group far tokens by a size per frequency"
     source: ClassVar[str] = "arXiv:2504.18857"
 
-    groups: str | tuple[int, ...]
-    window: float = 1024
+    groups: Annotated[str | tuple[int, ...], Range(least=1, most=MOST_TOKENS, of="tokens")]
+    window: Annotated[float, Tokens] = 1024
     exact: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.groups, str):
-            if self.groups not in PUBLISHED:
-                raise UnknownNameError.of("published group sizes of method 'dpe'", self.groups, PUBLISHED)
-            return
-        require(isinstance(self.groups, tuple) and len(self.groups) > 0, "groups", self.groups, "a tuple, not empty")
-        for index, size in enumerate(self.groups):
-            require(type(size) is int and size >= 1, f"groups[{index}]", size, "a whole number of tokens, at least 1")
+        if isinstance(self.groups, str) and self.groups not in PUBLISHED:
+            raise UnknownNameError.of("name of published groups of method 'dpe'", self.groups, PUBLISHED)
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         window = tokens_of("window", self.window, rope, most=rope.trained_length - 1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, tokens_of
+from ctxext.methods.parameters import require
+from ctxext.methods.remap import RemapMethod, Tokens, tokens_of
 from ctxext.spec import Chunks, Piece, PositionMap, RopeSpec
 
 __all__ = ["DualChunk"]
@@ -39,8 +39,8 @@ class DualChunk(RemapMethod):
     summary: ClassVar[str] = "positions begin again in each chunk; older chunks stand far away"
     source: ClassVar[str] = "arXiv:2402.17463"
 
-    chunk: float | None = None
-    local: float = 0.125
+    chunk: Annotated[float | None, Tokens] = None
+    local: Annotated[float, Tokens] = 0.125
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - 1

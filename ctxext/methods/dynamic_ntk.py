@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from ctxext.methods.base import GrowingMethod, RopeMethod, is_number, require
+from ctxext.methods.base import GrowingMethod, RopeMethod
 from ctxext.methods.formulas import ntk_base, plain_inv_freq
+from ctxext.methods.parameters import Range
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["DynamicNTK"]
@@ -45,12 +46,7 @@ class DynamicNTK(GrowingMethod, RopeMethod):
     summary: ClassVar[str] = "NTK by what the current text needs, plain inside the trained window"
     source: ClassVar[str] = "arXiv:2309.00071"
 
-    reach: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        reach_is_valid = self.reach is None or (is_number(self.reach) and self.reach >= 1)
-        require(reach_is_valid, "reach", self.reach, "a finite number, at least 1, or None")
+    reach: Annotated[float | None, Range(least=1)] = None
 
     @property
     def says_target(self) -> bool:

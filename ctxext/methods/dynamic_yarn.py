@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ctxext.methods.base import GrowingMethod, RopeMethod
+from ctxext.methods.parameters import Range
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -40,8 +41,8 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
     summary: ClassVar[str] = "YaRN by what the current text needs, plain inside the trained window"
     source: ClassVar[str] = "arXiv:2309.00071"
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: Annotated[float, Range(above=0)] = 32.0
+    beta_slow: Annotated[float, Range(above=0)] = 1.0
     truncate: bool = True
     ramp: Literal["index", "turns"] = "index"
 

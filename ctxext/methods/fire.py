@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.base import require
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import MOST_TOKENS, Range
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["FIRE"]
@@ -45,14 +45,8 @@ class FIRE(EncodingMethod):
     shared: ClassVar[bool] = False
     form: ClassVar[EncodingForm] = "rows"
 
-    width: int = 32
-    threshold: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(isinstance(self.width, int) and self.width >= 1, "width", self.width, "a number, at least 1")
-        is_count = isinstance(self.threshold, int) and self.threshold >= 0
-        require(is_count, "threshold", self.threshold, "a number of tokens, or 0 for a quarter of the trained length")
+    width: Annotated[int, Range(least=1, most=4096)] = 32
+    threshold: Annotated[int, Range(least=0, most=MOST_TOKENS, of="tokens")] = 0
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Network(spec.num_heads, self.width, float(self.threshold or max(1, spec.trained_length // 4)))

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.base import require
+from ctxext.methods.parameters import require
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 __all__ = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.base import Rows, TableMethod, is_number, require
+from ctxext.methods.base import Rows, TableMethod
+from ctxext.methods.parameters import Range, require
 
 __all__ = ["Hierarchical"]
 
@@ -37,12 +38,11 @@ class Hierarchical(TableMethod):
     summary: ClassVar[str] = "keep the learned rows, move them for each further window"
     source: ClassVar[str] = "kexue.fm/archives/7947"
 
-    alpha: float = 0.4
+    alpha: Annotated[float, Range(above=0, below=1)] = 0.4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_share = is_number(self.alpha) and 0 < self.alpha < 1 and self.alpha != 0.5
-        require(is_share, "alpha", self.alpha, "a number between 0 and 1 other than 0.5")
+        require(self.alpha != 0.5, "alpha", self.alpha, "other than 0.5, with which two digits could be exchanged")
 
     def rows(self, trained: int, target: int) -> Rows:
         if target > trained**2:

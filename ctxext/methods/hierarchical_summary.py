@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.base import require
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.spec import EncodingSpec, OwnAttention, Pairs
 
 __all__ = ["HierarchicalSummary"]
@@ -50,16 +50,12 @@ class HierarchicalSummary(EncodingMethod):
     shared: ClassVar[bool] = False
     form: ClassVar[EncodingForm] = "own"
 
-    window: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_count = isinstance(self.window, int) and self.window >= 0
-        require(is_count, "window", self.window, "a number of tokens, or 0 for an eighth of the trained length")
+    window: Annotated[int, Range(least=0, most=MOST_TOKENS, of="tokens")] = 0
 
     def build(self, spec: EncodingSpec) -> Encoding:
-        window = self.window or max(1, spec.trained_length // 8)
-        return _Summaries(spec, window, self.target_length(spec.trained_length).bit_length())
+        window, target = self.window or max(1, spec.trained_length // 8), self.target_length(spec.trained_length)
+        require(window <= target, "window", window, f"at most the target length of {target:,} tokens")
+        return _Summaries(spec, window, target.bit_length())
 
 
 class _Summaries(Encoding):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import checked_rows
 from ctxext.spec import EncodingSpec
 
 __all__ = ["Learned"]
@@ -38,7 +39,7 @@ class Learned(EncodingMethod):
     form: ClassVar[EncodingForm] = "added"
 
     def build(self, spec: EncodingSpec) -> Encoding:
-        return _PositionVectors(self.target_length(spec.trained_length), spec)
+        return _PositionVectors(checked_rows(self.name, self.target_length(spec.trained_length)), spec)
 
 
 class _PositionVectors(Encoding):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import blend, turns_ramp
+from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["Llama3"]
@@ -32,15 +33,13 @@ class Llama3(RopeMethod):
     summary: ClassVar[str] = "NTK-by-parts between one and four turns, as Llama 3.1"
     source: ClassVar[str] = "arXiv:2407.21783"
 
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: Annotated[float, Range(above=0)] = 1.0
+    high_freq_factor: Annotated[float, Range(above=0)] = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.low_freq_factor, self.high_freq_factor
-        require(is_number(low) and low > 0, "low_freq_factor", low, "a finite number, above 0")
-        expected = f"a finite number, above low_freq_factor ({low})"
-        require(is_number(high) and high > low, "high_freq_factor", high, expected)
+        require(high > low, "high_freq_factor", high, f"above low_freq_factor ({low})")
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(blend(rope, self.factor, turns_ramp(rope, self.low_freq_factor, self.high_freq_factor)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from ctxext.methods.base import RopeMethod, is_number, positive_numbers, require
-from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.base import RopeMethod
+from ctxext.methods.formulas import NEVER, plain_inv_freq
+from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["LongRoPE"]
@@ -40,20 +41,14 @@ class LongRoPE(RopeMethod):
     summary: ClassVar[str] = "divide each frequency by its own searched factor"
     source: ClassVar[str] = "arXiv:2402.13753"
 
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    attention_factor: float | None = None
+    short_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]
+    long_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]
+    attention_factor: Annotated[float | None, Range(above=0)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for parameter in ("short_factor", "long_factor"):
-            # A list pasted from a config.json becomes a tuple, so that equal methods hash alike.
-            object.__setattr__(self, parameter, positive_numbers(parameter, getattr(self, parameter)))
         expected = f"as long as short_factor ({len(self.short_factor)} numbers)"
         require(len(self.short_factor) == len(self.long_factor), "long_factor", self.long_factor, expected)
-        given = self.attention_factor
-        is_valid = given is None or (is_number(given) and given > 0)
-        require(is_valid, "attention_factor", given, "a finite number, above 0, or None")
 
     @property
     def dynamic(self) -> bool:

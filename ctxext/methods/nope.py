@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import NEVER, as_longrope, plain_inv_freq
+from ctxext.methods.parameters import Range
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["NoPE"]
@@ -41,12 +42,7 @@ class NoPE(RopeMethod):
     source: ClassVar[str] = "arXiv:2512.12167"
     needs_training: ClassVar[bool] = True
 
-    sharpening: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_valid = is_number(self.sharpening) and self.sharpening >= 0
-        require(is_valid, "sharpening", self.sharpening, "a finite number, at least 0")
+    sharpening: Annotated[float, Range(least=0)] = 0.0
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         # On cos and sin, which queries and keys are both multiplied by: its square reaches the scores.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import blend, turns_ramp
+from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["NTKByParts"]
@@ -33,14 +34,12 @@ class NTKByParts(RopeMethod):
     summary: ClassVar[str] = "keep fast frequencies, divide slow ones; linear in turns"
     source: ClassVar[str] = "arXiv:2309.00071"
 
-    alpha: float = 1.0
-    beta: float = 32.0
+    alpha: Annotated[float, Range(above=0)] = 1.0
+    beta: Annotated[float, Range(above=0)] = 32.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(is_number(self.alpha) and self.alpha > 0, "alpha", self.alpha, "a finite number, above 0")
-        expected = f"a finite number, above alpha ({self.alpha})"
-        require(is_number(self.beta) and self.beta > self.alpha, "beta", self.beta, expected)
+        require(self.beta > self.alpha, "beta", self.beta, f"above alpha ({self.alpha})")
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(blend(rope, self.factor, turns_ramp(rope, self.alpha, self.beta)))

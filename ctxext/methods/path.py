@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
-from ctxext.methods.base import is_number, require
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.methods.householder import Transitions
+from ctxext.methods.parameters import Range
 from ctxext.spec import Carried, EncodingSpec, Pairs, PairScore
 
 __all__ = ["PaTH"]
@@ -58,14 +58,8 @@ class PaTH(EncodingMethod):
     form: ClassVar[EncodingForm] = "rows"
     forgets: ClassVar[bool] = False
 
-    rank: int = 32
-    strength: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(isinstance(self.rank, int) and self.rank >= 1, "rank", self.rank, "a number, at least 1")
-        is_inside = is_number(self.strength) and 0 < self.strength < 2
-        require(is_inside, "strength", self.strength, "a number above 0 and below 2")
+    rank: Annotated[int, Range(least=1, most=4096)] = 32
+    strength: Annotated[float, Range(above=0, below=2)] = 0.01
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _TransitionsOfTokens(spec, self.rank, self.strength, forgets=self.forgets)

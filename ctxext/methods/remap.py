@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.base import RopeMethod, require
+from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.spec import Band, Frequencies, Piece, RopeSpec
 
-__all__ = ["RemapMethod", "near_and_far", "require_reach", "tokens_of"]
+__all__ = ["RemapMethod", "Tokens", "near_and_far", "require_reach", "tokens_of"]
 
-TEMPERATURES = ("none", "logn", "yarn")
+Tokens = Range(above=0, most=MOST_TOKENS)
+"""A number of tokens, or below 1 a share of the trained length, which ``tokens_of`` makes tokens of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,7 @@ class RemapMethod(RopeMethod):
             (0.1 ln(factor) + 1)^2 (arXiv:2309.00071, section 3.4), inside the trained window too.
     """
 
-    temperature: str = "none"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.temperature in TEMPERATURES, "temperature", self.temperature, "'none', 'logn' or 'yarn'")
+    temperature: Literal["none", "logn", "yarn"] = "none"
 
     @property
     def is_table(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ctxext.methods.base import is_number, require
-from ctxext.methods.remap import RemapMethod, near_and_far, require_reach, tokens_of
+from ctxext.methods.parameters import Range
+from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec
 
 __all__ = ["ReRoPE"]
@@ -40,13 +40,9 @@ class ReRoPE(RemapMethod):
     summary: ClassVar[str] = "keep near positions, put all far tokens at one distance"
     source: ClassVar[str] = "kexue.fm/9708"
 
-    window: float | None = None
-    leak: float = 0.0
+    window: Annotated[float | None, Tokens] = None
+    leak: Annotated[float, Range(least=0, below=1)] = 0.0
     exact: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(is_number(self.leak) and 0 <= self.leak < 1, "leak", self.leak, "a number, at least 0 and below 1")
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - 1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.methods.base import require
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import Range
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["Sandwich"]
@@ -41,12 +41,7 @@ class Sandwich(EncodingMethod):
     source: ClassVar[str] = "arXiv:2212.10356"
     form: ClassVar[EncodingForm] = "columns"
 
-    dimensions: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_even = isinstance(self.dimensions, int) and self.dimensions >= 2 and self.dimensions % 2 == 0
-        require(is_even, "dimensions", self.dimensions, "an even number, at least 2")
+    dimensions: Annotated[int, Range(least=2, most=4096, step=2)] = 128
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Products(spec.num_heads, self.dimensions)

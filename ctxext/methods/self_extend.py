@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, near_and_far, require_reach, tokens_of
+from ctxext.methods.parameters import MOST_TOKENS, Range, require
+from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
 
 __all__ = ["SelfExtend"]
@@ -55,21 +55,15 @@ class SelfExtend(RemapMethod):
     summary: ClassVar[str] = "keep near positions, far tokens share positions in groups"
     source: ClassVar[str] = "arXiv:2401.01325"
 
-    window: float = 0.5
-    group: int | None = None
-    reach: float | None = None
-    thinning: float | None = None
-    sinks: int = 4
+    window: Annotated[float, Tokens] = 0.5
+    group: Annotated[int | None, Range(least=1, most=MOST_TOKENS, of="tokens")] = None
+    reach: Annotated[float | None, Tokens] = None
+    thinning: Annotated[float | None, Range(least=0, most=1)] = None
+    sinks: Annotated[int, Range(least=0, most=MOST_TOKENS, of="tokens")] = 4
     exact: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.group is None or (type(self.group) is int and self.group >= 1)
-        require(given, "group", self.group, "a whole number of tokens, at least 1")
-        require(self.thinning is None or 0 <= self.thinning <= 1, "thinning", self.thinning, "from 0 to 1")
-        require(
-            type(self.sinks) is int and self.sinks >= 0, "sinks", self.sinks, "a whole number of tokens, at least 0"
-        )
         require(self.group is None or self.reach is None, "reach", self.reach, "left out where group is given")
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:

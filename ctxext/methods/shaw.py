@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.base import require
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import Range
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["Shaw"]
@@ -41,11 +41,7 @@ class Shaw(EncodingMethod):
     shared: ClassVar[bool] = False
     form: ClassVar[EncodingForm] = "rows"
 
-    clip: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(isinstance(self.clip, int) and self.clip >= 1, "clip", self.clip, "a number of tokens, at least 1")
+    clip: Annotated[int, Range(least=1, most=65536, of="tokens")] = 16
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _DistanceVectors(self.clip, spec.head_dim)

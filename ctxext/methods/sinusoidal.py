@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.methods.base import is_number, require
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import MOST_BASE, Range
 from ctxext.spec import EncodingSpec
 
 __all__ = ["Sinusoidal"]
@@ -42,14 +42,8 @@ class Sinusoidal(EncodingMethod):
     source: ClassVar[str] = "arXiv:1706.03762"
     form: ClassVar[EncodingForm] = "added"
 
-    base: float = 10000.0
-    amplitude: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(is_number(self.base) and self.base > 1, "base", self.base, "a finite number above 1")
-        is_size = self.amplitude is None or (is_number(self.amplitude) and self.amplitude > 0)
-        require(is_size, "amplitude", self.amplitude, "a finite number above 0, or None")
+    base: Annotated[float, Range(above=1, most=MOST_BASE)] = 10000.0
+    amplitude: Annotated[float | None, Range(above=0)] = None
 
     def build(self, spec: EncodingSpec) -> Encoding:
         # A wave of amplitude 1 has a standard deviation of 1 / sqrt(2).

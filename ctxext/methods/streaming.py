@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, tokens_of
+from ctxext.methods.parameters import MOST_TOKENS, Range, require
+from ctxext.methods.remap import RemapMethod, Tokens, tokens_of
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
 
 __all__ = ["Streaming"]
@@ -36,14 +36,8 @@ class Streaming(RemapMethod):
     summary: ClassVar[str] = "see the first tokens and the nearest ones only"
     source: ClassVar[str] = "arXiv:2309.17453"
 
-    sinks: int = 4
-    window: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            type(self.sinks) is int and self.sinks >= 1, "sinks", self.sinks, "a whole number of tokens, at least 1"
-        )
+    sinks: Annotated[int, Range(least=1, most=MOST_TOKENS, of="tokens")] = 4
+    window: Annotated[float | None, Tokens] = None
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         most = rope.trained_length - self.sinks

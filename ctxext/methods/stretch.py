@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.base import Rows, TableMethod, require
+from ctxext.methods.base import Rows, TableMethod
 from ctxext.methods.formulas import rows_between
+from ctxext.methods.parameters import MOST_TOKENS, Range
 
 __all__ = ["Stretch"]
 
@@ -37,12 +38,7 @@ class Stretch(TableMethod):
     summary: ClassVar[str] = "keep the first learned rows, interpolate between the others"
     source: ClassVar[str] = "arXiv:2403.15378"
 
-    keep: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_count = type(self.keep) is int and self.keep >= 0
-        require(is_count, "keep", self.keep, "a whole number of rows, at least 0")
+    keep: Annotated[int, Range(least=0, most=MOST_TOKENS, of="rows")] = 20
 
     def rows(self, trained: int, target: int) -> Rows:
         if self.keep > trained - 2:

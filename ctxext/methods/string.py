@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from ctxext.methods.base import require
-from ctxext.methods.remap import RemapMethod, near_and_far, require_reach, tokens_of
+from ctxext.methods.parameters import require
+from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec
 
 __all__ = ["STRING"]
@@ -41,8 +41,8 @@ class STRING(RemapMethod):
     summary: ClassVar[str] = "shift far tokens nearer, into well-trained positions"
     source: ClassVar[str] = "arXiv:2410.18745"
 
-    shift: float | None = None
-    local: float = 128
+    shift: Annotated[float | None, Tokens] = None
+    local: Annotated[float, Tokens] = 128
     exact: bool = False
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.base import require
 from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
 __all__ = ["T5Bias"]
@@ -43,16 +43,13 @@ class T5Bias(EncodingMethod):
     source: ClassVar[str] = "arXiv:1910.10683"
     form: ClassVar[EncodingForm] = "rows"
 
-    buckets: int = 32
-    max_distance: int = 128
+    buckets: Annotated[int, Range(least=2, most=65536)] = 32
+    max_distance: Annotated[int, Range(least=2, most=MOST_TOKENS, of="tokens")] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.buckets, int) and self.buckets >= 2, "buckets", self.buckets, "a number, at least 2")
-        is_far = isinstance(self.max_distance, int) and self.max_distance > self.buckets // 2
-        require(
-            is_far, "max_distance", self.max_distance, f"a number of tokens above buckets / 2 = {self.buckets / 2:g}"
-        )
+        expected = f"above buckets / 2 = {self.buckets / 2:g}"
+        require(self.max_distance > self.buckets // 2, "max_distance", self.max_distance, expected)
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Buckets(self, spec)

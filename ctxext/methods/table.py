@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from ctxext.methods.base import RopeMethod, is_number, positive_numbers, require
+from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import as_longrope, plain_inv_freq
+from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["Table"]
@@ -36,14 +37,8 @@ class Table(RopeMethod):
     summary: ClassVar[str] = "the frequencies that you give"
     source: ClassVar[str] = "arXiv:2104.09864"
 
-    inv_freq: tuple[float, ...]
-    attention_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "inv_freq", positive_numbers("inv_freq", self.inv_freq, or_zero=True))
-        is_valid = is_number(self.attention_scale) and self.attention_scale > 0
-        require(is_valid, "attention_scale", self.attention_scale, "a finite number, above 0")
+    inv_freq: Annotated[tuple[float, ...], Range(least=0)]
+    attention_scale: Annotated[float, Range(above=0)] = 1.0
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ctxext.methods.base import RopeMethod, is_number, require
+from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import as_longrope, blend, index_that_turns, turns_ramp
+from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 __all__ = ["YaRN"]
@@ -57,30 +58,20 @@ class YaRN(RopeMethod):
     summary: ClassVar[str] = "keep fast frequencies, divide slow ones, sharpen attention"
     source: ClassVar[str] = "arXiv:2309.00071"
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: Annotated[float, Range(above=0)] = 32.0
+    beta_slow: Annotated[float, Range(above=0)] = 1.0
     truncate: bool = True
     ramp: Literal["index", "turns"] = "index"
     blend: Literal["frequency", "wavelength"] = "frequency"
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    divisor: float | None = None
+    attention_factor: Annotated[float | None, Range(above=0)] = None
+    mscale: Annotated[float | None, Range(above=0)] = None
+    mscale_all_dim: Annotated[float | None, Range(above=0)] = None
+    divisor: Annotated[float | None, Range(least=1)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fast, slow = self.beta_fast, self.beta_slow
-        require(is_number(slow) and slow > 0, "beta_slow", slow, "a finite number, above 0")
-        require(is_number(fast) and fast > slow, "beta_fast", fast, f"a finite number, above beta_slow ({slow})")
-        require(isinstance(self.truncate, bool), "truncate", self.truncate, "True or False")
-        require(self.ramp in ("index", "turns"), "ramp", self.ramp, "'index' or 'turns'")
-        require(self.blend in ("frequency", "wavelength"), "blend", self.blend, "'frequency' or 'wavelength'")
-        for parameter in ("attention_factor", "mscale", "mscale_all_dim"):
-            value = getattr(self, parameter)
-            is_valid = value is None or (is_number(value) and value > 0)
-            require(is_valid, parameter, value, "a finite number, above 0, or None")
-        valid = self.divisor is None or (is_number(self.divisor) and self.divisor >= 1)
-        require(valid, "divisor", self.divisor, "a finite number, at least 1, or None")
+        require(fast > slow, "beta_fast", fast, f"above beta_slow ({slow})")
         together = (self.mscale is None) == (self.mscale_all_dim is None)
         require(together, "mscale_all_dim", self.mscale_all_dim, f"given with mscale ({self.mscale}) or not at all")
         alone = self.attention_factor is None or self.mscale is None

@@ -18,6 +18,7 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.evaluation.readings import known_trained_length, name_for
 from ctxext.methods import METHODS, BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
 from ctxext.methods.encoding import Encoding
+from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.pi import PI
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.sinusoidal import Sinusoidal
@@ -65,6 +66,9 @@ class ShownOn:
         length: tokens of the text that are read; None for as many as there are, at most 1,024.
         trained_length: tokens that the weights were trained for, where the config does not say so.
         trust: run Python code that the checkpoint brings along.
+
+    Raises:
+        InvalidParameterError: for a length that is no number of tokens.
     """
 
     checkpoint: str | None = None
@@ -73,6 +77,11 @@ class ShownOn:
     length: int | None = None
     trained_length: int | None = None
     trust: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "trained_length"):
+            if getattr(self, name) is not None:
+                checked_tokens(name, getattr(self, name))
 
     @property
     def name(self) -> str:

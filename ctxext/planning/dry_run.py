@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctxext.architectures.base import learned_positions
 from ctxext.errors import IncompatibleError
+from ctxext.methods.parameters import checked_tokens
 from ctxext.surgery.caches import cache_argument, cache_in
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.head import require_head
@@ -128,7 +129,12 @@ class DryRun:
         self.layers[0].register_forward_hook(self._look)
 
     def require_positions(self, length: int) -> None:
-        """Raise ``IncompatibleError`` for more tokens than there are learned positions; fake tensors would not."""
+        """Raise ``IncompatibleError`` for more tokens than there are learned positions; fake tensors would not.
+
+        Raises:
+            InvalidParameterError: for what is no number of tokens.
+        """
+        checked_tokens("length", length)
         if self.positions is not None and length > self.positions:
             raise IncompatibleError(
                 f"This {self.causal.config.model_type} has learned {self.positions:,} positions, a vector each, and "

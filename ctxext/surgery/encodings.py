@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from ctxext.attention import Call, Layout
 from ctxext.attention.base import without_autocast
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import Carried, EncodingSpec, Pairs
@@ -223,6 +223,8 @@ def why_not_run(rebuild: Rebuild, place: RotaryPlace, method: EncodingMethod, sp
     try:
         install_encoding(twin, place, method, spec, Backends(), Edits())
         forward_without_data(decoder_of(twin, place))
+    except InvalidParameterError:  # it says itself which parameter to change
+        raise
     except FAILURES as error:
         return f"its own code fails with it ({type(error).__name__}: {error})"
     return None

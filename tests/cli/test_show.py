@@ -119,3 +119,12 @@ def test_mistakes(
     assert (said.exit_code, said.stdout) == (1, "")
     assert message in said.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--length", "--trained-length"])
+@pytest.mark.parametrize("value", ["0", "-1", "99999999999999"])
+def test_no_tokens_are_not_taken_for_no_limit(cli: Cli, option: str, value: str) -> None:
+    shown = cli("show", "cope", "--text", SENTENCE, option, value, "--json")
+    assert shown.exit_code != 0
+    assert "length" in shown.output
+    assert "tokens" in shown.output or "range" in shown.output

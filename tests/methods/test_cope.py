@@ -32,5 +32,5 @@ def test_begins_without_positions() -> None:
 
 @pytest.mark.parametrize("bad", [1, 2.5])
 def test_bad_places_are_refused(bad: object) -> None:
-    with pytest.raises(InvalidParameterError, match="places must be a number, at least 2"):
+    with pytest.raises(InvalidParameterError, match="places must be a whole number from 2 to 65,536"):
         CoPE(places=bad)

@@ -36,8 +36,8 @@ def test_long_waves_are_divided_short_ones_kept_and_the_rest_smoothed(
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"low_freq_factor": -1}, r"low_freq_factor must be a finite number, above 0, found -1\.0"),
-        ({"high_freq_factor": 1}, r"high_freq_factor must be a finite number, above low_freq_factor \(1\.0\)"),
+        ({"low_freq_factor": -1}, r"low_freq_factor must be a finite number, above 0, found -1"),
+        ({"high_freq_factor": 1}, r"high_freq_factor must be above low_freq_factor \(1\.0\)"),
         ({"high_freq_factor": True}, "high_freq_factor must be a finite number, .* found True"),
     ],
 )

@@ -39,7 +39,7 @@ def test_by_default_texts_of_the_trained_length_are_exact_and_any_length_works()
     ("parameters", "said"),
     [
         ({"window": 64}, "window must be from 1 to 63 tokens"),
-        ({"leak": 1.0}, "leak must be a number, at least 0 and below 1"),
+        ({"leak": 1.0}, "leak must be a finite number, at least 0 and below 1"),
         ({"window": 32, "leak": 0.5}, "reaches 95 tokens, found a target of 128.*a leak of at most 0.326316"),
     ],
 )

@@ -118,7 +118,7 @@ def test_group_and_reach_contradict_each_other() -> None:
 
 
 def test_what_counts_for_less_than_nothing_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="thinning must be from 0 to 1, found -1"):
+    with pytest.raises(InvalidParameterError, match="thinning must be a finite number from 0 to 1, or None, found -1"):
         SelfExtend(factor=2, thinning=-1)
     with pytest.raises(InvalidParameterError, match=r"sinks must be a whole number of tokens, at least 0, found 1\.5"):
         SelfExtend(factor=2, sinks=1.5)  # type: ignore[arg-type]

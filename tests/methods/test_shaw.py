@@ -25,5 +25,5 @@ def test_begins_as_glorot_and_bengio_say() -> None:
 
 
 def test_bad_clip_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="clip must be a number of tokens, at least 1"):
+    with pytest.raises(InvalidParameterError, match="clip must be a whole number of tokens from 1 to 65,536"):
         Shaw(clip=0)
