@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import ctxext
 from ctxext.checkpoints.export import read_extended
@@ -18,6 +18,8 @@ from ctxext.methods import METHODS
 from ctxext.patching import trained_length_of
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
+from ctxext.surgery.published import lost_fields
+from tests._famous import PUBLISHED
 
 # ruff: noqa: E501
 SMALL: dict[str, Any] = {
@@ -154,3 +156,21 @@ def test_gemma3_was_published_raised() -> None:
         layer_types=["sliding_attention", "full_attention"],
     )
     assert (reach_of(config), read_extended(config).trained_length) == (131072, 16384)
+
+
+# Whose documentation names a length that no field of their config says.
+UNSAID = {"zai-org/GLM-4.1V-9B-Thinking", "BAAI/bge-reranker-v2-m3", "google-t5/t5-small"}
+NATIVE = sorted(name for name, one in PUBLISHED.items() if one.config["model_type"] in CONFIG_MAPPING)
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if name not in UNSAID])
+def test_real_configs_mean_what_their_documentation_says(name: str, tmp_path: Path) -> None:
+    """And transformers loses none of their position fields."""
+    published = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(published.config))
+    try:
+        config = AutoConfig.from_pretrained(tmp_path)
+    except KeyError:
+        pytest.skip("transformers does not read it")  # written for transformers 4.40
+    assert reach_of(config) == (None if published.asked else published.window)
+    assert lost_fields(published.config, config) == []
