@@ -117,7 +117,8 @@ class Method(ABC):
         if missing:
             raise InvalidParameterError(
                 f"Method {cls.name!r} needs {' and '.join(missing)}, one number per rotated pair of dimensions, which "
-                f"have no default ({missing[0]}=[...]; on the command line, --param {missing[0]}=@FILE.json)."
+                f"have no default. Give {missing[0]}=[...] in Python, and {missing[0]}=@FILE.json on a command line: "
+                f'with --param, or behind the name where methods are named so, "{cls.name} {missing[0]}=@FILE.json".'
             )
         return cls(**parameters)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import IncompatibleError
@@ -16,9 +16,9 @@ from ctxext.evaluation.report.style import Drawing
 from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod
 from ctxext.pictures.picture import Picture, as_numbers, wrapped
-from ctxext.spec import Band, Piece, RopeSpec
+from ctxext.spec import Band, Chunks, Piece, Region, RopeSpec
 
-__all__ = ["picture_of_positions", "relative_positions"]
+__all__ = ["farthest", "picture_of_positions", "relative_positions"]
 
 GREY, UNTRAINED, DROPPED = "#555555", "#C0392B", "#E8E8E8"
 CELLS = 480  # of a picture, along each side: more are not told apart
@@ -54,6 +54,35 @@ def relative_positions(
     return found, places.tolist()
 
 
+def farthest(pieces: Sequence[Piece], length: int) -> float:
+    """Return the largest relative position in a text of ``length`` tokens, of all pairs and not of some.
+
+    Positions of keys rise inside each part of a region, so a query's farthest key is the first one of a part.
+    """
+    queries = torch.arange(length)
+    largest = 0.0
+    for piece in pieces:
+        at = piece.query(queries).reshape(length, -1)[:, -1]
+        for first in _first_keys(piece.region, queries):
+            keys = first.clamp(min=0)
+            seen = piece.region.holds(queries, keys) & (keys <= queries)
+            if bool(seen.any()):
+                apart = at - piece.key(keys).reshape(length, -1)[:, -1]
+                largest = max(largest, float(apart[seen].max()))
+    return largest
+
+
+def _first_keys(region: Region, queries: Int[Tensor, " query"]) -> list[Int[Tensor, " query"]]:
+    """The first key of each part of a region, for each query; some of them may lie outside."""
+    start = torch.zeros_like(queries)
+    if isinstance(region, Chunks):
+        return [start, (torch.div(queries, region.size, rounding_mode="floor") - region.back) * region.size]
+    if isinstance(region, Band):
+        lowest = start if region.stop is None else queries - region.stop + 1
+        return [start, start + region.skip, lowest.clamp(min=region.skip)]
+    return [start]
+
+
 def picture_of_positions(methods: Sequence[Method], rope: RopeSpec) -> Picture:
     """The model as it is and each method beside it, one panel each.
 
@@ -87,11 +116,8 @@ def _said(panels: Sequence[Panel], trained_length: int) -> str:
     if len(panels) > 2:
         return "How far each key stands from each query"
     name, pieces, length = panels[1]
-    found, _ = relative_positions(pieces, length)
-    farthest = float(found[~found.isnan()].max())
-    return (
-        f"{name}: at {length:,} tokens no key stands farther than {farthest:,.6g} back; trained were {trained_length:,}"
-    )
+    most = farthest(pieces, length)
+    return f"{name}: at {length:,} tokens no key stands farther than {most:,.6g} back; trained were {trained_length:,}"
 
 
 def _numbers(panels: Sequence[Panel]) -> list[dict[str, Any]]:

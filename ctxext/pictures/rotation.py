@@ -27,7 +27,6 @@ from ctxext.spec import RopeSpec
 __all__ = ["Rotation", "picture_of_rotation", "rotation_of", "score_of_equals"]
 
 NEARLY = 1.25  # ratio of distances that the thick line averages over
-STILL = 1e-3  # turns that a picture shows a pair with that does not turn
 CAPTION = (
     "Left: the score of a query and a key that are equal, every pair of dimensions as long as any other, relative to "
     "plain rotation at distance 0; the thick lines are its running mean. Right: how often each pair of dimensions "
@@ -147,6 +146,8 @@ def _draw(figure: Any, found: Rotation, label: str) -> None:
     _draw_score(left, apart, found.plain_score[shown], BEFORE, "plain rotation")
     if not is_plain:
         _draw_score(left, apart, found.score[shown], AFTER, label)
+    low, high = left.get_ylim()
+    left.set_ylim(low, high + 0.1 * (high - low))  # room for the words above the highest line
     tokens_axis(left, found.target_length)
     quiet(left, "Score of equal vectors", x="tokens between query and key", y="score")
     mark_trained(left, found.trained_length)
@@ -176,8 +177,9 @@ def _draw_turns(axes: Any, found: Rotation, label: str, is_plain: bool) -> None:
     if found.target_length != found.trained_length:
         axes.plot(pairs, found.plain_turns.tolist(), color=BEFORE, lw=1.6, label=f"plain at {found.target_length:,}")
     if not is_plain:
-        turns = found.turns.clamp(min=STILL).tolist()
-        axes.plot(pairs, turns, color=AFTER, lw=1.8, label=f"{label} at {found.target_length:,}")
+        turns = torch.where(found.turns > 0, found.turns, torch.nan)  # a logarithmic axis has no place for 0
+        said = f"{label} at {found.target_length:,}" if found.turns.any() else f"{label}: no pair turns"
+        axes.plot(pairs, turns.tolist(), color=AFTER, lw=1.8, label=said)
     axes.annotate("one turn", (len(found.turns) - 0.5, 1), ha="right", va="bottom", fontsize=8, color=NOTE)
     axes.margins(x=0.02)
     quiet(axes, "Turns of each pair of dimensions", x="pair, fast to slow", y="turns in the text")

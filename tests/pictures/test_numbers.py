@@ -7,14 +7,17 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from ctxext.errors import InvalidParameterError
 from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.methods.kerple import KERPLE
 from ctxext.methods.pi import PI
+from ctxext.methods.remap import RemapMethod
 from ctxext.methods.sinusoidal import Sinusoidal
 from ctxext.methods.tile import Tiling
 from ctxext.methods.yarn import YaRN
@@ -22,7 +25,8 @@ from ctxext.pictures.attention import by_distance, edges_of
 from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes
 from ctxext.pictures.of_method import LLAMA, SMALL, ShownOn, picture_of
 from ctxext.pictures.picture import as_numbers
-from ctxext.pictures.rotation import rotation_of
+from ctxext.pictures.positions import farthest, picture_of_positions, relative_positions
+from ctxext.pictures.rotation import picture_of_rotation, rotation_of
 from ctxext.pictures.rows import rows_seen
 from ctxext.pictures.sentence import depends_on_text
 from ctxext.registry import discover
@@ -244,3 +248,32 @@ def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytes
 def test_mistakes(method: Method | None, subject: ShownOn, said: str) -> None:
     with pytest.raises(InvalidParameterError, match=said):
         picture_of(method, subject)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if issubclass(cls, RemapMethod)])
+@pytest.mark.parametrize("trained", [64, 100])
+def test_the_farthest_position_that_is_told_is_that_of_all_pairs(name: str, trained: int) -> None:
+    rope = RopeSpec(rotary_dim=8, base=1e4, trained_length=trained)
+    method = METHODS[name].example(rope)
+    assert isinstance(method, RemapMethod)
+    length = method.target_length(trained)
+    pieces = method.pieces(rope, length)
+    every_pair, places = relative_positions(pieces, length, cells=length)
+    assert places == list(range(length))
+    assert farthest(pieces, length) == float(every_pair[~every_pair.isnan()].max())
+
+
+def test_a_long_text_is_not_thinned_out_for_the_farthest_position() -> None:
+    rope = RopeSpec(rotary_dim=128, base=1e4, trained_length=8192)
+    said = picture_of_positions([METHODS["rerope"](factor=4.0)], rope).drawing.title
+    assert "no key stands farther than 8,191 back" in " ".join(said.split())
+
+
+def test_what_does_not_turn_is_not_drawn_at_some_number_of_turns() -> None:
+    rope = RopeSpec(rotary_dim=32, base=1e4, trained_length=256)
+    figure = Figure()
+    picture_of_rotation(METHODS["nope"](factor=4.0), rope, label="nope").drawing.draw(figure)
+    turns = figure.axes[1]
+    still = next(line for line in turns.get_lines() if "nope" in str(line.get_label()))
+    assert still.get_label() == "nope: no pair turns"
+    assert np.isnan(np.asarray(still.get_ydata(), dtype=float)).all()
