@@ -1,0 +1,266 @@
+"""Every published config: its lengths against its documentation, its frequencies against the published formulas.
+
+The formulas are written here a second time, in float64 and from the raw JSON: Peng et al. 2023 (YaRN, with the ramp and
+temperature of its authors' code), Ding et al. 2024 (LongRoPE), the code of Llama 3.1, Chen et al. 2023 (linear).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ctxext
+from ctxext.checkpoints.inspect import Inspection, inspect_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CtxextError
+from ctxext.runtimes import RUNTIMES
+from ctxext.runtimes.base import Export
+from tests._famous import PUBLISHED, Rope, able, famous_checkpoint, famous_config, famous_model
+
+# Read only with the code that the checkpoint brings along, or by no transformers 5 any more.
+REFUSED = {name for name, entry in PUBLISHED.items() if entry.method in ("own code", "outdated")}
+NATIVE = [name for name in PUBLISHED if name not in REFUSED]
+KINDS = ("linear", "dynamic", "dynamic with alpha", "yarn", "longrope", "llama3")
+SCALED = {name for name in NATIVE if PUBLISHED[name].method in KINDS}
+# Rotary positions only in layers that have a window: an extension has nothing to do there.
+NO_REACH = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+    "LGAI-EXAONE/EXAONE-4.0-32B",
+    "huihui-ai/c4ai-command-r7b-12-2024-abliterated",
+}
+# Written before its config class had parts: transformers 5 loses the length, and how much of a head turns.
+LOST = {"zai-org/GLM-4.1V-9B-Thinking"}
+# DeepSeek's own code multiplies nothing by the temperature of YaRN; transformers says so beside its config class.
+UNTEMPERED = {"deepseek-ai/DeepSeek-V4-Flash"}
+# transformers 5.24 takes the set for short texts at every length here, and ctxext refuses to extend it.
+SHORT_ALONE = {"microsoft/Phi-3.5-MoE-instruct"}
+SERVERS = ("vllm", "llama.cpp")
+Inspect = Callable[[str], Inspection]
+
+
+@pytest.fixture(scope="session")
+def inspected(tmp_path_factory: pytest.TempPathFactory) -> Inspect:
+    """What ``ctxext inspect`` says of a published config, without trying the methods; kept."""
+    kept: dict[str, Inspection] = {}
+
+    def of(name: str) -> Inspection:
+        if name not in kept:
+            place = famous_checkpoint(name, tmp_path_factory.mktemp("published") / "model")
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr("ctxext.checkpoints.inspect.METHODS", {})
+                patched.setattr("ctxext.checkpoints.inspect.RUNTIMES", {name: RUNTIMES[name] for name in SERVERS})
+                kept[name] = inspect_checkpoint(place)
+        return kept[name]
+
+    return of
+
+
+def test_at_least_sixty_are_the_published_file() -> None:
+    sourced = [name for name, entry in PUBLISHED.items() if entry.source is not None]
+    assert len(sourced) >= 60
+    assert {name for name in PUBLISHED if name.startswith("a form like ")} == PUBLISHED.keys() - set(sourced)
+    assert all(entry.documented for entry in PUBLISHED.values())
+
+
+@pytest.mark.parametrize("name", able(NATIVE))
+def test_its_lengths_are_those_of_its_documentation(name: str, inspected: Inspect) -> None:
+    found, entry = inspected(name), PUBLISHED[name]
+    if name in LOST:  # its refusal names both lengths: see below
+        assert found.trained_length != entry.window
+        return
+    assert found.trained_length == (None if entry.asked else entry.window)
+    assert (found.extended is not None) == (name in SCALED)
+    if found.extended is not None and entry.method in ("yarn", "llama3", "longrope"):
+        assert f"original_max_position_embeddings={entry.trained}" in found.extended
+
+
+@pytest.mark.parametrize("name", able(NATIVE))
+def test_its_rotation_is_read(name: str, inspected: Inspect) -> None:
+    found = [Rope(one.layer_type, one.rope_type, one.base, one.rotary_dim) for one in inspected(name).positions]
+    assert found == ([] if name in NO_REACH | LOST | SHORT_ALONE else list(PUBLISHED[name].ropes))
+
+
+@pytest.mark.parametrize("name", able(sorted(SCALED)))
+def test_what_servers_are_told(name: str, inspected: Inspect) -> None:
+    """Where an export is exact, its flags say the documented length, the base, and the config's own numbers."""
+    entry, exports = PUBLISHED[name], inspected(name).exports
+    assert exports is not None
+    assert exports.keys() == set(SERVERS)
+    for target, told in exports.items():
+        if isinstance(told, Export) and told.exact:
+            flags = told.by_flag
+            served = int(flags["--max-model-len" if target == "vllm" else "-c"])
+            if entry.asked:
+                assert served >= entry.window
+                assert any(str(entry.window) in note for note in told.notes) or served == entry.window
+            else:
+                assert served == entry.window
+            if target == "llama.cpp":
+                _check_llama_cpp(flags, name)
+            elif "--hf-overrides" in flags:
+                assert json.loads(flags["--hf-overrides"]).get("max_position_embeddings") == served
+
+
+def _check_llama_cpp(flags: dict[str, str], name: str) -> None:
+    entry, scaling = PUBLISHED[name], raw_rope(famous_config(name), PUBLISHED[name].ropes[-1])
+    assert float(flags["--rope-freq-base"]) == entry.ropes[-1].base
+    if entry.method in ("linear", "yarn"):
+        assert flags["--rope-scaling"] == entry.method
+        assert float(flags["--rope-scale"]) == scaling["factor"]
+    if entry.method == "yarn":
+        assert int(flags["--yarn-orig-ctx"]) == entry.trained
+        assert float(flags["--yarn-beta-fast"]) == scaling.get("beta_fast", 32)
+        assert float(flags["--yarn-beta-slow"]) == scaling.get("beta_slow", 1)
+
+
+# Frequencies
+
+
+class Expected(NamedTuple):
+    """Frequencies in radians per token, and what cos and sin are multiplied by."""
+
+    inv_freq: Tensor
+    scale: float
+
+
+def raw_rope(config: dict[str, Any], rope: Rope) -> dict[str, Any]:
+    """The rope dict of config.json, with the fields that stand beside it; empty where it has none."""
+    text = config.get("text_config", config)
+    found = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    found = found.get(rope.layer_type, found)
+    beside = {"max_position_embeddings", "original_max_position_embeddings"}
+    return {field: text[field] for field in beside if field in text} | found
+
+
+def plain(rope: Rope) -> Tensor:
+    pairs = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64)
+    return rope.base ** (-pairs / rope.rotary_dim)
+
+
+def yarn(rope: Rope, said: dict[str, Any]) -> Expected:
+    factor, original, dim = said["factor"], said["original_max_position_embeddings"], rope.rotary_dim
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    low, high = dimension(said.get("beta_fast") or 32), dimension(said.get("beta_slow") or 1)
+    if said.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    inv_freq = plain(rope) * (1 - ramp) + plain(rope) / factor * ramp
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1
+
+    scale = said.get("attention_factor")
+    if scale is None:
+        over, under = said.get("mscale"), said.get("mscale_all_dim")
+        scale = temperature(over) / temperature(under) if over and under else temperature(1)
+    return Expected(inv_freq, scale)
+
+
+def llama3(rope: Rope, said: dict[str, Any]) -> Expected:
+    inv_freq, original = plain(rope), said["original_max_position_embeddings"]
+    turns = original * inv_freq / (2 * math.pi)
+    low, high = said["low_freq_factor"], said["high_freq_factor"]
+    between = ((turns - low) / (high - low) if high > low else (turns > low).double()).clamp(0, 1)
+    return Expected(inv_freq * between + inv_freq / said["factor"] * (1 - between), 1.0)
+
+
+def longrope(rope: Rope, said: dict[str, Any], length: int) -> Expected:
+    original = said["original_max_position_embeddings"]
+    factors = said["long_factor" if length > original else "short_factor"]
+    scale = said.get("long_mscale" if length > original else "short_mscale")
+    if scale is None:
+        stretch = said["max_position_embeddings"] / original
+        scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return Expected(plain(rope) / torch.tensor(factors, dtype=torch.float64), scale)
+
+
+def expected(name: str, rope: Rope, length: int) -> Expected:
+    said = raw_rope(famous_config(name), rope)
+    if rope.rope_type == "yarn":
+        return yarn(rope, said | ({"attention_factor": 1.0} if name in UNTEMPERED else {}))
+    if rope.rope_type == "llama3":
+        return llama3(rope, said)
+    if rope.rope_type == "longrope":
+        return longrope(rope, said, length)
+    if rope.rope_type == "linear":
+        return Expected(plain(rope) / said["factor"], 1.0)
+    if rope.rope_type == "dynamic" and "alpha" in said:  # Hunyuan: another base at every length
+        base = rope.base * said["alpha"] ** (rope.rotary_dim / (rope.rotary_dim - 2))
+        return Expected(plain(rope._replace(base=base)), 1.0)
+    if rope.rope_type == "proportional":  # Gemma 4: the fastest quarter of the pairs turns, the others stand still
+        turning = torch.arange(rope.rotary_dim // 2) < said["partial_rotary_factor"] * rope.rotary_dim / 2
+        return Expected(plain(rope) * turning, 1.0)
+    return Expected(plain(rope), 1.0)
+
+
+def rotary_of(name: str) -> nn.Module:
+    """The rotary module of the text part, as stock transformers builds it."""
+    model = famous_model(name, device="meta")
+    text = model.config.get_text_config(decoder=True)
+    found = [
+        module
+        for path, module in model.named_modules()
+        if path.endswith("rotary_emb") and getattr(module, "config", None) in (text, model.config)
+    ]
+    return type(found[0])(found[0].config)
+
+
+def computed(rotary: nn.Module, rope: Rope, length: int) -> Expected:
+    """What a rotary module does in a text of ``length`` tokens."""
+    if rope.rope_type == "longrope":  # it chooses among its sets while it computes
+        cos, sin = (one[0].double() for one in rotary(torch.zeros(1), torch.tensor([[0, 1, length - 1]])))
+        return Expected(torch.atan2(sin[1], cos[1])[: rope.rotary_dim // 2], float(cos[0, 0]))
+    prefix = "" if rope.layer_type is None else f"{rope.layer_type}_"
+    return Expected(getattr(rotary, f"{prefix}inv_freq").double(), getattr(rotary, f"{prefix}attention_scaling"))
+
+
+@pytest.mark.parametrize("name", able(name for name in NATIVE if PUBLISHED[name].ropes and name not in LOST))
+def test_its_frequencies_are_those_of_the_formula(name: str) -> None:
+    entry, rotary = PUBLISHED[name], rotary_of(name)
+    for rope in entry.ropes:
+        for length in (entry.trained, entry.window):
+            found, want = computed(rotary, rope, length), expected(name, rope, length)
+            if name in SHORT_ALONE:
+                want = expected(name, rope, entry.trained)
+            torch.testing.assert_close(found.inv_freq, want.inv_freq, rtol=4e-6, atol=0)
+            assert found.scale == pytest.approx(want.scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_stock_code_cannot_read_is_refused_by_name(name: str, inspected: Inspect) -> None:
+    with pytest.raises(CtxextError, match=r"trust_remote_code|no class|cannot read"):
+        inspected(name)
+
+
+@pytest.mark.parametrize("name", able(sorted(LOST | SHORT_ALONE)))
+def test_what_stock_code_reads_wrongly_is_not_extended(name: str, inspected: Inspect, tmp_path: Path) -> None:
+    """The refusal says what is wrong: two lengths, or a rotation that is not the config's."""
+    place, window = famous_checkpoint(name, tmp_path / "model"), PUBLISHED[name].window
+    said = str(window) if name in LOST else "does not rotate by the frequencies that it holds"
+    trained = None if name in LOST else window
+    with pytest.raises(CtxextError, match=said):
+        patch_checkpoint(place, tmp_path / "extended", "yarn", factor=2, trained_length=trained, sliding_window="lift")
+    assert inspected(name).no_positions is not None
+
+
+@pytest.mark.parametrize("name", able(["tencent/Hunyuan-7B-Instruct"]))
+def test_hunyuan_is_extended_from_the_base_that_alpha_gives(name: str) -> None:
+    entry, model = PUBLISHED[name], famous_model(name)
+    ctxext.patch(model, "pi", factor=2, trained_length=entry.window)
+    (rotary,) = (module for path, module in model.named_modules() if path.endswith("rotary_emb"))
+    want = expected(name, entry.ropes[0], entry.window).inv_freq / 2
+    cos, sin = rotary(torch.zeros(1), torch.tensor([[0, 1, 2 * entry.window - 1]]))
+    found = torch.atan2(sin[0, 1].double(), cos[0, 1].double())[: len(want)]
+    torch.testing.assert_close(found, want, rtol=4e-6, atol=0)
