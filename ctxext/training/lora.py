@@ -9,6 +9,8 @@ Source: Chen et al., arXiv:2309.12307 (LongLoRA), section 3.3 and table 2.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -33,6 +35,8 @@ Target = Literal["attention", "mlp"]
 TIED_NAME = "embed_tokens"
 # Decoder layers are numbered: model.layers.0.self_attn.q_proj
 IN_A_LAYER = re.compile(r"\.\d+\.")
+# A weight that is handed over or multiplied whole; BLOOM's slices are for a setting that stands for exactness, off.
+WEIGHT_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight(?=\s*[,)@\n])")
 
 
 def attach_lora(
@@ -59,7 +63,9 @@ def attach_lora(
         rank: of the updates, at least 1.
         alpha: updates are scaled by ``alpha / rank``.
         dropout: of the updates' input, from 0 to below 1.
-        targets: which linear layers get an update.
+        targets: which linear layers get an update; ``mlp`` stands for all outside attention, and for experts, which a
+            mixture of experts holds as one tensor. Left out are routers whose class is the model's own, and layers
+            whose weights its code multiplies by itself (``out_proj`` of a state space).
         norms: train all normalisation weights themselves.
         embeddings: train the token embedding itself. Where the head shares its weights it goes on sharing them, also
             in the saved and the merged model.
@@ -70,7 +76,7 @@ def attach_lora(
         A ``peft.PeftModel``.
 
     Raises:
-        IncompatibleError: no linear layers of that kind were found.
+        IncompatibleError: no linear layers of that kind were found, or ``dropout`` for experts that are one tensor.
     """
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -81,8 +87,14 @@ def attach_lora(
         trained |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
     trained |= set(encodings(causal))
     layers = linear_layers(causal, targets)
+    experts = expert_weights(causal) if "mlp" in targets and not whole else []
     if whole:
         trained |= {name for name, module in causal.named_modules() if _is_linear(module) and _ends_in(name, layers)}
+    if experts and dropout:
+        raise IncompatibleError(
+            f"dropout={dropout}: PEFT adapts experts that are one tensor ({experts[0]}) without dropout only. Set it "
+            f"to 0, or leave 'mlp' out of targets."
+        )
     tied = embeddings and _tied(causal)
     config = LoraConfig(
         task_type="CAUSAL_LM" if causal.can_generate() else None,
@@ -90,6 +102,7 @@ def attach_lora(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=DUMMY_TARGET_MODULES if whole else layers,
+        target_parameters=experts or None,
         modules_to_save=sorted({*_endings(causal, trained), *([TIED_NAME] if tied else [])}) or None,
         ensure_weight_tying=tied,
     )
@@ -132,13 +145,25 @@ def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:
     found: dict[str, set[str]] = {"attention": set(), "mlp": set()}
     for name, module in model.named_modules():
         if _is_linear(module) and IN_A_LAYER.search(name):
-            found["attention" if "att" in name.rpartition(".")[0] else "mlp"].add(name)
+            parent, _, own = name.rpartition(".")
+            holder = model.get_submodule(parent)
+            kind: Any = type(holder)  # mypy thinks that a class of modules has no hash
+            if own not in _read_past(kind) and not _puts_out_more(module, holder):
+                found["attention" if "att" in f"{parent}{kind.__name__}".lower() else "mlp"].add(name)
     chosen: set[str] = set()
     for target in targets:
-        if not found[target]:
+        if not found[target] and not (target == "mlp" and expert_weights(model)):
             raise IncompatibleError(f"{type(model).__name__} has no linear layers of the kind {target!r} to adapt.")
         chosen |= found[target]
     return _endings(model, chosen)
+
+
+def expert_weights(model: nn.Module) -> list[str]:
+    """Names, as PEFT takes them, of weights that hold a matrix for each expert: ``experts.down_proj``, ..."""
+    found = [
+        (name, weight) for name, weight in model.named_parameters() if weight.ndim == 3 and IN_A_LAYER.search(name)
+    ]
+    return sorted({".".join(name.split(".")[-2:]) for name, _ in found if "expert" in name})
 
 
 def norm_layers(model: nn.Module) -> list[str]:
@@ -179,6 +204,32 @@ def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Tensor
 def _is_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer, also one that a quantiser put in its place, or GPT-2's transposed one."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+@functools.lru_cache(maxsize=256)  # Python parses a whole file to find one class in it
+def _read_past(kind: Any) -> frozenset[str]:
+    """Names of the layers whose weights a class multiplies by itself, so that an adapter on them would do nothing.
+
+    The fused kernels of state spaces (Mamba and hybrids with it) are handed ``self.out_proj.weight``; PEFT refuses an
+    adapter there for the model types that it knows of.
+    """
+    if kind.__module__.startswith("torch."):
+        return frozenset()
+    code = [inspect.getsource(value) for name, value in vars(kind).items() if inspect.isfunction(value)]
+    return frozenset(name for text in code for name in WEIGHT_READ.findall(text))
+
+
+def _puts_out_more(module: nn.Module, holder: nn.Module) -> bool:
+    """Whether a linear layer of a class of the model's own is no plain one: a router that chooses, or one of groups."""
+    if type(module).__module__ != type(holder).__module__ or type(module).forward is nn.Linear.forward:
+        return False
+    weights = {name: torch.empty_like(weight, device="meta") for name, weight in module.named_parameters()}
+    weight = weights["weight"]
+    try:
+        found = torch.func.functional_call(module, weights, (torch.empty(2, weight.shape[1]).to(weight),))
+    except (RuntimeError, ValueError, TypeError):  # it takes another form
+        return True
+    return not isinstance(found, Tensor) or found.shape != (2, weight.shape[0])
 
 
 def _tied(model: PreTrainedModel) -> bool:

@@ -89,6 +89,7 @@ def test_small_updates_are_not_rounded_away() -> None:
         ("bloom", ["mlp"], ["dense_4h_to_h", "dense_h_to_4h"]),
         ("mpt", ["attention", "mlp"], ["Wqkv", "down_proj", "out_proj", "up_proj"]),
         ("gpt2", ["attention"], ["attn.c_attn", "attn.c_proj"]),
+        ("falcon", ["attention", "mlp"], ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]),
     ],
 )
 def test_layers_are_found_by_structure(model_type: str, targets: Any, expected: list[str]) -> None:
@@ -101,3 +102,64 @@ def test_norms_are_found_and_what_is_not_there_is_named() -> None:
     assert len(norm_layers(model)) == 4 * layers + 1, "two a layer, two of queries and keys, one at the end"
     with pytest.raises(IncompatibleError, match="no linear layers of the kind 'attention'"):
         linear_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)), ["attention"])
+
+
+# Of each hybrid what is adapted; its mixer hands the weight of out_proj to a fused kernel in transformers' code.
+HYBRIDS = {
+    "falcon_h1": {"in_proj", "q_proj", "o_proj", "up_proj"},
+    "bamba": {"in_proj", "q_proj", "o_proj", "up_proj"},
+    "granitemoehybrid": {"in_proj", "q_proj", "o_proj", "input_linear"},
+    "zamba2": {"in_proj", "q_proj", "o_proj", "gate_up_proj"},
+    "nemotron_h": {"in_proj", "q_proj", "o_proj", "up_proj"},
+    "jamba": {"in_proj", "x_proj", "q_proj", "o_proj"},
+}
+
+
+def adapted(model: Any) -> set[str]:
+    return {name.split(".lora_")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if "lora_A" in name}
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_hybrids_leave_out_what_a_fused_kernel_passes_by(model_type: str) -> None:
+    changes: dict[str, Any] = {"attn_layer_period": 2, "attn_layer_offset": 1} if model_type == "jamba" else {}
+    model = attach_lora(tiny(model_type, **changes), embeddings=False)
+    found = adapted(model)
+    assert found >= HYBRIDS[model_type]
+    assert not found & {"out_proj", "conv1d"} or model_type == "jamba"  # whose code calls all of its layers but dt_proj
+    assert "dt_proj" not in found
+
+
+def test_an_attention_layer_of_the_same_name_is_adapted() -> None:
+    assert "out_proj" in adapted(attach_lora(tiny("lfm2"), embeddings=False))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "llama4_text"])
+def test_experts_that_are_one_tensor_are_adapted_and_routers_are_not(model_type: str) -> None:
+    model = attach_lora(tiny(model_type), rank=2, embeddings=False)
+    names = [name for name, _ in model.named_parameters() if "lora_B" in name]
+    assert any("experts" in name for name in names)
+    assert not any(part in name for name in names for part in ("router", ".gate."))
+    model(tokens(rows=2), labels=tokens(rows=2), use_cache=False).loss.backward()
+    assert not [name for name, weight in model.named_parameters() if name in names and not weight.grad.any()]
+
+
+def test_adapted_experts_are_saved_loaded_and_merged(tmp_path: Path) -> None:
+    base = tiny("mixtral")
+    base.save_pretrained(tmp_path / "base")
+    model = trained(attach_lora(ctxext.patch(base, "yarn", factor=2), rank=2))
+    ours = logits(model, tokens())
+    assert not torch.allclose(ours, logits(ctxext.load(tmp_path / "base", "yarn", factor=2), tokens()), atol=1e-2)
+    ctxext.save(model, tmp_path / "adapter")
+    again = ctxext.load(tmp_path / "adapter", base=tmp_path / "base")
+    assert torch.allclose(logits(again, tokens()), ours, atol=1e-4)
+    merged(model).save_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(ctxext.load(tmp_path / "merged").eval(), tokens()), ours, atol=1e-3)
+    with pytest.raises(IncompatibleError, match=r"dropout=0\.1: PEFT adapts experts that are one tensor"):
+        attach_lora(tiny("mixtral"), dropout=0.1)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "mixtral"])
+def test_training_of_them_is_planned(model_type: str) -> None:
+    from ctxext.planning.plan import plan_training
+
+    assert plan_training(tiny(model_type).config).at(64).adapters
