@@ -4,41 +4,90 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from ctxext.checkpoints.source import read_json
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["LENGTH_FIELDS", "copy_raised", "raise_limits", "refuse_tokenizer"]
+__all__ = ["Limit", "copy_raised", "limits_in", "raise_limits", "refuse_tokenizer"]
 
-# Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'.
-LENGTH_FIELDS = {
-    "tokenizer_config.json": "model_max_length",
-    "generation_config.json": "max_length",
-    "sentence_bert_config.json": "max_seq_length",
-}
+# Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'. The
+# first is a bound of the tokenizer, whose value means the window; the others may hold a choice that is not the window.
+BOUND = ("tokenizer_config.json", ("model_max_length",))
+FIELDS = (
+    BOUND,
+    ("tokenizer_config.json", ("max_length",)),
+    ("tokenizer.json", ("truncation", "max_length")),
+    ("generation_config.json", ("max_length",)),
+    ("sentence_*_config.json", ("max_seq_length",)),
+)
 
 
-def copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:
-    """Copy one of the files named in ``LENGTH_FIELDS``; a limit that was the old window becomes the new one.
+@dataclass(frozen=True)
+class Limit:
+    """A limit of texts in a file beside a model.
 
-    A tokenizer's limit is raised wherever it is below the new window. The others may also hold a choice that has
+    Args:
+        file: the name of the file.
+        field: where it stands there, from the outside in.
+        value: tokens.
+        is_bound: whether it can mean nothing but the window; others may be somebody's choice.
+    """
+
+    file: str
+    field: tuple[str, ...]
+    value: int | float
+    is_bound: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}: {'.'.join(self.field)} {self.value:g}"
+
+
+def limits_in(path: Path) -> list[Limit]:
+    """The limits that a file holds; none for files of other names."""
+    found, fields = [], [(name, field) for name, field in FIELDS if fnmatch(path.name, name)]
+    settings = read_json(path) if fields else {}
+    for name, field in fields:
+        value: Any = settings
+        for part in field:
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            found.append(Limit(path.name, field, value, (name, field) == BOUND))
+    return found
+
+
+def copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> tuple[list[str], list[str]]:
+    """Copy a file from beside a model; a limit that was the old window becomes the new one.
+
+    A tokenizer's bound is raised wherever it is below the new window. The others may also hold a choice that has
     nothing to do with the window, and then stay as they are.
 
     Args:
         path: the file.
-        place: where its copy goes.
+        place: where its copy goes, under the same name.
         trained: the old window, in tokens.
         target: the new window, in tokens.
 
     Returns:
-        What was changed, a line each.
+        What was changed, a line each; and what stays although texts are cut there, a line each.
     """
-    lines = _raised(path, place, trained, target)
-    if not lines:
+    if place != path:
         shutil.copyfile(path, place)
-    return lines
+    short = [limit for limit in limits_in(place) if target is not None and limit.value < target]
+    raised = [limit for limit in short if limit.is_bound or limit.value == trained]
+    if raised:
+        settings = read_json(place)
+        for limit in raised:
+            inner = settings
+            for part in limit.field[:-1]:
+                inner = inner[part]
+            inner[limit.field[-1]] = target
+        place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    stays = [f"{limit} is below {target}" for limit in short if limit not in raised]
+    return [f"{limit} -> {target}" for limit in raised], stays
 
 
 def raise_limits(old: Path, new: Path, trained: int, target: int) -> None:
@@ -50,24 +99,12 @@ def raise_limits(old: Path, new: Path, trained: int, target: int) -> None:
         trained: the old window, in tokens.
         target: the new window, in tokens.
     """
-    for name in LENGTH_FIELDS:
-        path = next((place / name for place in (new, old) if (place / name).is_file()), None)
-        if path is not None:
-            _raised(path, new / name, trained, target)
-
-
-def _raised(path: Path, place: Path, trained: int | None, target: int | None) -> list[str]:
-    """Write a file with its limit raised to ``place``, and say so in a line; nothing is written where it stays."""
-    settings, field = read_json(path), LENGTH_FIELDS[path.name]
-    limit = settings.get(field)
-    is_count = isinstance(limit, int | float) and not isinstance(limit, bool)
-    if target is None or limit is None or not is_count or limit >= target:
-        return []
-    if field != "model_max_length" and limit != trained:
-        return []
-    settings[field] = target
-    place.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [f"{path.name}: {field} {limit:g} -> {target}"]
+    names = {path.name for place in (old, new) if place.is_dir() for path in place.iterdir() if path.is_file()}
+    for name in sorted(names):
+        if (new / name).is_file():
+            copy_raised(new / name, new / name, trained, target)
+        elif limits_in(old / name):
+            copy_raised(old / name, new / name, trained, target)
 
 
 def refuse_tokenizer(tokenizer: Any, config: Any) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.checkpoints.limits import LENGTH_FIELDS, copy_raised
+from ctxext.checkpoints.limits import copy_raised
 from ctxext.checkpoints.load import load, meta_model, refuse_lacking, replaces_weights
 from ctxext.checkpoints.source import Contents, checked_contents, read_any_config, refuse_source
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, VerificationError
@@ -51,6 +51,7 @@ class Written:
         copied: weight files that were copied.
         rewritten: whether the weights were loaded and written anew, because the extension changes one of them.
         changed: small files that were rewritten, and how.
+        limits: what in small files still cuts texts below the new window, since it was not the old one.
         left_out: names in the source that do not belong to the extended checkpoint.
     """
 
@@ -61,6 +62,7 @@ class Written:
     copied: int
     rewritten: bool = False
     changed: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
 
@@ -123,7 +125,7 @@ def patch_checkpoint(
                 partial.mkdir()
                 if is_rewritten:
                     _write_weights(source, partial, contents, method, arguments, trust_remote_code)
-                changed = _write_small_files(source, partial, contents, extended, description)
+                changed, limits = _write_small_files(source, partial, contents, extended, description)
                 _prove_readable(partial, extended, trust_remote_code)
                 weights = [] if is_rewritten else contents.weights
                 linked, cloned = _place_weights(source, partial, weights, link, progress)
@@ -145,6 +147,7 @@ def patch_checkpoint(
         copied=len(weights) - linked - cloned,
         rewritten=is_rewritten,
         changed=tuple(changed),
+        limits=tuple(limits),
         left_out=tuple(contents.left_out),
     )
 
@@ -208,17 +211,17 @@ def _write_weights(
 
 def _write_small_files(
     source: Path, target: Path, contents: Contents, extended: Any, description: Description
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     (target / "config.json").write_text(with_old_form(extended).to_json_string(use_diff=True), encoding="utf-8")
-    changed = []
+    changed, limits = list[str](), list[str]()
     for path in contents.others:
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
-        if path.parent == source and path.name in LENGTH_FIELDS:
-            changed += copy_raised(path, place, description.trained_length, description.target_length)
-        else:
-            shutil.copyfile(followed(path, source), place)
-    return changed
+        shutil.copyfile(followed(path, source), place)
+        if path.parent == source:
+            raised, stays = copy_raised(place, place, description.trained_length, description.target_length)
+            changed, limits = changed + raised, limits + stays
+    return changed, limits
 
 
 def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> None:

@@ -1,0 +1,106 @@
+"""Limits of texts beside a config: each that was the old window becomes the new one, each other one is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import BertConfig, BertModel
+
+import ctxext
+from ctxext.checkpoints.write import patch_checkpoint
+from tests._tokenizer import make_tokenizer
+
+TRAINED, TARGET = 32, 128
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    config = BertConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                        max_position_embeddings=TRAINED)  # fmt: skip
+    BertModel(config).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def put(place: Path, name: str, field: tuple[str, ...], value: int | float) -> None:
+    """Write a limit into a file beside the model; a tokenizer.json is a whole tokenizer that truncates."""
+    if name == "tokenizer.json":
+        tokenizer = make_tokenizer(bos=True).backend_tokenizer
+        tokenizer.enable_truncation(max_length=int(value))
+        tokenizer.save(str(place / name))
+        return
+    inner: Any = value
+    for part in reversed(field):
+        inner = {part: inner}
+    (place / name).write_text(json.dumps(inner | {"kept": "é"}), encoding="utf-8")
+
+
+def found(place: Path, name: str, field: tuple[str, ...]) -> float:
+    inner: Any = json.loads((place / name).read_text(encoding="utf-8"))
+    assert name == "tokenizer.json" or inner["kept"] == "é"
+    for part in field:
+        inner = inner[part]
+    assert isinstance(inner, int | float)
+    return inner
+
+
+LIMITS = [
+    ("tokenizer.json", ("truncation", "max_length")),
+    ("tokenizer_config.json", ("max_length",)),
+    ("generation_config.json", ("max_length",)),
+    ("sentence_bert_config.json", ("max_seq_length",)),
+    ("sentence_roberta_config.json", ("max_seq_length",)),  # as older sentence-transformers call it
+    ("sentence_xlm-roberta_config.json", ("max_seq_length",)),
+]
+
+
+@pytest.mark.parametrize(("name", "field"), LIMITS)
+@pytest.mark.parametrize("value", [TRAINED, 24])
+def test_a_limit_is_raised_or_named(source: Path, name: str, field: tuple[str, ...], value: int) -> None:
+    put(source, name, field, value)
+    written = patch_checkpoint(source, source.parent / "out", "tile", factor=4)
+    limit = f"{name}: {'.'.join(field)} {value}"
+    if value == TRAINED:
+        assert (found(written.directory, name, field), written.limits) == (TARGET, ())
+        assert written.changed == (f"{limit} -> {TARGET}",)
+    else:
+        assert (found(written.directory, name, field), written.changed) == (value, ())
+        assert written.limits == (f"{limit} is below {TARGET}",)
+    assert found(source, name, field) == value
+
+
+def test_a_tokenizer_cuts_where_the_new_window_ends(source: Path) -> None:
+    put(source, "tokenizer.json", (), TRAINED)
+    written = patch_checkpoint(source, source.parent / "out", "tile", factor=4)
+    tokenizer = Tokenizer.from_file(str(written.directory / "tokenizer.json"))
+    assert len(tokenizer.encode("a " * 1000).ids) == TARGET
+
+
+@pytest.mark.parametrize("value", [TRAINED, 24, 30])
+def test_a_bound_of_the_tokenizer_is_raised_whatever_it_is(source: Path, value: int) -> None:
+    put(source, "tokenizer_config.json", ("model_max_length",), value)
+    written = patch_checkpoint(source, source.parent / "out", "tile", factor=4)
+    assert found(written.directory, "tokenizer_config.json", ("model_max_length",)) == TARGET
+    assert written.limits == ()
+
+
+def test_limits_above_the_window_and_none_at_all_stay_unsaid(source: Path) -> None:
+    put(source, "tokenizer_config.json", ("model_max_length",), 1e30)
+    put(source, "sentence_bert_config.json", ("max_seq_length",), 4 * TARGET)
+    (source / "tokenizer.json").write_text(json.dumps({"truncation": None, "model": {}}))
+    written = patch_checkpoint(source, source.parent / "out", "tile", factor=4)
+    assert (written.changed, written.limits) == ((), ())
+    assert (written.directory / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_saving_raises_the_same(source: Path, tmp_path: Path) -> None:
+    model = ctxext.patch(BertModel.from_pretrained(source), "tile", factor=4)
+    place = tmp_path / "saved"
+    place.mkdir()
+    for name, field in LIMITS[::2]:
+        put(place, name, field, TRAINED)
+    ctxext.save(model, place)
+    assert [found(place, name, field) for name, field in LIMITS[::2]] == [TARGET] * 3
