@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.adapters import keep_extension
@@ -44,11 +43,11 @@ from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.sides import SIDES, Side, sides_of
 from ctxext.surgery.texts import text_of
-from ctxext.surgery.wrappers import base_model, give_own_config, unwrapped
+from ctxext.surgery.wrappers import base_model, give_own_config, length_limits, unwrapped
 
 __all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
+ModelT = TypeVar("ModelT")
 
 
 @dataclass
@@ -144,7 +143,9 @@ def patch(
     on the model: wrap it before ``patch`` and give ``patch`` the wrapper, or save with ``ctxext.save``.
 
     Args:
-        model: a transformers model, or a PEFT, compiled or data-parallel wrapper around one.
+        model: a transformers model; or a PEFT, compiled or data-parallel wrapper around one; or what holds one beside
+            its tokenizer (a SentenceTransformer, a CrossEncoder, a pipeline), whose own limit is raised where it was
+            the trained length.
         method: a name (``ctxext.methods()`` lists them), a method object such as ``YaRN(factor=4)``, or the path of the
             ``choice.json`` that ``ctxext choose`` wrote. On an encoder-decoder it is for both sides.
         encoder: a method for the encoder of an encoder-decoder, instead of ``method``. A side that is given none stays
@@ -205,7 +206,7 @@ def patch(
             saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
             chosen, request = _resolved(base, asked, saved, edits)
             give_own_config(base, edits)
-            extension = architecture_of(base).apply(base, chosen, request, edits)
+            extension = _short_config(base, architecture_of(base).apply(base, chosen, request, edits))
             if chosen.dynamic:
                 recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
             patched = Patched(chosen, extension, edits)
@@ -220,6 +221,7 @@ def patch(
         for part in [side.side.model for side in patched.sides.values()] or [base]:
             write_old_form(part.config, edits, of_any_type=True)
         _raise_generation_limit(base, patched, edits)
+        _raise_limits(model, patched.extension, edits)
         edits.set(base, "_ctxext", patched)
         keep_extension(model, edits)
         _guard_caches(model, patched.method, edits)
@@ -397,7 +399,46 @@ def _raise_generation_limit(base: PreTrainedModel, patched: Patched, edits: Edit
         edits.set(settings, "max_length", extension.target_length)
 
 
-def _guard_caches(model: nn.Module, chosen: Method, edits: Edits) -> None:
+def _raise_limits(model: Any, extension: Extension, edits: Edits) -> None:
+    """Let what holds a live model read the new window, where its limit was the old one; another is a choice."""
+    for owner, name, value in length_limits(model):
+        if value == extension.trained_length < extension.target_length:
+            edits.set(owner, name, extension.target_length)
+
+
+def _limit_notes(model: Any, extension: Extension) -> list[str]:
+    """Say where texts are cut below the new window."""
+    length = extension.target_length
+    if length <= extension.trained_length:
+        return []
+    limits = length_limits(model)
+    if not limits:
+        return [
+            f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = {length}, and save it "
+            f"with the model: ctxext.save(model, path, tokenizer=tokenizer)."
+        ]
+    return [
+        f"Texts are cut at {name}={value} of this {type(owner).__name__}, a choice that was not the trained length. "
+        f"Set it to {length} for the whole window."
+        for owner, name, value in limits
+        if value < length
+    ]
+
+
+def _short_config(base: PreTrainedModel, extension: Extension) -> Extension:
+    """Add a note to an extension whose config goes on naming a shorter length, at which other programs cut."""
+    named = getattr(text_of(base.config), "max_position_embeddings", None)
+    if not isinstance(named, int) or named >= extension.target_length:
+        return extension
+    note = (
+        f"The config goes on saying max_position_embeddings={named}, from which stock code counts. Programs cut texts "
+        f"there unless told otherwise: lm-eval by max_length={extension.target_length}, sentence-transformers by "
+        f"max_seq_length={extension.target_length}."
+    )
+    return replace(extension, notes=(*extension.notes, note))
+
+
+def _guard_caches(model: Any, chosen: Method, edits: Edits) -> None:
     chain = unwrapped(model)
     under = FilledUnder(repr(identity(chain[-1].config.ctxext)), f"{chosen.name!r} (factor {chosen.factor:g})")
     prefix = any(getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False) for outer in chain)
@@ -431,7 +472,7 @@ def unpatch(model: ModelT) -> ModelT:
     return model
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: Any) -> Description:
     """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
     base = base_model(model)
     patched, model_type = patched_state(base), base.config.model_type
@@ -441,11 +482,7 @@ def describe(model: nn.Module) -> Description:
     if patched is not None:
         extension, notes = patched.extension, list(patched.extension.notes)
         found = describe_saved(saved_form(patched.method, extension), model_type, tuple(patched.edits.lines()))
-        if extension.target_length > extension.trained_length:
-            notes.append(
-                f"A tokenizer that truncates cuts at its own limit: set tokenizer.model_max_length = "
-                f"{extension.target_length}, and save it with the model: ctxext.save(model, path, tokenizer=tokenizer)."
-            )
+        notes += _limit_notes(model, extension)
         return replace(found, attention=attention_line(base, extension.attention), notes=tuple(notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:

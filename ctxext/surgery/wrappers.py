@@ -14,19 +14,39 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = ["base_model", "give_own_config", "is_zero3", "unwrapped"]
+__all__ = ["base_model", "give_own_config", "is_zero3", "length_limits", "unwrapped"]
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """Unwrap PEFT, torch.compile and data-parallel wrappers.
+def base_model(model: Any) -> PreTrainedModel:
+    """Unwrap PEFT, torch.compile and data-parallel wrappers, and what holds a model beside its tokenizer.
 
     Raises:
-        IncompatibleError: if there is no transformers model inside.
+        IncompatibleError: if there is no transformers model inside, or none that is found alone.
     """
     inner = unwrapped(model)[-1]
     if not isinstance(inner, PreTrainedModel):
-        raise IncompatibleError(f"ctxext extends transformers models; found {type(model).__name__}.")
+        parts = dict(inner.named_modules()) if isinstance(inner, nn.Module) else getattr(inner, "__dict__", {})
+        held = [name for name, part in parts.items() if isinstance(part, PreTrainedModel)]
+        way = f" It holds one: extend its {held[0]}." if held else " Give the model that it was made from."
+        raise IncompatibleError(f"ctxext extends transformers models; found {type(model).__name__}.{way}")
     return inner
+
+
+def length_limits(model: Any) -> list[tuple[Any, str, int]]:
+    """Where what holds a model cuts its texts: the object, the attribute and its value.
+
+    Those are ``max_seq_length`` of older versions of sentence-transformers, and ``model_max_length`` of a tokenizer,
+    which newer ones, their CrossEncoder and transformers' pipelines go by.
+    """
+    found: list[tuple[Any, str, int]] = []
+    for holder in unwrapped(model)[:-1]:
+        places = [(getattr(holder, "tokenizer", None), "model_max_length")]
+        places += [(holder, name) for name in ("max_seq_length", "max_length") if name in vars(holder)]
+        for owner, name in places:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not any(owner is other and name == known for other, known, _ in found):
+                found.append((owner, name, value))
+    return found
 
 
 def is_zero3(model: nn.Module) -> bool:
@@ -35,7 +55,11 @@ def is_zero3(model: nn.Module) -> bool:
 
 
 def unwrapped(model: Any) -> list[Any]:
-    """The chain of wrappers around a transformers model, outermost first: torch.compile, data-parallel, PEFT."""
+    """The chain of wrappers around a transformers model, outermost first.
+
+    Wrappers are those of torch.compile, data-parallel and PEFT, and what holds a model beside its tokenizer: a
+    SentenceTransformer, a CrossEncoder, a pipeline.
+    """
     chain = [model]
     while not isinstance(chain[-1], PreTrainedModel):
         outer = chain[-1]
@@ -46,9 +70,23 @@ def unwrapped(model: Any) -> list[Any]:
             chain.append(outer.get_base_model())
         elif isinstance(getattr(outer, "module", None), nn.Module):
             chain.append(outer.module)
+        elif isinstance(held := _beside_a_tokenizer(outer), nn.Module):
+            chain.append(held)
         else:
             break
     return chain
+
+
+def _beside_a_tokenizer(holder: Any) -> Any:
+    """The model that an object holds beside its tokenizer; of a pipeline of modules, the first module's."""
+    if not hasattr(holder, "tokenizer"):
+        return None
+    for name in ("auto_model", "model"):
+        held = getattr(holder, name, None)
+        if isinstance(held, nn.Module) and isinstance(unwrapped(held)[-1], PreTrainedModel):
+            return held
+    first = next(holder.children(), None) if isinstance(holder, nn.Sequential) else None
+    return first if first is not None and _beside_a_tokenizer(first) is not None else None
 
 
 def give_own_config(model: PreTrainedModel, edits: Edits) -> None:

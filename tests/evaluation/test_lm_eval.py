@@ -46,3 +46,22 @@ def test_its_window_is_the_extended_one(
     harness = HFLM(pretrained=ctxext.load(tmp_path / "dynamic"), tokenizer=tokenizer, prefix_token_id=0)
     assert harness.max_length == 2 * TRAINED
     assert harness.loglikelihood_rolling([request], disable_tqdm=True) == [pytest.approx(own, rel=1e-5)]
+
+
+def test_a_config_that_goes_on_naming_the_trained_length_is_named(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Cut at the old window unless it is told otherwise, which a note says."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    ctxext.patch(model, "dynamic_ntk", factor=2)
+    (note,) = [note for note in ctxext.describe(model).notes if "lm-eval" in note]
+    assert f"max_position_embeddings={TRAINED}" in note
+    assert f"max_length={2 * TRAINED}" in note
+    assert HFLM(pretrained=model, tokenizer=tokenizer, prefix_token_id=0).max_length == TRAINED
+    told = HFLM(pretrained=model, tokenizer=tokenizer, prefix_token_id=0, max_length=2 * TRAINED)
+    ids = torch.tensor([[0, *tokenizer(TEXT).input_ids]])
+    request = Instance("loglikelihood_rolling", {"text": TEXT}, (TEXT,), 0)
+    own = -loss_by_position(model, ids).sum().item()
+    assert told.loglikelihood_rolling([request], disable_tqdm=True) == [pytest.approx(own, rel=1e-5)]
