@@ -43,6 +43,8 @@ __all__ = [
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 EXTENSION_FILE = "ctxext_config.json"
+# As transformers saves a whole model; FSDP's own file of a training run is called pytorch_model_fsdp.bin.
+WHOLE_WEIGHTS = ("model*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
 ENCODING_FILE = "ctxext_encoding.safetensors"
 
 # PEFT has no field for what the base model must be. It does refuse a type of adapter that it does not know and quotes
@@ -57,8 +59,25 @@ HOOK = "ctxext_adapters"
 
 
 def is_adapter(directory: str | os.PathLike[str]) -> bool:
-    """Whether a local directory holds a PEFT adapter and not a whole model."""
-    return (Path(directory) / ADAPTER_FILE).is_file() and not (Path(directory) / "config.json").is_file()
+    """Whether a local directory holds a PEFT adapter and not a whole model.
+
+    A config of the base model beside the adapter, which axolotl writes, makes it no whole model.
+
+    Raises:
+        CheckpointError: it holds both, of which transformers adds the one to the other: an adapter that is merged
+            already would count twice.
+    """
+    place = Path(directory)
+    if not (place / ADAPTER_FILE).is_file():
+        return False
+    whole = sorted(path.name for pattern in WHOLE_WEIGHTS for path in place.glob(pattern))
+    if whole and (place / "config.json").is_file():
+        raise CheckpointError(
+            f"{place} holds the weights of a whole model ({whole[0]}) and an adapter ({ADAPTER_FILE}), which "
+            f"transformers adds to them. Is it merged already? Then move {ADAPTER_FILE} and {ADAPTER_WEIGHTS} away. "
+            f"Otherwise keep the adapter in a directory of its own."
+        )
+    return True
 
 
 @dataclass(frozen=True)
