@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GptOssConfig, LlamaConfig, MixtralConfig
+from transformers import GptOssConfig, LlamaConfig, Mamba2Config
 from typer.testing import Result
 
 from ctxext.planning.plan import plan_serving
@@ -40,11 +40,12 @@ def test_the_longest_of_an_extended_checkpoint(cli: Cli, llama: Path, tmp_path: 
 
 
 def test_no_weights_and_no_training(cli: Cli, tmp_path: Path) -> None:
-    shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}
-    MixtralConfig(**shape).save_pretrained(tmp_path)
+    """A state space alone has no attention to adapt."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_heads": 4, "head_dim": 32}
+    Mamba2Config(**shape, n_groups=1, state_size=8).save_pretrained(tmp_path)
     printed = cli("plan", tmp_path, "--length", 512).stdout
-    assert "training: MixtralForCausalLM has no linear layers of the kind 'mlp' to adapt." in printed
-    assert "keys and values of all layers" in printed
+    assert "training: Mamba2ForCausalLM has no linear layers of the kind 'attention' to adapt." in printed
+    assert "peak" in printed
 
 
 def gpt_oss(**changes: Any) -> GptOssConfig:
