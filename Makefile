@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 VLLM := $(VENV)/vllm
 
-.PHONY: demo test slow llama-cpp mlx-lm vllm gpu-test floor wheel-test check format clean
+.PHONY: demo test slow llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
@@ -32,7 +32,10 @@ gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; f
 	scripts/gpu_test.sh
 
 floor: ## the suite on the oldest supported transformers, in an environment of its own
-	scripts/floor_test.sh
+	scripts/versions_test.sh floor
+
+newest: ## the suite on the newest release of everything, unpinned, in an environment of its own
+	scripts/versions_test.sh newest
 
 wheel-test: ## the wheel, installed alone into an empty environment, as whoever runs pip install ctxext has it
 	scripts/wheel_test.sh

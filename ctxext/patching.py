@@ -32,6 +32,7 @@ from ctxext.saved import (
     saved_form,
     saved_sides,
     saved_sides_form,
+    untested_versions,
 )
 from ctxext.spec import Description, Extension, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
@@ -474,6 +475,12 @@ def unpatch(model: ModelT) -> ModelT:
 
 def describe(model: Any) -> Description:
     """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
+    found = _described(model)
+    return replace(found, notes=(*found.notes, *untested_versions()))
+
+
+def _described(model: Any) -> Description:
+    """The description of a model, whatever versions are installed."""
     base = base_model(model)
     patched, model_type = patched_state(base), base.config.model_type
     if patched is not None and patched.sides:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method, saved_class
@@ -38,9 +39,13 @@ __all__ = [
     "saved_method",
     "saved_sides",
     "saved_sides_form",
+    "untested_versions",
     "version_of",
     "with_old_form",
 ]
+
+# The newest versions that the test suite was run on; releases that mend the same minor version count as tested.
+TESTED = {"transformers": "5.24.0", "torch": "2.13.0"}
 
 FORMAT = 1
 # Of an encoder-decoder: under "sides", what each side would hold if it were a model of its own, and its "place".
@@ -71,6 +76,17 @@ KINDS = {
     "trained_length": int,
     "target_length": int,
 }
+
+
+def untested_versions() -> list[str]:
+    """A sentence for each of transformers and torch that is newer here than any version that ctxext was tested with."""
+    installed = {"transformers": transformers.__version__, "torch": torch.__version__}
+    return [
+        f"ctxext {__version__} was tested with {name} up to {TESTED[name]}, and this is {version}. If something "
+        f"fails here, install {name}=={TESTED[name]}."
+        for name, version in installed.items()
+        if Version(version).release[:2] > Version(TESTED[name]).release[:2]
+    ]
 
 
 def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:

@@ -429,7 +429,8 @@ class Description:
     def __str__(self) -> str:
         if self.method is None:
             reach = "its config names no length" if self.target_length is None else f"{self.target_length} tokens"
-            return f"{self.model_type}: not extended by ctxext, {reach}"
+            lines = [f"{self.model_type}: not extended by ctxext, {reach}"]
+            return "\n".join([*lines, *(f"  note         {note}" for note in self.notes)])
         loads = f"  loads with   {'stock transformers' if self.stock else 'ctxext.load only'}"
         if self.sides:
             lines = [f"{self.model_type}: an encoder-decoder, {len(self.sides)} of its 2 sides extended"]

@@ -25,6 +25,7 @@ from ctxext.errors import (
 )
 from ctxext.methods import METHODS, Method, YaRN
 from ctxext.registry import discover
+from ctxext.saved import TESTED
 from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
 
 
@@ -129,6 +130,24 @@ def test_describe() -> None:
     assert model.config.ctxext["fingerprint"] == found.fingerprint
     ctxext.unpatch(model)
     assert ctxext.describe(model) == plain
+
+
+@pytest.mark.parametrize(("name", "newer"), [("transformers", "5.99.0.dev0"), ("torch", "3.0.0+cu140")])
+def test_a_version_that_was_never_tested_is_a_sentence(name: str, newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ctxext.patch(tiny(), "yarn", factor=4)
+    for installed, says in ((newer, True), (TESTED[name] + "+cpu", False), (TESTED[name] + ".post1", False)):
+        monkeypatch.setattr(f"{name}.__version__", installed)
+        for described in (model, tiny()):
+            note = f"  note         ctxext 0.1.0 was tested with {name} up to {TESTED[name]}, and this is {installed}."
+            assert (note in str(ctxext.describe(described))) is says
+    monkeypatch.setattr(f"{name}.__version__", newer)
+    assert any(name in note for note in ctxext.describe(model).notes)
+    assert not any(name in note for note in model.config.ctxext["notes"])  # of this machine, not of the checkpoint
+
+
+def test_the_tested_versions_are_those_that_are_pinned() -> None:
+    pins = (Path(ctxext.__file__).parents[1] / ".ci" / "constraints.txt").read_text().split()
+    assert {f"{name}=={version}" for name, version in TESTED.items()} <= set(pins)
 
 
 def test_describe_shortens_long_tables() -> None:

@@ -12,12 +12,7 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    GgufConfig,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ctxext.adapters import is_adapter
@@ -196,7 +191,9 @@ def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[
     file = Path(path)
     if file.suffix != ".gguf" or not file.is_file():
         return os.fspath(path), loading
-    named = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
+    named: dict[str, Any] = {"gguf_file": file.name}
+    if hasattr(transformers, "GgufConfig"):  # since 5.17, before which transformers unpacked every file
+        named["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return str(file.parent), named | loading
 
 
