@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -95,11 +96,10 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     ``LlamaForCausalLM(config)`` keeps the object that it is given, and so do all its modules. A model that shares it
     with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
     """
+    if _holds_config_alone(model):
+        return
     config = model.config
     text = text_of(config)
-    own = sum(value is config for module in model.modules() for value in vars(module).values())
-    if text is config and sys.getrefcount(config) == own + 3:  # two names here, and the argument: nobody else holds it
-        return
     if not _is_held_by_others(model, config, text):  # asked first, since to go through all objects takes much longer
         return
     # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
@@ -114,6 +114,22 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
         found = copies.get(id(getattr(module, "config", None)))
         if found is not None:
             edits.set(module, "config", found)
+
+
+def _holds_config_alone(model: PreTrainedModel) -> bool:
+    """Whether nothing but the model and its modules refers to its config, and the config is that of its text.
+
+    How many references a function's own names and arguments make differs between versions of Python, so they are
+    counted on an object that has one holder.
+    """
+    own = sum(value is model.config for module in model.modules() for value in vars(module).values())
+    alone = _references(SimpleNamespace(config=SimpleNamespace())) - 1
+    return text_of(model.config) is model.config and _references(model) == own + alone
+
+
+def _references(holder: Any) -> int:
+    """References to ``holder.config``, those of this call included."""
+    return sys.getrefcount(holder.config)
 
 
 def _is_held_by_others(model: nn.Module, *configs: Any) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -313,6 +315,25 @@ def test_two_models_that_share_a_config() -> None:
     alone = tiny()
     own = alone.config
     assert ctxext.patch(alone, "yarn", factor=4).config is own
+
+
+@pytest.mark.parametrize("more", [-2, -1, 0, 1])
+def test_who_shares_a_config_however_python_counts_references(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = sys.getrefcount
+    monkeypatch.setattr(sys, "getrefcount", lambda thing: counted(thing) + more)
+    one = tiny()
+    other = type(one)(one.config)
+    shared = one.config
+    assert ctxext.patch(one, "yarn", factor=4).config is not shared
+    assert other.config is shared
+    alone = tiny()
+
+    def never(*_: Any) -> list[Any]:
+        raise AssertionError("went through all objects, though nobody else holds the config")
+
+    monkeypatch.setattr(gc, "get_referrers", never)
+    kept = id(alone.config)
+    assert id(ctxext.patch(alone, "yarn", factor=4).config) == kept
 
 
 def vision_language(text: LlamaConfig) -> LlavaForConditionalGeneration:
