@@ -378,9 +378,9 @@ def sentences(result: DemoResult) -> list[str]:
     dynamic = [label_of(series.name) for series in result.extended if series.dynamic]
     if dynamic:
         lines.append(
-            f"{capitalised(', '.join(dynamic))} adapts to the length of the text: this one pass charges it the "
-            f"frequencies of {tokens_label(result.length)} at every position, while up to "
-            f"{tokens_label(result.trained_length)} it really leaves the model as it is."
+            f"{capitalised(', '.join(dynamic))} adapts to the length of the text: this single pass uses "
+            f"its {tokens_label(result.length)} frequencies throughout; on texts up to "
+            f"{tokens_label(result.trained_length)} it changes nothing."
         )
     return lines
 
@@ -405,7 +405,9 @@ def _truncation_sentence(result: DemoResult) -> str:
     where = difference.scope(len(result.texts))
     window = tokens_label(result.of(TRUNCATED).windows[-1])
     windows = [tokens_label(tokens) for series in result.series if (tokens := window_of(series.name))]
-    among = f"the best of truncations to {all_of(windows)} at the end of the text, " if len(windows) > 1 else ""
+    among = f" (the best of truncations to {all_of(windows)})" if len(windows) > 1 else ""
+    end = result.series[0].buckets[-1]
+    span = f"{tokens_label(end.start)}-{tokens_label(end.stop)}"
     judged = difference.verdict_of_best(len(result.extended))
     if judged == "better":
         verdict = f"so{where} the longer context already pays for itself in perplexity"
@@ -418,8 +420,8 @@ def _truncation_sentence(result: DemoResult) -> str:
         shown = "this text" if len(result.texts) == 1 else "these texts"
         verdict = f"so for plain prediction it makes no difference that {shown} can show"
     return (
-        f"Against simply feeding the last {window} tokens, {among}the best method there, {label_of(best.name)}, "
-        f"differs by {difference} nats per token, {verdict}."
+        f"At {span} the best method here, {label_of(best.name)}, differs by "
+        f"{difference} nats per token from keeping only the last {window} tokens{among}, {verdict}."
     )
 
 

@@ -167,7 +167,7 @@ def _show_which(found: Inspection, console: Console) -> None:
     extending = {verdict.method for verdict in found.verdicts if verdict.refused is None}
     if {"self_extend", "yarn"} <= extending:
         console.print(
-            "Without training begin with self_extend, which leaves texts inside the trained window as they are; only "
+            "Without training begin with self_extend, which reads texts inside the trained window as before; only "
             "ctxext loads it. To train, or for other runtimes, take yarn."
         )
 
@@ -184,7 +184,7 @@ def _show_how_to_export(found: Inspection, checkpoint: str, console: Console) ->
         asked = ("--method", method, "--factor", "4", *window)
         command = ("patch", place, "NEW") if runtime.files_only else ("export", place, "--to", target)
         line = shlex.join(("ctxext", *command, *asked))
-        console.print(Text(f"what {target} must be told for an extension: {line}"), soft_wrap=True)
+        console.print(Text(f"To serve an extension with {target}: {line}"), soft_wrap=True)
     if place != checkpoint:
         console.print("ORIGINAL: the checkpoint that this file was converted from.")
 

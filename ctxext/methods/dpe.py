@@ -26,8 +26,8 @@ class DPE(RemapMethod):
     """Keep the positions of the nearest tokens; beyond a window, group tokens by another size for each frequency.
 
     Pick it where somebody has searched the sizes for your checkpoint: each frequency is stretched only as far as a
-    search for needles showed that it must be. Texts of up to the trained length are read exactly as without it. Inside
-    a group, a frequency does not tell the order of far tokens.
+    search for needles showed that it must be. Texts of up to the trained length are read as without it, up to rounding.
+    Inside a group, a frequency does not tell the order of far tokens.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read:
@@ -38,7 +38,8 @@ class DPE(RemapMethod):
             "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".
         window: distances below it are kept. Tokens, or below 1 a share of the trained length.
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are read exactly as without it; else only texts of ``window`` tokens are. The authors do not have it.
+            are read as without it, up to rounding; else only texts of ``window`` tokens are. The authors do not have
+            it.
 
     Source: Lu et al., arXiv:2504.18857. Authors' code: LuLuLuyi/DPE@46b85de, dpe_for_llama.py, and the sizes
         of config/dpe_config.yaml (its README prints other ones for Llama 3). There prefill divides the window by a

@@ -39,7 +39,7 @@ class FoX(EncodingMethod):
     """
 
     name: ClassVar[str] = "fox"
-    summary: ClassVar[str] = "scores fall by what the tokens in between let a head forget"
+    summary: ClassVar[str] = "scores decay by learned forget gates between query and key"
     source: ClassVar[str] = "arXiv:2503.02130"
     shared: ClassVar[bool] = False
     carries: ClassVar[bool] = True

@@ -30,5 +30,5 @@ class PaTHFoX(PaTH):
     """
 
     name: ClassVar[str] = "path_fox"
-    summary: ClassVar[str] = "path, and scores fall by what the tokens in between let a head forget"
+    summary: ClassVar[str] = "path, and scores decay by learned forget gates between query and key"
     forgets: ClassVar[bool] = True

@@ -64,7 +64,10 @@ class RemapMethod(RopeMethod):
         return ((positions + 1).double().log() / math.log(rope.trained_length)).clamp(min=1.0)
 
     def exact_length(self, rope: RopeSpec) -> int:
-        """Tokens up to which a text is read exactly as without the extension, temperature apart."""
+        """Tokens up to which every pair keeps its position: a text is read as without the extension, temperature apart.
+
+        One forward pass gives the same bits; decoding with a cache, whose keys are rotated, gives them up to rounding.
+        """
         nearest = self.pieces(rope, self.target_length(rope.trained_length))[0].region
         return max(nearest.stop or 0, nearest.plain_before) if isinstance(nearest, Band) else 0
 

@@ -22,8 +22,9 @@ class SelfExtend(RemapMethod):
     """Keep the positions of the nearest tokens; beyond a window, let groups of neighbouring tokens share one.
 
     Pick it first where you will not train: near distances, which carry most of what a text predicts, stay as they are,
-    far tokens keep their order from group to group, and texts of up to the trained length are read exactly as without
-    it. What is lost is the order inside a group. No other runtime loads it.
+    far tokens keep their order from group to group, and texts of up to the trained length are read as without it (bit
+    for bit in one pass, up to rounding while decoding with a cache). What is lost is the order inside a group. No other
+    runtime loads it.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
@@ -43,7 +44,8 @@ class SelfExtend(RemapMethod):
         sinks: how many of the first tokens of a text count for one all the same, at least 0: on them rests the
             attention that a model has no use for (Xiao et al., arXiv:2309.17453).
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are read exactly as without it; else only texts of ``window`` tokens are. The authors do not have it.
+            are read as without it, up to rounding; else only texts of ``window`` tokens are. The authors do not have
+            it.
 
     Source: Jin et al., arXiv:2401.01325, section 3. Authors' code: datamllab/LongLM@cdbbb06,
         self_extend_patch/Llama_4_40.py. There the rule (L - W) G + W >= N reaches relative position L, one more than

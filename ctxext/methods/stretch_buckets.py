@@ -15,8 +15,8 @@ __all__ = ["StretchBuckets"]
 class StretchBuckets(BucketMethod):
     """Let the buckets of far distances, which grow in size, grow faster: the last begins ``factor`` times further back.
 
-    Pick it on a T5 that shall tell distances beyond its last bucket (128 tokens as they are published) apart: T5 reads
-    texts of any length already, but all that lies further back than that is equally far to it. Near distances (up to 7
+    Pick it for a T5 that must distinguish distances beyond 128 tokens, its last bucket: T5 reads texts of any length
+    already, but cannot tell how far back more distant tokens are. Near distances (up to 7
     tokens each way in an encoder, 15 in a decoder) keep a bucket each and are read as before; those between get
     coarser, which costs something without training. It is no interpolation, which would divide near distances as well,
     and it changes no base or frequency, so it has a name of its own; of the rotary methods NTK comes nearest.

@@ -30,7 +30,7 @@ class STRING(RemapMethod):
         local: relative position at which distant keys begin, below ``shift``. Tokens, or below 1 a share of the trained
             length. The authors take 32 to 512 tokens.
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are read exactly as without it; else only texts of ``shift`` tokens are. Then a shift
+            are read as without it, up to rounding; else only texts of ``shift`` tokens are. Then a shift
             serves an extension only, and not the trained window itself.
 
     Source: An et al., arXiv:2410.18745, section 4. Authors' code: HKUNLP/STRING@216cc2f, string_for_llama.py. There

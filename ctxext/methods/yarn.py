@@ -22,9 +22,9 @@ __all__ = ["YaRN"]
 class YaRN(RopeMethod):
     """Keep the fast frequencies, divide the slow ones by the factor, and sharpen attention a little.
 
-    Pick it to train, or where other runtimes shall load the result: of all that they load it degrades least without
-    training and needs the fewest steps with it. The defaults are those of the published checkpoints (authors, Qwen,
-    DeepSeek), whose ramp is not the one printed in the paper.
+    Pick it to train, or when another runtime must load the result: of the methods that those support it loses least
+    without training, and it needs the fewest steps with it. The defaults are those of the published checkpoints
+    (authors, Qwen, DeepSeek), whose ramp is not the one printed in the paper.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.

@@ -48,7 +48,7 @@ class RetrievalSequences(Sequences):
 
     What is put in takes the room of as many tokens of text, at the end of the piece that it stands in, so that lengths
     and positions stay as they were; with skip-wise positions what is asked for lies as far back as positions say. Only
-    the text and the answer are to be predicted: nothing foretells a number that is told, or what will be asked.
+    the text and the answer are to be predicted: a number, and what will be asked, cannot be predicted.
 
     * ``keys``: up to four numbers, each under a name, and one of them asked for.
     * ``copies``: a passage of 16 to 64 tokens that stood somewhere, again from its first eight tokens on.
