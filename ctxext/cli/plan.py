@@ -143,7 +143,7 @@ def _show_reach(console: Console, found: Mapping[str, Breakdown | str], reach: i
     if beyond:
         lengths = " and ".join(dict.fromkeys(beyond))
         console.print(
-            f"Memory holds {lengths} tokens, more than it is made for: extend it first (ctxext patch).", style="yellow"
+            f"{lengths} tokens exceed its {reach:,}-token window. Extend it first (ctxext patch).", style="yellow"
         )
 
 

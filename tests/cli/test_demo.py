@@ -220,7 +220,7 @@ def test_what_it_says_follows_what_it_measured(
     assert "does not break" in told(flat, flat)
     assert "pays for itself" in told(flat, better)
     assert "so on this text, for plain prediction, dropping the old text is still better" in told(flat, broken)
-    assert "feeding the last 384 tokens, the best of truncations to 128, 256, 384 and 512" in told(flat, broken)
+    assert "keeping only the last 384 tokens (the best of truncations to 128, 256, 384 and 512)" in told(flat, broken)
     assert "no difference" in told(flat, flat)
     assert "PI stays flat" in told(flat, flat)
     assert "no method stays flat" in told(flat, broken)

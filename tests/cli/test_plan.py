@@ -32,6 +32,14 @@ def test_what_a_length_takes(cli: Cli, llama: Path) -> None:
     assert "more than there is" in printed
 
 
+def test_a_length_beyond_the_window_is_said_in_plain_words(cli: Cli, llama: Path) -> None:
+    """Nobody asked which length some memory holds."""
+    printed = cli("plan", llama, "--length", 4096).stdout
+    assert "4,096 tokens exceed its 256-token window. Extend it first (ctxext patch)." in printed
+    assert "Memory holds" not in printed
+    assert "exceed" not in cli("plan", llama, "--length", 256).stdout
+
+
 def test_the_longest_of_an_extended_checkpoint(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "long", "--method", "yarn", "--factor", 4)
     found = json.loads(cli("plan", tmp_path / "long", "--memory", "16MiB", "--no-embeddings", "--json").stdout)
