@@ -34,8 +34,8 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.readings import Reader, Reading
-from ctxext.evaluation.statistics import PairedDifference, grouped_difference
-from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference
+from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.progress import StageBar
 
 

@@ -49,8 +49,7 @@ from ctxext.evaluation.report.style import (
     require_matplotlib,
     saved_figure,
 )
-from ctxext.evaluation.statistics import PairedDifference, document_difference, edges_for
-from ctxext.evaluation.survey import check_finite
+from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, edges_for
 from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
 from ctxext.progress import StageBar
 

@@ -41,8 +41,8 @@ from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods
 from ctxext.evaluation.report.style import COLOURS, DASHED, INK, draw_grid, saved_figure
-from ctxext.evaluation.statistics import PairedDifference, block_for, grouped_difference, paired_difference
-from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, check_finite, jobs_of
+from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, grouped_difference
+from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
 from ctxext.progress import StageBar
 
@@ -187,7 +187,6 @@ class Results:
         trained, quarter = self.study.model.trained_length, self.study.quarter
         cut = {reading.window: self.losses(reading, length) for reading in self.truncations if reading.window}
         window, plain = best_window(cut), self.losses(self.plain, length)
-        block = block_for(len(plain), quarter)
         *_, finder, longest = (cut[size] for size in sorted(cut))
         is_key = (cut[min(cut)] - finder > ALPHA) & (finder < -BETA)
         found = []
@@ -201,9 +200,9 @@ class Results:
             found.append(
                 Found(
                     reading=reading,
-                    inside=paired_difference(own[:, :trained], plain, block=block),
+                    inside=document_difference([*own[:, :trained]], [*plain]),
                     largest=(own[:, :trained] - plain).abs().max().item(),
-                    end=paired_difference(own[:, -quarter:], cut[window], block=block, baselines=len(cut)),
+                    end=document_difference([*own[:, -quarter:]], [*cut[window]], baselines=len(cut)),
                     by_text=tuple((own[:, -quarter:] - cut[window]).mean(1).tolist()),
                     key_tokens=on_key_tokens(own[:, -quarter:], longest, is_key),
                     keys=tuple(sum(one) for one in keys),
@@ -218,7 +217,10 @@ def on_key_tokens(losses: Tensor, baseline: Tensor, is_key: Tensor) -> PairedDif
     """The difference on the tokens that ``is_key`` marks; all are [documents, positions]."""
     if int(is_key.any(dim=1).sum()) < 2:
         return None
-    groups = [[row[marked] for row, marked in zip(side, is_key, strict=True)] for side in (losses, baseline)]
+    marks = [marked for marked in is_key if marked.any()]
+    groups = [
+        [row[marked] for row, marked in zip(side[is_key.any(dim=1)], marks, strict=True)] for side in (losses, baseline)
+    ]
     return grouped_difference(*groups, over="documents")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.forward import head_chunk
-from ctxext.evaluation.survey import check_finite
+from ctxext.evaluation.statistics import check_finite
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.longrope import LongRoPE

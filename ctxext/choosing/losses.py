@@ -22,7 +22,8 @@ from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.loss import loss_by_position, loss_while
 from ctxext.evaluation.passkey import PasskeyPrompt, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, Readings
-from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.evaluation.statistics import check_finite
+from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import UNPATCHED, tail_losses, tail_passes, window_name
 
 __all__ = ["DEPTHS", "MeasuredLosses", "ModelInUse", "RaceCell", "StayingReader"]

@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.choosing.candidates import Entrant
-from ctxext.evaluation.statistics import CHANCE, PairedDifference, document_difference, students_quantile
+from ctxext.evaluation.statistics import CHANCE, PairedDifference, block_difference, students_quantile
 
 __all__ = [
     "AS_GOOD",
@@ -56,6 +56,9 @@ SEARCH = "search"
 LOOKS = {INSIDE: 0.005, WHOLE: 0.01, MORE: 0.01}
 # Chunks of a text, at whose ends a candidate may be stopped; and by how many standard errors at least it must be worse.
 PIECES, RESCUE = 8, 4.0
+# Blocks of tokens that count as independent: more than for a verdict, since chance is divided among many comparisons,
+# and Student's quantile for a small chance grows fast where there are few.
+BLOCKS = 64
 # The end of a text, where one that stretches too little falls apart: a part of it, and tokens at the least.
 ENDS, LEAST_END = 32, 16
 # Nats per token within which two finalists are as good: then the one that more runtimes read is chosen.
@@ -201,7 +204,7 @@ def is_worse(difference: PairedDifference, chance: float, comparisons: int, *, l
 
 def in_blocks(own: Sequence[Tensor], other: Sequence[Tensor]) -> PairedDifference:
     """The mean of ``own - other`` over the same tokens, where blocks of tokens count as independent."""
-    return document_difference([torch.cat(list(own))], [torch.cat(list(other))])
+    return block_difference(own, other, most=BLOCKS)
 
 
 @dataclass(eq=False, kw_only=True)

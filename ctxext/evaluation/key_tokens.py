@@ -31,6 +31,7 @@ from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import Report
+from ctxext.evaluation.statistics import check_finite
 
 __all__ = [
     "ALPHA",
@@ -185,6 +186,8 @@ def find_key_tokens(
             full = loss_by_position(model, ids, start=short - 1)[0]
         with ticking(model, FINDING, pass_cost(short + stride, point), progress):
             cut = _short_losses(model, ids, short=short, stride=stride, prefix=document.prefix)
+        for losses in (full, cut):
+            check_finite(losses, f"{evaluator.name}, which finds key tokens, {document.name}")
         cut = torch.cat([full[:stride], cut])
         (key,) = torch.nonzero((cut - full > alpha) & (full < -beta), as_tuple=True)
         from_end = sorted(len(full) - 1 - int(place) for place in key)

@@ -34,11 +34,10 @@ from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
 from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
 from ctxext.evaluation.statistics import (
-    BLOCK,
-    ENOUGH_DOCUMENTS,
     PairedDifference,
+    check_finite,
     difference_columns,
-    grouped_difference,
+    document_difference,
 )
 from ctxext.evaluation.truncation import (
     AS_SAVED,
@@ -173,7 +172,7 @@ def run(
         lengths: tokens, each at least ``keys.window``, which is added to them.
         methods: to extend by; none measures the checkpoint as it was saved, extended.
         reference: the unextended original, which reads the references of a checkpoint that comes extended.
-        trained_length: as for ``ctxext.patch``.
+        trained_length: as for ``ctxext.patch``; also the longest truncation.
         progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
 
     Raises:
@@ -185,10 +184,10 @@ def run(
     keys.check(checkpoint, corpus)
     lengths = _lengths(lengths, keys)
     work = _Work(corpus, keys, progress, turning_point(checkpoint.model))
-    provenance = provenance_of(checkpoint, corpus).with_extension(UNPATCHED, plain)
-    window = patching.describe(plain).trained_length or keys.window
+    provenance = provenance_of(checkpoint, corpus, trained_length=trained_length).with_extension(UNPATCHED, plain)
     unpatched = work.read(plain, UNPATCHED, keys.window)
-    truncations = {size: work.truncate(plain, size, lengths[-1]) for size in _windows(window, lengths)}
+    windows = _windows(_trained(plain, trained_length, keys), lengths)
+    truncations = {size: work.truncate(plain, size, lengths[-1]) for size in windows}
     readings = [
         work.reading(UNPATCHED, UNPATCHED, [unpatched], {}),
         *(
@@ -207,13 +206,19 @@ def run(
 
 
 def total_cost(
-    checkpoint: Checkpoint, corpus: Corpus, keys: KeyTokens, *, lengths: Sequence[int], methods: int
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    keys: KeyTokens,
+    *,
+    lengths: Sequence[int],
+    methods: int,
+    trained_length: int | None = None,
 ) -> float:
     """About what ``run`` reports to ``progress`` in all; ``methods`` is how many extensions are measured."""
     point = turning_point(checkpoint.model)
     lengths = _lengths(lengths, keys)
     truncated = tails_cost(
-        _windows(keys.window, lengths),
+        _windows(_trained(checkpoint.model, trained_length, keys), lengths),
         start=lengths[-1] - keys.searched,
         positions=lengths[-1],
         prefix=corpus.documents[0].prefix,
@@ -221,6 +226,11 @@ def total_cost(
     )
     whole = pass_cost(keys.window, point) + methods * sum(pass_cost(n, point) for n in lengths)
     return len(corpus.documents) * (whole + truncated)
+
+
+def _trained(model: nn.Module, given: int | None, keys: KeyTokens) -> int:
+    """Tokens that the model was trained for: as given, as its config says, or those in which key tokens were found."""
+    return given or patching.describe(model).trained_length or keys.window
 
 
 def _windows(trained_length: int, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -248,7 +258,7 @@ class _Counted:
     places: list[Tensor]
 
     def losses(self, found: _Losses) -> list[Tensor]:
-        """Theirs, [tokens] per text."""
+        """Return the losses of these tokens, [tokens] per text."""
         return [own[places] for own, places in zip(found.losses, self.places, strict=True)]
 
     def mean(self, found: _Losses) -> float:
@@ -260,23 +270,11 @@ class _Counted:
         return best_window({window: self.losses(one) for window, one in truncations.items()})
 
     def versus(self, found: _Losses, truncations: Mapping[int, _Losses]) -> PairedDifference | None:
-        """The loss minus that of the truncation that is best on them; None where a single group of tokens is left.
-
-        Groups are documents, or blocks of text where documents are few.
-        """
-        over = "documents" if len(self.places) >= ENOUGH_DOCUMENTS else "blocks"
-        sides = [self._groups(one, over) for one in (found, truncations[self.best(truncations)])]
-        if len(sides[0]) < 2:
+        """Return the loss minus that of the truncation that is best on them; None where a single token counts."""
+        if sum(map(len, self.places)) < 2:
             return None
-        return grouped_difference(*sides, over=over, baselines=len(truncations))
-
-    def _groups(self, found: _Losses, over: str) -> list[Tensor]:
-        groups: list[Tensor] = []
-        for losses, places in zip(self.losses(found), self.places, strict=True):
-            # The tokens of one block of text stand together here, as many as of them count.
-            sizes = torch.unique_consecutive(places // BLOCK, return_counts=True)[1].tolist()
-            groups += [losses] if over == "documents" else torch.split(losses, sizes)
-        return [group for group in groups if len(group)]
+        best = truncations[self.best(truncations)]
+        return document_difference(self.losses(found), self.losses(best), baselines=len(truncations))
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,6 +305,8 @@ class _Work:
         began = time.perf_counter()
         with ticking(model, name, pass_cost(seen, self.turning_point), self.progress):
             found = [losses(ending(one, length), one.prefix)[0] for one in self.corpus.documents]
+        for document, own in zip(self.corpus.documents, found, strict=True):
+            check_finite(own, f"{name}, {document.name}, {length:,} tokens")
         return _Losses(seen, found, time.perf_counter() - began)
 
     @cached_property

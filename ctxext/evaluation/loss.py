@@ -290,16 +290,16 @@ def yarn(
     *,
     length: int,
     stride: int = STRIDE,
-    bos: int | None = None,
+    front: Sequence[int] = (),
     truncate: bool = False,
     spread: Spread = alone,
     **options: Any,
 ) -> Scored:
     """The number that ``eval/perplexity.py`` of YaRN prints for one ``--max-tokens``.
 
-    Windows of ``length`` tokens, BOS included, start every ``stride`` tokens; each scores the tokens that no earlier
-    one scored. The mean loss of *each window* counts the same, whether it scored ``length`` tokens (the first), the
-    stride, or a ragged rest: shorter documents and first windows weigh more or less than their tokens. With
+    Windows of ``length`` tokens, BOS included, start every ``stride`` tokens; each scores the tokens of the text that
+    no earlier one scored. The mean loss of *each window* counts the same, whether it scored ``length`` tokens (the
+    first), the stride, or a ragged rest: shorter documents and first windows weigh more or less than their tokens. With
     ``truncate``, which made the published figures, every document is cut to its first window: then the number is the
     cumulative mean over the first ``length`` tokens, averaged over documents.
 
@@ -309,7 +309,8 @@ def yarn(
         length: tokens in a window, BOS included; at least 2.
         stride: tokens between the starts of windows (the paper's "sliding window of 256"), at most what a window
             holds of the text.
-        bos: put in front of every window; None for none, which leaves the first token of each text without a loss.
+        front: token ids put in front of every window and not scored: BOS, or all that the tokenizer puts in front.
+            Without any, the first token of each text has no loss.
         truncate: as the option of that name.
         spread: over documents.
         **options: ``chunk`` and ``cached`` of ``loss_by_position``.
@@ -322,7 +323,7 @@ def yarn(
     _check(documents, length, stride)
 
     def read(ids: Tensor) -> list[tuple[Tensor, int]]:
-        windows = yarn_windows(ids, length=length, stride=stride, bos=bos, truncate=truncate)
+        windows = yarn_windows(ids, length=length, stride=stride, front=front, truncate=truncate)
         return [(_score(model, window, options), window.input_ids.shape[1] - 1) for window in windows]
 
     found = spread(documents, read)
@@ -332,23 +333,23 @@ def yarn(
 
 
 def yarn_windows(
-    input_ids: Int[Tensor, "1 tokens"], *, length: int, stride: int, bos: int | None, truncate: bool = False
+    input_ids: Int[Tensor, "1 tokens"], *, length: int, stride: int, front: Sequence[int] = (), truncate: bool = False
 ) -> Iterator[Window]:
     """The windows of one text, as ``yarn`` reads them."""
-    room = length - (bos is not None)
+    room = length - len(front)
     if truncate:
         input_ids, stride = input_ids[:, :room], room
-    most = room if truncate or bos is not None else room - 1
+    most = room if truncate or len(front) else room - 1
     if not 1 <= stride <= most:
         raise InvalidParameterError(
             f"stride must be from 1 to {most} for windows of {length} tokens, found {stride}: a longer one leaves "
             f"tokens without a loss."
         )
-    front = input_ids.new_tensor([[] if bos is None else [bos]])
+    prefix = input_ids.new_tensor([list(front)])
     scored, tokens = 0, input_ids.shape[1]
     for begin in range(0, tokens, stride):
         end = min(begin + room, tokens)
-        window = torch.cat([front, input_ids[:, begin:end]], dim=1)
+        window = torch.cat([prefix, input_ids[:, begin:end]], dim=1)
         # The token at index i is predicted at position i - 1; the very first one of a window has no prediction.
         first = max(0, window.shape[1] - (end - scored) - 1)
         if window.shape[1] > 1:

@@ -44,8 +44,8 @@ from ctxext.evaluation.corpus import Corpus, special_suffix
 from ctxext.evaluation.forward import Progress, head_chunk, pass_cost, ticking, turning_point
 from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.readings import Reader, find_readers, known_trained_length
-from ctxext.evaluation.statistics import ENOUGH_DOCUMENTS, PairedDifference, difference_columns, document_difference
-from ctxext.evaluation.survey import Answer, Job, Survey, check_finite
+from ctxext.evaluation.statistics import PairedDifference, check_finite, difference_columns, document_difference
+from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, is_reference, window_name, windows_of
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.wrappers import base_model
@@ -573,8 +573,7 @@ class _Finished:
         return {window: self._parts(own, kind, start, stop) for window, own in self.windows.items()}
 
     def _versus(self, own: Sequence[Tensor], baseline: Sequence[Tensor]) -> PairedDifference | None:
-        """The paired difference, None where there are too few masked tokens for a standard error."""
-        groups = sum(1 for part in own if len(part)) if len(own) >= ENOUGH_DOCUMENTS else sum(map(len, own))
-        if groups < 2:
+        """Return the paired difference, None where a single masked token counts."""
+        if sum(map(len, own)) < 2:
             return None
         return document_difference(own, baseline, baselines=max(1, len(self.windows)))

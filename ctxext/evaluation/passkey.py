@@ -36,8 +36,8 @@ from ctxext.evaluation.forward import (
 )
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
 from ctxext.evaluation.provenance import Provenance, Report
-from ctxext.evaluation.statistics import wilson_interval
-from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial, check_finite
+from ctxext.evaluation.statistics import check_finite, wilson_interval
+from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.surgery.wrappers import base_model
 

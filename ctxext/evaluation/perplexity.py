@@ -40,7 +40,7 @@ from ctxext.evaluation.loss import (
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.readings import check_reference, known_trained_length, patched
-from ctxext.evaluation.statistics import PairedDifference, document_difference, grouped_difference
+from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,
@@ -258,7 +258,7 @@ def run(
         check_reference(checkpoint, reference)
         plain = reference.model
     work = Passes(plan, corpus, spread, progress, turning_point(model))
-    provenance = provenance_of(checkpoint, corpus)
+    provenance = provenance_of(checkpoint, corpus, trained_length=plan.trained_length)
     readings: list[Losses] = []
     if plain is not None and measured != UNPATCHED:
         provenance = provenance.with_extension(UNPATCHED, plain)
@@ -312,7 +312,8 @@ def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> 
 def _inside(work: Passes, model: nn.Module, known: Losses | None) -> Sequence[Tensor]:
     """The losses inside the trained window: out of what was read, or from a pass over just that."""
     name = UNPATCHED if known is None else known.name
-    in_order = work.plan.mode == "position" or (window_of(name) is not None and work.plan.mode != "longlora")
+    windows_in_order = work.plan.mode != "longlora" and not work.unscored
+    in_order = work.plan.mode == "position" or (window_of(name) is not None and windows_in_order)
     if known is None or not in_order:
         return work.pass_over(model, name, work.window)
     nearest = next(scored for length, scored in known.at.items() if length >= work.window)
@@ -357,11 +358,13 @@ class _Scoring:
         trained = self.plan.trained_length
         if self.truncations and (start >= trained or (kind == LENGTH and stop > trained)):
             truncated = {window: counted(one) for window, one in self.truncations.items()}
-            best = best_window(truncated)
+            compared = {window: self._texts(one) for window, one in truncated.items()}
+            best = best_window(compared)
             if own.name == TRUNCATED:
                 parts, window = truncated[best], best
             else:
-                versus, window = self._difference(stop, parts, truncated[best]), window_of(own.name)
+                versus = document_difference(self._texts(parts), compared[best], baselines=len(self.truncations))
+                window = window_of(own.name)
         return PerplexityScore(
             kind=kind,
             start=start,
@@ -372,14 +375,20 @@ class _Scoring:
             window=window,
         )
 
-    def _difference(self, length: int, losses: list[Tensor], other: list[Tensor]) -> PairedDifference | None:
-        baselines = len(self.truncations)
+    def _texts(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return what is compared: losses by document, or of LongLoRA's stream, where windows score a token together.
+
+        Neighbouring windows hold the same tokens, so that they would be no independent groups.
+        """
         if self.plan.mode != "longlora":
-            return document_difference(losses, other, baselines=baselines)
-        # Neighbouring windows hold the same tokens; runs as long as a window are as good as independent.
-        run = -(-length // (self.plan.stride or length))
-        sides = [[torch.cat(side[at : at + run]) for at in range(0, len(side), run)] for side in (losses, other)]
-        return grouped_difference(*sides, over="runs", baselines=baselines) if len(sides[0]) > 1 else None
+            return losses
+        stride = self.plan.stride or len(losses[0])
+        places = torch.cat([torch.arange(len(part)) + number * stride for number, part in enumerate(losses)])
+        total, count = (
+            torch.zeros(int(places.max()) + 1, dtype=torch.float64).index_add_(0, places, part)
+            for part in (torch.cat(losses).double(), torch.ones(len(places), dtype=torch.float64))
+        )
+        return [(total / count)[count > 0]]
 
 
 def _notes(
@@ -463,6 +472,11 @@ class Passes:
         return self.corpus.documents[0].prefix
 
     @property
+    def unscored(self) -> int:
+        """Positions at the start of each text that YaRN's protocol does not score: they predict prefix tokens."""
+        return max(0, self.prefix - 1) if self.plan.mode == "yarn" else 0
+
+    @property
     def bare(self) -> list[Tensor]:
         """Token ids of each text without the prefix: published protocols put one in front themselves, or none."""
         return [ids[:, self.prefix :] for ids in self.texts]
@@ -537,7 +551,17 @@ class Passes:
         """The losses of the first ``positions`` positions of each text, from one pass each."""
         cut = [ids[:, : positions + 1] for ids in self.texts]
         with self._ticking(model, name, positions):
-            return tuple(self.spread(cut, lambda ids: loss_by_position(model, ids, cached=self.plan.cached)[0]))
+            found = self.spread(cut, lambda ids: loss_by_position(model, ids, cached=self.plan.cached)[0])
+        self._check_finite(name, found)
+        return tuple(found)
+
+    def _check_finite(self, name: str, losses: Sequence[Tensor]) -> None:
+        """Raise ``IncompatibleError``, with the reading and the text, where a loss is no number."""
+        names = [document.name for document in self.corpus.documents]
+        for number, own in enumerate(losses):
+            # LongLoRA joins the texts, so that its losses are of windows.
+            text = f"window {number + 1}" if self.plan.mode == "longlora" else names[number]
+            check_finite(own, f"{name}, {text}")
 
     def _ticking(self, model: nn.Module, name: str, tokens: int) -> AbstractContextManager[None]:
         return ticking(model, name, pass_cost(tokens, self.turning_point), self.progress)
@@ -574,6 +598,7 @@ class Passes:
         with self._ticking(model, window_name(trained), trained):
             options = {"length": trained, "stride": stride_of(trained, prefix), "prefix": prefix}
             whole = sliding(model, texts, spread=self.spread, cached=cached, **options)
+        self._check_finite(window_name(trained), whole.losses)
         found = {}
         for window in windows_of(trained)[:-1]:
             with self._ticking(model, window_name(window), window):
@@ -582,10 +607,15 @@ class Passes:
                     return tail_losses(model, ids, window=window, start=trained, prefix=prefix, cached=cached)[0]
 
                 tails = self.spread(texts, tail)
+            self._check_finite(window_name(window), tails)
             losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]
             passes = sum(tail_passes(window, start=trained, positions=len(one), prefix=prefix) for one in losses)
             found[window] = Scored(tuple(losses), None, passes, passes * window)
-        return found | {trained: whole}
+        found[trained] = whole
+        return {
+            window: replace(one, losses=tuple(losses[self.unscored :] for losses in one.losses))
+            for window, one in found.items()
+        }
 
     def _protocol(self, model: nn.Module, name: str, length: int) -> Scored:
         plan = self.plan
@@ -593,8 +623,11 @@ class Passes:
         options |= {"spread": self.spread, "cached": plan.cached}
         with self._ticking(model, name, length):
             if plan.mode == "sliding":
-                return sliding(model, self.texts, prefix=self.prefix, **options)
-            if plan.mode == "yarn":
-                bos = int(self.texts[0][0, 0]) if self.prefix else None
-                return yarn(model, self.bare, bos=bos, truncate=plan.truncate, **options)
-            return longlora(model, self.bare, **options)
+                found = sliding(model, self.texts, prefix=self.prefix, **options)
+            elif plan.mode == "yarn":
+                front = self.texts[0][0, : self.prefix].tolist()
+                found = yarn(model, self.bare, front=front, truncate=plan.truncate, **options)
+            else:
+                found = longlora(model, self.bare, **options)
+        self._check_finite(name, found.losses)
+        return found

@@ -197,13 +197,20 @@ def _from_fields(kind: Any, saved: Mapping[str, Any]) -> Any:
     return kind(**{item.name: from_json(types[item.name], saved[item.name]) for item in fields(kind)})
 
 
-def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed: int | None = None) -> Provenance:
+def provenance_of(
+    checkpoint: Checkpoint,
+    corpus: Corpus | None = None,
+    *,
+    seed: int | None = None,
+    trained_length: int | None = None,
+) -> Provenance:
     """The provenance of a measurement that is about to begin.
 
     Args:
         checkpoint: from ``load_checkpoint``.
         corpus: from ``corpus_of``; None where no text is read.
         seed: of everything random.
+        trained_length: tokens that the weights were trained for; None where the config says so.
     """
     texts: dict[str, Any] = {}
     if corpus is not None:
@@ -213,7 +220,7 @@ def provenance_of(checkpoint: Checkpoint, corpus: Corpus | None = None, *, seed:
     return Provenance(
         checkpoint=checkpoint.name,
         checkpoint_sha256=checkpoint.sha256,
-        trained_length=patching.describe(checkpoint.model).trained_length,
+        trained_length=trained_length or patching.describe(checkpoint.model).trained_length,
         seed=seed,
         dtype=checkpoint.dtype_note or str(base.dtype).removeprefix("torch."),
         device=str(base.device),

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress
@@ -33,7 +33,6 @@ __all__ = [
     "PromptJob",
     "Survey",
     "Trial",
-    "check_finite",
     "explain_out_of_memory",
     "jobs_of",
     "launched_processes",
@@ -342,12 +341,3 @@ def explain_out_of_memory(where: str) -> Iterator[None]:
             f"Out of memory at {where}. What is finished is kept; ask for smaller lengths, or run the same command on "
             f"a device with more memory."
         ) from error
-
-
-def check_finite(losses: Tensor, where: str) -> None:
-    """Raise ``IncompatibleError`` where a model computes losses that are no numbers."""
-    if not losses.isfinite().all():
-        raise IncompatibleError(
-            f"The model computes losses that are no numbers: {where}. Measure in another --dtype (fp32 has the range), "
-            f"or leave this method out. What is finished is kept."
-        )

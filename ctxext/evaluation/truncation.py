@@ -6,10 +6,10 @@ every quarter of the trained window is measured, beyond the trained window, on t
 dropped.
 
 **Which one is the best** is decided for each comparison anew, on the very tokens that are compared (a stretch of
-positions, or everything beyond the window), by the mean loss over all of them and all texts. No user could choose so
-well, who does not know the tokens to come. So the baseline is, if anything, too good: where an extension beats it, it
-beats each of the windows; where it loses, being the best of several may be luck, so a loss must be larger to count
-(``PairedDifference.baselines``).
+positions, or everything beyond the window), by the mean loss over all of them: the mean that is then compared. No user
+could choose so well, who does not know the tokens to come. So the baseline is, if anything, too good: where an
+extension beats it, it beats each of the windows; where it loses, being the best of several may be luck, so a loss must
+be larger to count (``PairedDifference.baselines``).
 
 **What each window sees** of the text before a token is between three quarters and all of the window: a pass scores a
 quarter of a window (see ``truncated_loss``).
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import SMALL_MODEL, pass_cost
 from ctxext.evaluation.loss import truncated_loss
+from ctxext.evaluation.statistics import mean_loss
 
 __all__ = [
     "AS_SAVED",
@@ -82,17 +83,14 @@ def is_reference(name: str) -> bool:
 
 
 def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
-    """The window with the lowest mean loss, every token weighing the same; of equal ones the longest.
+    """The window with the lowest mean loss; of equal ones the longest.
+
+    The mean is that of ``mean_loss``, so that whatever beats the best window in a ``document_difference`` beats each.
 
     Args:
-        losses: nats per token, by window: the same tokens for each, in any number of tensors or in one.
+        losses: nats per token, by window: the same tokens for each, one tensor per document.
     """
-
-    def mean(window: int) -> float:
-        parts = [part.double() for part in losses[window]]
-        return sum(part.sum().item() for part in parts) / sum(part.numel() for part in parts)
-
-    return min(losses, key=lambda window: (mean(window), -window))
+    return min(losses, key=lambda window: (mean_loss(list(losses[window])), -window))
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
 from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
-from ctxext.evaluation.statistics import PairedDifference, paired_difference
+from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.evaluation.survey import my_share
 from ctxext.methods import PI, ALiBi, YaRN
 from tests._models import tiny
@@ -74,7 +74,7 @@ def test_every_number_is_that_of_the_evaluations(
         "yarn x2 ramp=turns",
         "dynamic_ntk x2",
     ]
-    assert (found.trained_length, found.lengths, found.unit) == (TRAINED, (TRAINED, TARGET), "blocks of 32 tokens")
+    assert (found.trained_length, found.lengths, found.unit) == (TRAINED, (TRAINED, TARGET), "blocks of tokens")
     tokens = [corpus_of([one], bos_tokenizer, tokens=TARGET + 1).documents[0].input_ids for one in DOCUMENTS]
     plain = torch.cat([loss_by_position(model, ids) for ids in tokens])
     cut = {
@@ -171,7 +171,7 @@ def test_the_verdict_follows_the_losses(
     near, far = base + 0.001 + 0.5 * noise[1], base + 0.5 + 0.5 * noise[2]  # standard errors of about 0.001
 
     def told(**losses: Tensor) -> Any:
-        return judge(TARGET, losses, {256: base + 0.2, 384: base, 512: base + 0.1}, block=64)
+        return judge(TARGET, losses, {256: base + 0.2, 384: base, 512: base + 0.1})
 
     worse = told(near=near + 0.1, far=far)
     assert (worse.best, worse.beats, worse.as_good, worse.candidates) == ("near", "no", (), 2)
@@ -186,10 +186,10 @@ def test_the_verdict_follows_the_losses(
     # Luck cannot make the best of many look worse than truncation; but which truncation is the best may be luck.
     assert told(slight=base + 0.0045 + 0.5 * noise[1], **many).beats == "no"
     lost = base + 0.5 * noise[1]
-    gap = paired_difference(lost, base, block=64)
+    gap = document_difference([*lost], [*base])
     lost += 2.2 * gap.standard_error - gap.mean
     assert told(slight=lost).beats == "undecided"
-    assert judge(TARGET, {"slight": lost}, {512: base}, block=64).beats == "no"
+    assert judge(TARGET, {"slight": lost}, {512: base}).beats == "no"
     result = measured(model, bos_tokenizer, tmp_path, methods=["yarn"])
     versus = told(near=near - 0.1).versus_truncation
     words = {

@@ -144,7 +144,7 @@ def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[
         f"torch {torch.__version__}",
         "fp32 (as asked for)",
         "Not measured: given frequencies",
-        "blocks of 32 tokens",
+        "blocks of tokens",
     ):
         assert told in words
     window = result["verdicts"][0]["window"]

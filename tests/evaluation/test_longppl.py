@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.errors import InvalidParameterError, PatchStateError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, corpus_of
@@ -280,3 +280,39 @@ def test_the_command(
     other = command(*given)
     assert other.exit_code == 1
     assert "holds key tokens found with alpha=0.5, and alpha=1.0 is asked for" in other.stderr
+
+
+def test_the_trained_length_that_is_given_is_that_of_the_truncations(checkpoint: Checkpoint) -> None:
+    """Of a text as long as the config's window, truncation to that window would drop nothing."""
+    given = TRAINED // 2
+    texts = corpus(checkpoint.tokenizer)
+    keys = find_key_tokens(checkpoint, texts, window=given, **LOOSE)
+    methods, steps = [ctxext.method("pi", factor=2)], []
+    found = longppl.run(
+        checkpoint,
+        texts,
+        keys,
+        lengths=[TRAINED],
+        methods=methods,
+        trained_length=given,
+        progress=lambda *step: steps.append(step),
+    )
+    windows = [reading.name for reading in found.readings if reading.name.startswith("truncated ")]
+    assert windows == [f"truncated {given * part // 4}" for part in (1, 2, 3, 4)]
+    assert found.provenance.trained_length == given
+    total = longppl.total_cost(checkpoint, texts, keys, lengths=[TRAINED], methods=1, trained_length=given)
+    assert sum(cost for _, cost in steps) == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_losses_that_are_no_numbers_are_refused_by_name(checkpoint: Checkpoint, value: float) -> None:
+    texts = corpus(checkpoint.tokenizer)
+    keys = find_key_tokens(checkpoint, texts, **LOOSE)
+    with torch.no_grad():
+        checkpoint.model.model.layers[1].mlp.up_proj.weight[3, 3] = value
+    with pytest.raises(IncompatibleError, match=f"no numbers: tiny, which finds key tokens, {keys.passages[0].name}"):
+        find_key_tokens(checkpoint, texts, **LOOSE)
+    methods = [ctxext.method("pi", factor=2)]
+    keys = replace(keys, evaluator_sha256=checkpoint.sha256)
+    with pytest.raises(IncompatibleError, match=f"no numbers: unpatched, {keys.passages[0].name}"):
+        longppl.run(checkpoint, texts, keys, lengths=[900], methods=methods)

@@ -165,7 +165,7 @@ def test_losses_in_windows_are_those_of_each_window_read_by_itself() -> None:
 
 
 def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyond_with_the_best_window() -> None:
-    report = measured(bert(), ["hierarchical", "pi"], factors=[4.0], documents=6)
+    report = measured(bert(), ["hierarchical", "pi"], factors=[4.0], documents=4)
     assert report.lengths == (TRAINED, 4 * TRAINED)
     names = [reading.name for reading in report.readings]
     assert names[:2] == [UNPATCHED, TRUNCATED]
@@ -192,7 +192,7 @@ def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyo
             assert ours.versus is not None
             assert ours.versus.mean == pytest.approx(ours.loss - theirs.loss, abs=1e-6)
             assert ours.versus.baselines == 4
-            assert ours.versus.over == "documents"
+            assert ours.versus.over == "blocks"
     whole = squeezed.at(4 * TRAINED, WHOLE)[0]
     for kind in (POSITION, END):
         scores = squeezed.at(4 * TRAINED, kind)
@@ -201,6 +201,18 @@ def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyo
         assert mean == pytest.approx(whole.loss, abs=1e-6)
     ends = [(score.start, score.stop) for score in squeezed.at(4 * TRAINED, END)]
     assert ends == [(0, 16), (16, 64), (64, 256)]
+
+
+def test_of_enough_documents_each_weighs_the_same() -> None:
+    """Documents have about as many masked tokens, so that the difference is near that of the losses, and not it."""
+    report = measured(bert(), ["pi"], factors=[2.0], documents=6)
+    reading, unextended = report.find("pi x2"), report.find(UNPATCHED)
+    assert reading is not None
+    assert unextended is not None
+    (score,), (plain,) = reading.at(TRAINED, WHOLE), unextended.at(TRAINED, WHOLE)
+    assert score.versus is not None
+    assert (score.versus.over, score.versus.units, score.versus.tokens) == ("documents", 6, score.tokens)
+    assert score.versus.mean == pytest.approx(score.loss - plain.loss, rel=0.1)
 
 
 def test_distance_to_the_end_counts_the_tokens_behind() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +18,6 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.forward import check_token_ids
 from ctxext.evaluation.loss import loss_by_position, loss_while, truncated_loss
-from ctxext.evaluation.statistics import PairedDifference, bucketed, paired_difference, students_quantile
 from tests._models import byte_model
 
 # Two fp32 evaluations of the same function that differ in the blocking of their matrix products.
@@ -204,102 +200,3 @@ def test_a_patched_model_is_measured_as_patched(model: LlamaForCausalLM, input_i
     assert not torch.allclose(patched, plain)
     ctxext.unpatch(model)
     assert torch.equal(loss_by_position(model, input_ids), plain)
-
-
-def test_buckets_weigh_tokens() -> None:
-    losses = torch.tensor([[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 6.0]])
-    first, second = bucketed(losses, [0, 1, 4])
-    assert (first.start, first.stop, first.tokens, first.loss) == (0, 1, 2, 2.0)
-    assert (second.start, second.stop, second.tokens, second.loss) == (1, 4, 6, 4.0)
-    assert second.perplexity == pytest.approx(math.e**4)
-    for edges in ([0], [0, 5], [2, 1], [1, 1], [-1, 2]):
-        with pytest.raises(InvalidParameterError, match="edges"):
-            bucketed(losses, edges)
-
-
-def test_paired_difference_by_hand() -> None:
-    losses, baseline = torch.tensor([[1.0, 3.0, 2.0, 2.0, 8.0]]), torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0]])
-    every_token = paired_difference(losses, baseline, block=1)
-    assert every_token.mean == pytest.approx(2.2)
-    # The textbook standard error of a mean: differences 0, 2, 1, 1, 7.
-    assert every_token.standard_error == pytest.approx(math.sqrt(30.8 / 4 / 5))
-    assert (every_token.tokens, every_token.units) == (5, 5)
-    blocks = paired_difference(losses, baseline, block=2)
-    # Groups of 2, 2 and 1 tokens with sums 2, 2 and 7: residuals 2 - 4.4, 2 - 4.4, 7 - 2.2.
-    assert blocks.mean == pytest.approx(2.2)
-    assert blocks.standard_error == pytest.approx(math.sqrt(3 / 2 * (2.4**2 + 2.4**2 + 4.8**2)) / 5)
-    assert str(blocks) == f"+2.200 ± {blocks.standard_error:.3f}"
-
-
-def test_paired_difference_covers_the_truth() -> None:
-    """Neighbours that share their noise: the blocks' interval covers zero about as often as it says."""
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(400, 1, 128, generator=generator).repeat_interleave(16, dim=2)
-    scores = []
-    for sample in noise:
-        found = paired_difference(sample, torch.zeros_like(sample), block=64)
-        scores.append(abs(found.mean) < 2 * found.standard_error)
-    assert 0.9 < sum(scores) / len(scores) < 0.98
-
-
-@pytest.mark.parametrize(
-    ("units", "expected"),
-    # Two-sided 5 percent points of Student's distribution, from printed tables.
-    [(2, 12.706), (3, 4.303), (5, 2.776), (6, 2.571), (9, 2.306), (31, 2.042), (121, 1.980)],
-)
-def test_a_verdict_uses_students_quantile(units: int, expected: float) -> None:
-    for factor, verdict in ((0.999, "no difference"), (1.001, "worse"), (-0.999, "no difference"), (-1.001, "better")):
-        found = PairedDifference(factor * expected * 0.01, 0.01, 640, units, "documents")
-        assert found.verdict == verdict
-        assert found.margin == pytest.approx(expected * 0.01, rel=3e-4)
-
-
-def test_the_best_of_several_baselines_must_be_missed_by_more() -> None:
-    """Being the best is partly luck, which makes what is held against it look worse, never better."""
-    worse = PairedDifference(0.0027, 0.001, 640, 31, "blocks", baselines=4)  # 2.657 standard errors are needed
-    assert worse.verdict == "worse"
-    near = replace(worse, mean=0.0026)
-    assert (near.verdict, replace(near, baselines=1).verdict) == ("no difference", "worse")
-    gain = replace(near, mean=-0.0021)
-    assert gain.verdict == "better"
-    # The best of several candidates is partly the luckiest too: three need 2.54 standard errors.
-    assert [replace(gain, mean=mean).verdict_of_best(3) for mean in (-0.0025, -0.0026)] == ["no difference", "better"]
-    assert near.verdict_of_best(3) == "no difference"
-
-
-@pytest.mark.parametrize(
-    ("chance", "degrees", "expected"),
-    # By inverting the incomplete beta function in arithmetic of 30 digits (mpmath).
-    [
-        (0.05, 1, 12.7062047361747),
-        (0.05, 2, 4.30265272974946),
-        (0.05, 3, 3.18244630528371),
-        (0.05, 4, 2.77644510519779),
-        (0.05, 8, 2.30600413520417),
-        (0.05, 30, 2.04227245630124),
-        (0.05, 1000, 1.96233908082641),
-        (0.01, 4, 4.60409487134999),
-    ],
-)
-def test_students_quantile(chance: float, degrees: int, expected: float) -> None:
-    assert students_quantile(chance, degrees) == pytest.approx(expected, rel=1e-12)
-
-
-def test_students_quantile_refuses() -> None:
-    for chance, degrees in ((0.0, 3), (1.0, 3), (0.05, 0)):
-        with pytest.raises(InvalidParameterError, match="degrees at least 1"):
-            students_quantile(chance, degrees)
-
-
-def test_paired_difference_over_documents_and_refusals() -> None:
-    losses = torch.tensor([[1.0, 3.0], [2.0, 4.0], [3.0, 8.0]])
-    found = paired_difference(losses, torch.zeros_like(losses), block=None)
-    assert (found.mean, found.units) == (3.5, 3)
-    means = losses.mean(dim=1)
-    assert found.standard_error == pytest.approx((means.std() / math.sqrt(3)).item())
-    with pytest.raises(InvalidParameterError, match="same tokens"):
-        paired_difference(losses, losses[:2])
-    with pytest.raises(InvalidParameterError, match="two groups"):
-        paired_difference(losses[:1], losses[:1], block=None)
-    with pytest.raises(InvalidParameterError, match="block"):
-        paired_difference(losses, losses, block=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
 from ctxext.cli.app import app
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation import loss
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.evaluation.perplexity import make_plan, run, total_cost, window_losses
+from ctxext.evaluation.perplexity import Passes, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
-from tests._models import trained_for
+from tests._models import byte_model, trained_for
 from tests._programs import launched
+from tests._tokenizer import make_tokenizer
 
 TRAINED = 64
 WINDOWS = (16, 32, 48, 64)
@@ -191,7 +194,7 @@ def test_windows(make: Make, mode: str) -> None:
     (score,), (baseline,) = extension.scores, truncated.scores
     ids = [one.input_ids for one in corpus.documents]
     protocol = getattr(loss, mode)
-    own = {"prefix": 1} if mode == "sliding" else {"bos": 256} if mode == "yarn" else {}
+    own = {"prefix": 1} if mode == "sliding" else {"front": [256]} if mode == "yarn" else {}
     texts = ids if mode == "sliding" else [one[:, 1:] for one in ids]
     inside_plain = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
     cut = {window: [part[0] for part in own] for window, own in cut_to(checkpoint.model, ids).items()}
@@ -202,9 +205,26 @@ def test_windows(make: Make, mode: str) -> None:
     inside = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
     assert extension.in_window.mean == pytest.approx(mean(inside) - mean(inside_plain), abs=1e-6)
     assert score.versus_truncation is not None
-    assert score.versus_truncation.tokens == baseline.tokens == sum(map(len, expected.losses))
-    assert score.versus_truncation.over == ("runs" if mode == "longlora" else "blocks")
-    if mode != "longlora":
+    assert score.tokens == baseline.tokens == sum(map(len, expected.losses))
+    assert score.versus_truncation.over == "blocks"
+    if mode == "longlora":
+        # Each token of the stream counts once, with the mean of what the windows lose that score it.
+        windows = loss.longlora_windows(texts, length=128, stride=40)
+        ctxext.unpatch(checkpoint.model)
+        plain, window = [], baseline.window or 0
+        for one in windows:
+            head = loss_by_position(checkpoint.model, one.input_ids[:, : TRAINED + 1])[0]
+            tail = truncated_loss(checkpoint.model, one.input_ids, window=window, stride=window // 4)[0]
+            plain.append(torch.cat([head, tail[TRAINED:]]))
+        seen: dict[int, list[float]] = {}
+        for number, (own, other) in enumerate(zip(expected.losses, plain, strict=True)):
+            for place, gap in enumerate((own - other[: len(own)]).tolist()):
+                seen.setdefault(40 * number + place, []).append(gap)
+        assert score.versus_truncation.tokens == len(seen)
+        means = [sum(gaps) / len(gaps) for gaps in seen.values()]
+        assert score.versus_truncation.mean == pytest.approx(sum(means) / len(means), abs=1e-6)
+    else:
+        assert score.versus_truncation.tokens == score.tokens
         window = min(cut, key=lambda size: mean(cut[size]))
         assert (baseline.loss, baseline.window) == (pytest.approx(expected.average(cut[window]), abs=1e-6), window)
         assert score.versus_truncation.mean == pytest.approx(mean(expected.losses) - mean(cut[window]), abs=1e-6)
@@ -366,3 +386,65 @@ def test_bad_commands(folder: Path, options: list[str], message: str) -> None:
     found = call(folder, *options)
     assert found.exit_code == 1
     assert message in found.output
+
+
+def prefixed(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Bytes, with so many special tokens in front of a text, as GLM-4 puts two there."""
+    made = make_tokenizer(bos=True)
+    made.add_special_tokens({"additional_special_tokens": ["<gmask>", "<sop>"]})
+    special = [(token, made.convert_tokens_to_ids(token)) for token in tokens]
+    single = " ".join([*tokens, "$A"])
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["sliding", "yarn"])
+@pytest.mark.parametrize("front", [[], ["<s>"], ["<gmask>", "<sop>"], ["<s>", "<gmask>", "<sop>"]], ids=len)
+def test_inside_the_window_both_sides_read_the_same_tokens(front: list[str], mode: str) -> None:
+    """Nothing is truncated there and self_extend changes nothing, so that the losses are equal, token by token."""
+    model = byte_model()
+    model.resize_token_embeddings(260)
+    model.config.max_position_embeddings = TRAINED
+    texts = [Document(f"text {n}", "".join(map(chr, torch.randint(97, 123, (150,)).tolist()))) for n in range(2)]
+    corpus = corpus_of(texts, prefixed(front), tokens=110, whole=True)
+    assert corpus.documents[0].prefix == len(front)
+    for truncate in (False, True) if mode == "yarn" else (False,):
+        arguments = {"target_length": 2 * TRAINED}
+        plan = make_plan(
+            model,
+            mode=mode,
+            lengths=[96],
+            method="self_extend",
+            arguments=arguments,
+            truncate=truncate,
+            stride=32,
+        )
+        work = Passes(plan, corpus, loss.alone, lambda *_: None, 1000)
+        cut = work.read_truncated(model)[TRAINED].at[96].losses
+        ctxext.patch(model, "self_extend", **arguments)
+        own = work.read(model, "self_extend", dynamic=False).at[96].losses
+        ctxext.unpatch(model)
+        assert len(own) == len(cut)
+        for some, other in zip(own, cut, strict=True):
+            assert len(some) <= len(other) <= len(some) + 1
+            torch.testing.assert_close(some[:40], other[:40], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["position", "sliding", "yarn", "longlora"])
+def test_losses_that_are_no_numbers_are_refused_by_name(make: Make, mode: str) -> None:
+    checkpoint, corpus = make(257, whole=True)
+    with torch.no_grad():
+        checkpoint.model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
+    plan = make_plan(checkpoint.model, mode=mode, method="yarn", lengths=[128])
+    text = "window 1" if mode == "longlora" else "text 0"
+    with pytest.raises(IncompatibleError, match=rf"no numbers: (unpatched|truncated 64), {text}"):
+        run(checkpoint, corpus, plan)
+
+
+def test_a_report_knows_the_trained_length_that_was_given(make: Make) -> None:
+    checkpoint, corpus = make(129)
+    plan = make_plan(checkpoint.model, method="yarn", lengths=[128], arguments={"trained_length": 32})
+    found = run(checkpoint, corpus, plan)
+    assert (found.trained_length, found.provenance.trained_length) == (32, 32)
+    windows = [reading.name for reading in found.readings if reading.name.startswith("truncated ")]
+    assert windows == [f"truncated {size}" for size in (8, 16, 24, 32)]

@@ -16,7 +16,6 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation import loss
 from ctxext.evaluation.forward import cached_tokens_for, parse_bytes, pass_bytes
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.statistics import document_difference, grouped_difference
 from tests._models import trained_for
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}
@@ -75,7 +74,7 @@ def test_yarn_is_its_published_loop(
             if end == len(tokens):
                 break
             begin += stride
-    found = loss.yarn(model, texts, length=length, stride=stride, bos=bos)
+    found = loss.yarn(model, texts, length=length, stride=stride, front=[] if bos is None else [bos])
     assert found.loss == pytest.approx(sum(means) / len(means), **CLOSE)
     assert (found.passes, sum(map(len, found.losses))) == (len(means), 201 if bos else 198)
     # Not the mean over tokens: that is what this form is kept for.
@@ -84,11 +83,11 @@ def test_yarn_is_its_published_loop(
 
 def test_yarn_truncated_is_the_published_figure(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
     means = [scored_by_hugging_face(model, [256, *ids[0, :29].tolist()], 1) for ids in texts]
-    found = loss.yarn(model, texts, length=30, bos=256, truncate=True)
+    found = loss.yarn(model, texts, length=30, front=[256], truncate=True)
     assert found.loss == pytest.approx(sum(means) / 3, **CLOSE)
     assert [len(part) for part in found.losses] == [29, 29, 29]
     with pytest.raises(InvalidParameterError, match="from 1 to 29"):
-        loss.yarn(model, texts, length=30, stride=30, bos=256)
+        loss.yarn(model, texts, length=30, stride=30, front=[256])
 
 
 def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
@@ -107,7 +106,7 @@ def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Ten
 
 
 def test_a_baseline_is_averaged_as_the_protocol_does(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
-    found = loss.yarn(model, texts, length=32, stride=8, bos=256)
+    found = loss.yarn(model, texts, length=32, stride=8, front=[256])
     assert found.average([part + 1 for part in found.losses]) == pytest.approx(found.loss + 1)
 
 
@@ -164,24 +163,3 @@ def test_memory_budget(model: LlamaForCausalLM) -> None:
     assert cached_tokens_for(model, 4096, pieces + head) == 256
     with pytest.raises(InvalidParameterError, match=r"in one pass and .* in cached pieces of 256"):
         cached_tokens_for(model, 4096, pieces + head - 1)
-
-
-def test_document_differences_by_hand() -> None:
-    ones = [torch.ones(n) for n in (2, 3, 4, 1, 2)]
-    losses = [one + shift for one, shift in zip(ones, (0.0, 1.0, 2.0, 3.0, 4.0), strict=True)]
-    found = document_difference(losses, ones)
-    # Sums 0, 3, 8, 3, 8 over 12 tokens: the mean is 22 / 12.
-    mean = 22 / 12
-    residuals = [total - n * mean for total, n in zip((0, 3, 8, 3, 8), (2, 3, 4, 1, 2), strict=True)]
-    error = math.sqrt(5 / 4 * sum(one**2 for one in residuals)) / 12
-    assert (found.mean, found.standard_error) == (pytest.approx(mean), pytest.approx(error))
-    assert (found.units, found.over, found.tokens, found.verdict) == (5, "documents", 12, "worse")
-    few = document_difference(losses[:2], ones[:2], block=1)
-    assert (few.units, few.over) == (5, "blocks")
-    assert document_difference(losses[:1], ones[:1]).units == 2
-    assert grouped_difference(losses[:2], ones[:2], over="runs").units == 2
-    for bad in (losses[:4], [*losses[:4], torch.ones(9)]):
-        with pytest.raises(InvalidParameterError, match="same tokens"):
-            document_difference(bad, ones)
-    with pytest.raises(InvalidParameterError, match="at least two groups"):
-        grouped_difference(losses[:1], ones[:1], over="runs")

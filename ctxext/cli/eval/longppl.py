@@ -90,17 +90,17 @@ def longppl(
     finder = session.reference or loaded if evaluator is None else session.load(evaluator)
     search = {"window": trained_length, "short": short, "stride": stride, "alpha": alpha, "beta": beta}
     found = _key_tokens(session, finder, corpus, keys, {k: v for k, v in search.items() if v is not None})
-    total = evaluation.total_cost(loaded, corpus, found, lengths=lengths, methods=max(1, len(methods)))
+    asked: dict[str, Any] = {"lengths": lengths, "trained_length": trained_length}
+    total = evaluation.total_cost(loaded, corpus, found, methods=max(1, len(methods)), **asked)
     with session.bar(total) as bar:
         result = evaluation.run(
             loaded,
             corpus,
             found,
-            lengths=lengths,
             methods=methods,
             reference=session.reference,
-            trained_length=trained_length,
             progress=bar,
+            **asked,
         )
     session.finish(result, show=show, draw=save_figure)
 

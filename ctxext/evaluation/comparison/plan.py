@@ -14,8 +14,8 @@ from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import JUDGED, PasskeyPrompt
 from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal, require_reached
-from ctxext.evaluation.statistics import edges_for
-from ctxext.evaluation.survey import Answer, Job, check_finite
+from ctxext.evaluation.statistics import check_finite, edges_for
+from ctxext.evaluation.survey import Answer, Job
 from ctxext.evaluation.truncation import TRUNCATED, tail_losses, tail_passes
 
 __all__ = ["LOSS", "PASSKEY", "Cell", "ComparisonPlan", "check_lengths", "make_plan"]

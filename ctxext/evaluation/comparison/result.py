@@ -17,12 +17,12 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import (
     CURVE,
+    ENOUGH_DOCUMENTS,
     Bucket,
     PairedDifference,
-    block_for,
     bucketed,
+    document_difference,
     edges_for,
-    paired_difference,
 )
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, BestTruncation, best_window, join_best, window_of
 
@@ -98,7 +98,6 @@ def summarise(
     fine = min(CURVE, length - trained_length)
     curve_edges = edges_for(trained_length, length, inside=min(fine, trained_length), beyond=fine)
     window = slice(0, trained_length)
-    block = block_for(len(losses), edges[-1] - edges[-2])
     beyond = [slice(start, stop) for start, stop in itertools.pairwise(edges[1:])]
     return Series(
         name=name,
@@ -106,7 +105,7 @@ def summarise(
         curve=bucketed(losses, curve_edges),
         in_window_ratio=math.exp((losses[:, window].double() - unpatched[:, window].double()).mean().item()),
         versus_truncation=tuple(
-            paired_difference(losses[:, s], truncated.losses[:, s], block=block, baselines=len(truncated.measured))
+            document_difference([*losses[:, s]], [*truncated.losses[:, s]], baselines=len(truncated.measured))
             for s in beyond
         ),
         dynamic=dynamic,
@@ -254,11 +253,10 @@ def assemble(
     finished = FinishedLosses(plan, journal)
     rows = tuple(_row(finished, reading) for reading in plan.readings)
     beyond = [n for n in plan.lengths[1:] if any(row.at(n) for row in rows if row.reading.is_candidate)]
-    block = finished.block(plan.lengths[-1] - finished.last_stretch(plan.lengths[-1]))
     return ComparisonResult(
         trained_length=plan.trained_length,
         lengths=plan.lengths,
-        unit="documents" if block is None else f"blocks of {block} tokens",
+        unit="documents" if len(plan.documents) >= ENOUGH_DOCUMENTS else "blocks of tokens",
         rows=rows,
         refusals=plan.refusals,
         panels=_panels(finished),
@@ -318,10 +316,6 @@ class FinishedLosses:
         quarter = max(1, trained // 4)
         return length - quarter if length == trained else max(length - quarter, trained)
 
-    def block(self, positions: int) -> int | None:
-        """What counts as independent among so many losses of each document, see ``block_for``."""
-        return block_for(len(self.plan.documents), positions)
-
     def _rows(self, reading: Reading, length: int) -> Tensor:
         documents = range(len(self.plan.documents))
         return torch.stack([self.journal.losses(self._lines[reading.name, LOSS, length, index]) for index in documents])
@@ -360,7 +354,7 @@ def _row(finished: FinishedLosses, reading: Reading) -> Row:
     return Row(
         reading=reading,
         inside=bucketed(inside, [0, window])[0],
-        short_context=paired_difference(inside, plain, block=finished.block(window)),
+        short_context=document_difference([*inside], [*plain]),
         scores=tuple(_score(finished, reading, length) for length in finished.plan.lengths_of(reading)),
         passkeys=finished.passkeys(reading),
     )
@@ -375,10 +369,10 @@ def _score(finished: FinishedLosses, reading: Reading, length: int) -> Score:
     score = Score(length=length, end=bucket, whole=up_to_there, versus_truncation=None, by_document=())
     if length <= finished.plan.trained_length:
         return score
-    best, block = finished.best_end(length), finished.block(length - start)
+    best = finished.best_end(length)
     return replace(
         score,
-        versus_truncation=paired_difference(end, best, block=block, baselines=len(finished.windows)),
+        versus_truncation=document_difference([*end], [*best], baselines=len(finished.windows)),
         by_document=tuple((end.double() - best.double()).mean(dim=1).tolist()),
         window=window,
         window_of_whole=window_of_whole,
@@ -392,7 +386,6 @@ def _verdict(finished: FinishedLosses, rows: Sequence[Row], length: int) -> Verd
         length,
         {reading.name: finished.losses(reading, length)[:, start:] for reading in competing},
         finished.truncations(length, start),
-        block=finished.block(length - start),
     )
 
 
@@ -457,8 +450,6 @@ def judge(
     length: int,
     losses: Mapping[str, Float[Tensor, "documents positions"]],
     truncations: Mapping[int, Float[Tensor, "documents positions"]],
-    *,
-    block: int | None,
 ) -> Verdict:
     """Find the best of several readings of the same tokens and hold it against the best truncation.
 
@@ -466,16 +457,13 @@ def judge(
         length: tokens, for the record.
         losses: nats per token, by name; at least one.
         truncations: of the same tokens, by window; at least one.
-        block: see ``paired_difference``.
     """
     window = best_window(truncations)
-    versus = {
-        name: paired_difference(own, truncations[window], block=block, baselines=len(truncations))
-        for name, own in losses.items()
-    }
+    baseline = [*truncations[window]]
+    versus = {name: document_difference([*own], baseline, baselines=len(truncations)) for name, own in losses.items()}
     best = min(versus, key=lambda name: versus[name].mean)
     needed = versus[best].errors_needed(len(losses))
-    others = {name: paired_difference(own, losses[best], block=block) for name, own in losses.items() if name != best}
+    others = {name: document_difference([*own], [*losses[best]]) for name, own in losses.items() if name != best}
     return Verdict(
         length=length,
         best=best,
