@@ -1,6 +1,6 @@
 """The rule by which the code is divided: rooms that know only those below, no private file of another room, no circle.
 
-Every import counts, at the top of a file or inside a function; what only a type checker reads does not.
+Every import counts: at the top of a file, inside a function, and under TYPE_CHECKING.
 """
 
 from __future__ import annotations
@@ -53,17 +53,9 @@ MODULES = modules()
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """The modules of this package that ``tree`` imports, wherever in the file."""
-    for_checkers = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
+    """Return the modules of this package that ``tree`` imports, wherever in the file and whoever reads it."""
     found = set()
     for node in ast.walk(tree):
-        if id(node) in for_checkers:
-            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

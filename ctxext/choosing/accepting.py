@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ctxext.choosing.choice import SearchResult, by_document
+from ctxext.choosing.choice import SearchResult
 from ctxext.choosing.losses import MeasuredLosses
 from ctxext.choosing.race import SEARCH, Course, Finish, is_worse, keys_lost
 from ctxext.choosing.search import Search, SearchedStart
 from ctxext.choosing.texts import TextStretch
+from ctxext.choosing.verdict import by_document
 from ctxext.evaluation.statistics import CHANCE, PairedDifference, document_difference
 
 __all__ = ["accept", "why_not"]

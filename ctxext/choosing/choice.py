@@ -1,155 +1,35 @@
-"""What a race chose, why, and on what: frozen objects that are made from finished losses."""
+"""What a race chose, why, and on what: frozen objects that are made from finished losses, and what they say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ctxext.choosing.budget import SearchSizes
+from ctxext.choosing.budget import SearchSizes, parse_budget
 from ctxext.choosing.candidates import short_label
-from ctxext.choosing.race import Course, Finish, Sizes, end_of
+from ctxext.choosing.race import INSIDE, MORE, READ, SEARCH, WHOLE, Course, Finish, Sizes
 from ctxext.choosing.search import SearchedStart
+from ctxext.choosing.verdict import HeldOut
+from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.readings import Reading, Refusal
-from ctxext.evaluation.statistics import PairedDifference, document_difference
-from ctxext.evaluation.truncation import best_window
+from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import METHODS, Method
 
 __all__ = [
     "Candidate",
     "Choice",
-    "HeldOut",
     "RuntimeVerdict",
     "SearchResult",
     "Spent",
-    "by_document",
-    "judge_held_out",
+    "duration",
+    "headline",
+    "sentences",
 ]
 
-# The choice is held against two: the published YaRN and the runner-up.
-COMPARED = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """The choice on texts that the race never read; differences are its loss minus that of another.
-
-    Args:
-        versus_usual: beyond the window, the published YaRN's; None where that is the choice.
-        end_versus_usual: the same at the end of the texts, where one that stretches too little falls apart.
-        versus_runner_up: beyond the window, the runner-up's.
-        versus_truncation: at the end of the texts, the best truncation's.
-        window: of that truncation, in tokens.
-        damage: inside the window, the unpatched model's.
-        usual_damage: of the published YaRN inside the window, likewise.
-        loss: of the choice beyond the window.
-        texts: how many were read.
-        names: of the documents.
-        same_documents: whether they are other parts of the documents that were chosen on.
-    """
-
-    versus_usual: PairedDifference | None
-    end_versus_usual: PairedDifference | None
-    versus_runner_up: PairedDifference | None
-    versus_truncation: PairedDifference
-    window: int
-    damage: PairedDifference
-    usual_damage: PairedDifference
-    loss: float
-    texts: int
-    names: tuple[str, ...]
-    same_documents: bool
-
-    def verdict(self, difference: PairedDifference | None) -> str:
-        """``better``, ``worse`` or ``no difference``; the chance of 5 percent is shared by both comparisons."""
-        if difference is None:
-            return "no difference"
-        return difference.verdict_of_best(COMPARED) if difference.mean <= 0 else _mirrored(difference)
-
-    @property
-    def declares_winner(self) -> bool:
-        """Whether the choice is called better than the published YaRN or than the runner-up."""
-        return "better" in (self.verdict(self.versus_usual), self.verdict(self.versus_runner_up))
-
-
-def _mirrored(difference: PairedDifference) -> str:
-    """The verdict on a loss that is higher, held to what a lower one is held to."""
-    needed = difference.errors_needed(COMPARED) * difference.standard_error
-    return "worse" if difference.mean > needed else "no difference"
-
-
-def by_document(texts: Sequence[Tensor], documents: Sequence[str]) -> list[Tensor]:
-    """Losses of texts, those of one document together.
-
-    Args:
-        texts: nats per token.
-        documents: which each text is of.
-    """
-    return [
-        torch.cat([text for text, own in zip(texts, documents, strict=True) if own == name])
-        for name in dict.fromkeys(documents)
-    ]
-
-
-def judge_held_out(
-    losses: Mapping[str, Sequence[Tensor]],
-    *,
-    choice: str,
-    usual: str,
-    runner_up: str,
-    unpatched: Sequence[Tensor],
-    truncations: Mapping[int, Sequence[Tensor]],
-    documents: Sequence[str],
-    trained: int,
-    same_documents: bool,
-) -> HeldOut:
-    """Hold the choice against the others on texts that it was not chosen on.
-
-    Args:
-        losses: of whole texts, nats per token, one tensor per text, of the three readings.
-        choice: name of the choice.
-        usual: of the published YaRN.
-        runner_up: of the runner-up; empty where there is none.
-        unpatched: of the unextended model inside the window, one tensor per text.
-        truncations: at the end of the texts, one tensor per text, by window.
-        documents: which each text is of; the texts of one document count as one.
-        trained: tokens of the window.
-        same_documents: see ``HeldOut``.
-    """
-
-    def together(texts: Sequence[Tensor]) -> list[Tensor]:
-        return by_document(texts, documents)
-
-    def beyond(name: str) -> list[Tensor]:
-        return together([text[trained:] for text in losses[name]])
-
-    def inside(name: str) -> list[Tensor]:
-        return together([text[:trained] for text in losses[name]])
-
-    window = best_window(truncations)
-    ends = together(truncations[window])
-    tails = together(
-        [text[-len(end) :] for text, end in zip(losses[choice], truncations[window], strict=True)],
-    )
-    start = end_of(trained, len(losses[choice][0]))
-    last = {name: together([text[start:] for text in losses[name]]) for name in (choice, usual)}
-    own, plain = beyond(choice), together(unpatched)
-    return HeldOut(
-        versus_usual=None if choice == usual else document_difference(own, beyond(usual)),
-        end_versus_usual=None if choice == usual else document_difference(last[choice], last[usual]),
-        versus_runner_up=document_difference(own, beyond(runner_up)) if runner_up else None,
-        versus_truncation=document_difference(tails, ends, baselines=len(truncations)),
-        window=window,
-        damage=document_difference(inside(choice), plain),
-        usual_damage=document_difference(inside(usual), plain),
-        loss=torch.cat(own).double().mean().item(),
-        texts=len(documents),
-        names=tuple(dict.fromkeys(documents)),
-        same_documents=same_documents,
-    )
+RUNGS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +146,7 @@ class Choice:
         spent: what it cost.
         provenance: what it was measured on and with, as JSON values.
         search: what a search of frequencies found; None where none was asked for.
+        left_out: names of texts that are copies of others, or are in them, and were not used.
     """
 
     candidates: tuple[Candidate, ...]
@@ -282,6 +163,7 @@ class Choice:
     spent: Spent
     provenance: Mapping[str, Any]
     search: SearchResult | None = None
+    left_out: tuple[str, ...] = ()
 
     def candidate(self, name: str) -> Candidate:
         """One of them by the name of its reading."""
@@ -342,8 +224,6 @@ class Choice:
     @property
     def sentence(self) -> str:
         """What was chosen and by how much it is better, in two sentences."""
-        from ctxext.choosing.sentences import headline
-
         return headline(self)
 
     @property
@@ -353,8 +233,6 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; ``method`` is what a recipe or ``ctxext.patch`` needs."""
-        from ctxext.choosing.sentences import sentences
-
         found = asdict(self)
         found["candidates"] = [
             asdict(one) | {"label": one.label, "method": one.reading.method} for one in self.candidates
@@ -381,3 +259,179 @@ class Choice:
                 row |= {name: gap.mean if gap else "", f"{name}_se": gap.standard_error if gap else ""}
             found.append(row | {"keys": " ".join(f"{loss:.3f}" for loss in course.keys), "tokens": course.tokens})
         return found
+
+
+def headline(choice: Choice) -> str:
+    """What was chosen, and by how much it beats YaRN as published."""
+    name, usual = choice.candidate(choice.name).label, choice.candidate(choice.usual).label
+    held, gap = choice.held_out, choice.held_out.versus_usual
+    chosen = f"Chosen for {tokens_label(choice.target_length)} tokens: {name}."
+    if gap is None:
+        return f"{chosen} It is YaRN as published: no other of {len(choice.candidates)} candidates was chosen over it."
+    texts = _texts(choice)
+    if choice.is_overruled:
+        other = choice.candidate(choice.finish.choice).label
+        end = held.end_versus_usual
+        if held.verdict(gap) == "worse" or end is None:
+            return f"{chosen} The race had chosen {other}, which on {texts} is worse, by {_size(gap)}."
+        return f"{chosen} The race had chosen {other}, which at the end of {texts} is worse, by {_size(end)}."
+    verdict = held.verdict(gap)
+    if verdict == "better":
+        return f"{chosen} On {texts} it is better than {usual} as published, by {_size(gap)}."
+    return f"{chosen} On {texts} no difference to {usual} as published can be shown: {_signed(gap)}."
+
+
+def sentences(choice: Choice) -> list[str]:
+    """Everything that has to be said, the headline first."""
+    said = [headline(choice), *_search(choice), *_versus_runner_up(choice), _versus_truncation(choice)]
+    said += _keys(choice)
+    said += [_damage(choice), _dropped(choice), _spent(choice), _form(choice), *_cautions(choice)]
+    return said
+
+
+def _texts(choice: Choice) -> str:
+    held, documents = choice.held_out, len(choice.held_out.names)
+    if held.same_documents:
+        count = f"{held.texts} other stretches" if held.texts > 1 else "another stretch"
+        return f"{count} of the text that it was chosen on"
+    if documents == 1 and held.texts == 1:
+        return "a text that it was not chosen on"
+    stretches = f"{held.texts} stretches of " if held.texts > documents else ""
+    texts = f"{documents} texts" if documents > 1 else "a text"
+    return f"{stretches}{texts} that it was not chosen on"
+
+
+def _size(gap: PairedDifference) -> str:
+    return f"{abs(gap.mean):.3f} ± {gap.standard_error:.3f} nats per token"
+
+
+def _signed(gap: PairedDifference) -> str:
+    return f"{gap} nats per token"
+
+
+def _versus_runner_up(choice: Choice) -> list[str]:
+    gap, name = choice.held_out.versus_runner_up, choice.finish.runner_up
+    if gap is None or choice.is_overruled:
+        return []
+    told = {"better": "better, by", "worse": "worse, by"}.get(choice.held_out.verdict(gap), "not shown to differ:")
+    size = _size(gap) if told.endswith("by") else _signed(gap)
+    return [f"Against the runner-up, {choice.candidate(name).label}, it is {told} {size}."]
+
+
+def _search(choice: Choice) -> list[str]:
+    """What a search did, and whether it was taken."""
+    found = choice.search
+    if found is None:
+        return []
+    sizes, best, rival = found.sizes, found.starts[0], choice.candidate(found.rival).label
+    where = " and ".join(one.name for one in found.starts)
+    on = f"{sizes.rows} texts at a time" if sizes.rows > 1 else "one text at a time"
+    keys = ", keys hidden in them" if found.needles else ""
+    kept = f"{len(found.texts)} texts" if len(found.texts) > 1 else "a text"
+    did = f"A search of the frequencies took {sizes.steps} steps from each of {where}, {on}{keys}."
+    if found.accepted:
+        return [
+            f"{did} What it found from {best.name} was taken: on {kept} kept back for that it is better than {rival}, "
+            f"which won the race, by {_size(found.gain)}."
+        ]
+    best_of = f"The best, from {best.name}, was judged on {kept} kept back for that"
+    return [f"{did} Nothing of it was taken. {best_of}: {found.why_not}."]
+
+
+def _versus_truncation(choice: Choice) -> str:
+    gap = choice.held_out.versus_truncation
+    kept = f"dropping all but the last {tokens_label(choice.held_out.window)} tokens"
+    whose = choice.candidate(choice.finish.choice).label if choice.is_overruled else "it"
+    verdict = gap.verdict
+    where = gap.scope(choice.held_out.texts)
+    if verdict == "better":
+        return f"At the end of the texts {whose} predicts better{where} than {kept}, by {_size(gap)}."
+    if verdict == "worse":
+        return (
+            f"For plain prediction at the end of the texts, {kept} is better{where}, by {_size(gap)}: the longer "
+            f"context pays where something far back is asked for."
+        )
+    return f"At the end of the texts no difference to {kept} can be shown: {_signed(gap)}."
+
+
+def _keys(choice: Choice) -> list[str]:
+    losses = choice.finish.course(choice.name).keys
+    if not losses:
+        return []
+    found = sum(loss < READ for loss in losses)
+    told = ", ".join(f"{loss:.2f}" for loss in losses)
+    where = f"hidden in {tokens_label(choice.target_length)} tokens"
+    if len(losses) == 1:
+        verb = "reads" if found else "does not read"
+        return [f"A key {where}, at the very start, it {verb} at better than even odds (loss {told} nats)."]
+    return [
+        f"Of {len(losses)} keys {where}, the first at the very start, it reads {found} at better than even odds (loss "
+        f"{told} nats)."
+    ]
+
+
+def _damage(choice: Choice) -> str:
+    held = choice.held_out
+    own = held.usual_damage if choice.is_overruled or choice.name == choice.usual else held.damage
+    beside = "" if choice.name == choice.usual else f" YaRN as published costs {held.usual_damage}."
+    return f"Inside the window it costs {_signed(own)} against the unextended model.{beside}"
+
+
+def _dropped(choice: Choice) -> str:
+    kinds: Counter[str] = Counter()
+    for course in choice.finish.courses:
+        if course.dropped:
+            shown = "shown to be worse on these texts" if course.worse_by else "left behind, not shown to be worse"
+            kinds[f"{RUNGS[course.rung]} ({shown})"] += 1
+    twins = sum(len(one.twins) for one in choice.candidates)
+    same = f" ({twins} more have the frequencies of one of them)" if twins else ""
+    told = "; ".join(f"{count} {where}" for where, count in kinds.items())
+    return f"Of {len(choice.candidates)} candidates{same} these were dropped: {told or 'none'}."
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader wants them."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _spent(choice: Choice) -> str:
+    spent = choice.spent
+    limit = f", of the budget of {spent.budget}" if spent.budget else ""
+    passes = f"{spent.passes:.1f} passes over {tokens_label(choice.target_length)} tokens"
+    took = f"{duration(spent.seconds)} of computing"
+    if parse_budget(spent.budget or None).seconds is None:
+        return f"It took as much as {passes}{limit}, and {took}."
+    return f"It took {took}{limit}: as much as {passes}."
+
+
+def _who_loads(choice: Choice) -> str:
+    """Which runtimes are known to compute the same, in a few words."""
+    able = [one.name for one in choice.runtimes if one.exact]
+    return ", ".join(able) if able else "only ctxext"
+
+
+def _form(choice: Choice) -> str:
+    if choice.rope_parameters is None:
+        return f"It has no stock form: {_who_loads(choice)} loads it."
+    return f"It is the stock dictionary {json.dumps(choice.rope_parameters)}; known to load it: {_who_loads(choice)}."
+
+
+def _cautions(choice: Choice) -> list[str]:
+    held, said = choice.held_out, []
+    gap = held.versus_usual or held.versus_truncation
+    if gap.over != "documents":
+        these = "this text" if len(held.names) == 1 else "these texts"
+        said.append(
+            f"The verdict is about {these} ({few_of(held.names)}): five documents or more would say something about "
+            f"others."
+        )
+    if choice.left_out:
+        said.append(
+            f"Left out as copies of other texts, or parts of them: {few_of(choice.left_out)}. What is chosen on is not "
+            f"judged on."
+        )
+    if choice.finish.course(choice.finish.choice).tokens and choice.sizes.texts == 1:
+        said.append("It was chosen on one text; with more, the choice among near equals is surer.")
+    return said

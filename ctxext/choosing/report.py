@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ctxext.choosing.choice import Candidate, Choice
+from ctxext.choosing.choice import Candidate, Choice, duration, sentences
 from ctxext.choosing.race import INSIDE, MORE, SEARCH, WHOLE
-from ctxext.choosing.sentences import duration, sentences
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.report.style import (
     COLOURS,
@@ -69,7 +68,8 @@ def page(choice: Choice, figure: str | None = None) -> str:
         *picture,
         "## The race",
         "Loss minus that of YaRN as published, in nats per token ± standard error, on what each has read. What was "
-        "only left behind was not shown to be worse: the budget did not last for it.",
+        "only left behind was not shown to be worse: the budget did not last for it. What is worse is so on the texts "
+        "that the race read; about other texts that says nothing.",
         _markdown(header, rows),
         *_search_page(choice),
         "## Who can load it",
@@ -137,7 +137,7 @@ def _short_fate(choice: Choice, one: Candidate) -> str:
         return "not taken"
     if course.worse_by is None:
         return "left behind"
-    return "stopped" if course.dropped.startswith("stopped") else "worse"
+    return "stopped" if course.dropped.startswith("stopped") else "worse on these texts"
 
 
 def _fate(choice: Choice, one: Candidate) -> str:
@@ -149,7 +149,7 @@ def _fate(choice: Choice, one: Candidate) -> str:
     if course.worse_by is None:
         return course.dropped
     by = choice.candidate(course.by).label
-    return f"{course.dropped}: {course.worse_by} against {by}"
+    return f"{course.dropped}, on these texts: {course.worse_by} against {by}"
 
 
 def _gap(gap: PairedDifference | None) -> str:

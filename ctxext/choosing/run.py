@@ -25,12 +25,13 @@ from ctxext.choosing.budget import (
     sizes_for,
 )
 from ctxext.choosing.candidates import Entrant, candidates, distinct, entrant
-from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, SearchResult, Spent, judge_held_out
+from ctxext.choosing.choice import Candidate, Choice, RuntimeVerdict, SearchResult, Spent
 from ctxext.choosing.landscape import Vector, as_method, require_searchable, vector_of
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses, ModelInUse, RaceCell
 from ctxext.choosing.race import Course, Finish, Race, Sizes
 from ctxext.choosing.search import Search
 from ctxext.choosing.texts import SplitTexts, split_texts
+from ctxext.choosing.verdict import judge_held_out
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus, Document, prefix_label, read_documents, special_prefix, tokenise
@@ -238,6 +239,7 @@ class Contest:
             runtimes=(),
             refusals=self.refusals,
             texts=tuple(stretch.text.name for stretch in split.choosing),
+            left_out=split.left_out,
             spent=self.spent(allowed, losses),
             provenance=self.provenance(),
             search=found,
@@ -393,7 +395,9 @@ def prepare(
         )
     if search:
         require_searchable(checkpoint.model)
-    split = split_texts(corpus.documents, tokens=target_length + 1, seed=seed, search=search)
+    split = split_texts(
+        corpus.documents, tokens=target_length + 1, seed=seed, search=search, tokenizer=checkpoint.tokenizer
+    )
     if keys:
         make_prompts(checkpoint.tokenizer, [target_length], DEPTHS[:1], seed=seed)  # it says what is too short for one
     sites = tuple(find_sites(base, trained, scaled=trained_length is not None))

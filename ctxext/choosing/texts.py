@@ -1,4 +1,9 @@
-"""Which texts an extension is chosen on, and which it is judged on afterwards."""
+"""Which texts an extension is chosen on, and which it is judged on afterwards.
+
+What it is judged on must be new, so a text that stands there twice is used once: equal texts, copies that differ in
+spaces and case, copies with another beginning or end, and excerpts of one another. A stretch is left out where at least
+half of its runs of 32 characters, spaces and case aside, occur in the stretches before it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,11 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.corpus import TokenisedDocument
@@ -14,6 +24,11 @@ __all__ = ["SplitTexts", "TextStretch", "split_texts"]
 
 # Of eight documents, three are chosen on and five are judged on: a verdict needs more of them than a choice.
 SHARE = 3 / 8
+# A run that two texts have in common, in characters or, without a tokenizer, in tokens; and the share of its runs by
+# which a stretch is the same as others.
+RUN, SAME = 32, 0.5
+# Runs that are looked at in all texts together: more texts are sampled, by the runs themselves.
+MOST_RUNS = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +53,14 @@ class SplitTexts:
         held_out: those that its choice is judged on.
         same_documents: whether both are of the one document that there is.
         accepting: of those to choose on, what is kept back for accepting what a search found on the others.
+        left_out: names of stretches that are in others.
     """
 
     choosing: tuple[TextStretch, ...]
     held_out: tuple[TextStretch, ...]
     same_documents: bool
     accepting: tuple[TextStretch, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def first(self, choosing: int, held_out: int) -> SplitTexts:
         """The first so many of each."""
@@ -69,14 +86,19 @@ class SplitTexts:
         return replace(self, choosing=tuple(one for one in self.choosing if one not in accepting), accepting=accepting)
 
 
-def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: int, search: bool = False) -> SplitTexts:
+def split_texts(
+    documents: Sequence[TokenisedDocument], *, tokens: int, seed: int, search: bool = False, tokenizer: Any = None
+) -> SplitTexts:
     """Cut documents into stretches and keep some documents for the verdict; of a single one, some of its stretches.
+
+    A stretch that is in others is left out first, so that nothing is both chosen on and judged on.
 
     Args:
         documents: whole.
         tokens: in a stretch, the prefix included.
         seed: decides which documents are for what.
         search: keep a part of those to choose on back, see ``keep_back``.
+        tokenizer: of the documents, which tells copies that differ in spaces and case alone; None compares tokens.
 
     Raises:
         InvalidParameterError: no document is long enough, or there is one stretch in all; two for a search.
@@ -88,12 +110,13 @@ def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: in
             f"{tokens:,} are needed. Give longer texts, or a smaller target."
         )
     cut = [_stretches(one, name, tokens) for one, name in zip(documents, _names(documents), strict=True)]
-    cut = [stretches for stretches in cut if stretches]
+    cut, left_out = _distinct([stretches for stretches in cut if stretches], tokenizer)
     if sum(map(len, cut)) < 2:
+        copies = f" ({len(left_out)} more are copies of it)" if left_out else ""
         raise InvalidParameterError(
-            f"One stretch of {tokens:,} tokens is too little for a verdict: one is chosen on, and another, never read "
-            f"before, is judged on; better are three and five. The text has {longest:,} tokens. Give more or longer "
-            f"texts."
+            f"One stretch of {tokens:,} tokens{copies} is too little for a verdict: one is chosen on, and another, "
+            f"never read before, is judged on; better are three and five. The text has {longest:,} tokens. Give more "
+            f"or longer texts."
         )
     draw = random.Random(f"choose {seed}")
     draw.shuffle(cut)
@@ -101,10 +124,10 @@ def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: in
         (only,) = cut
         draw.shuffle(only)
         count = _share(len(only), search)
-        found = SplitTexts(tuple(only[:count]), tuple(only[count:]), same_documents=True)
+        found = SplitTexts(tuple(only[:count]), tuple(only[count:]), same_documents=True, left_out=left_out)
     else:
         count = _share(len(cut), search)
-        found = SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=False)
+        found = SplitTexts(_in_turns(cut[:count]), _in_turns(cut[count:]), same_documents=False, left_out=left_out)
     return found.keep_back() if search else found
 
 
@@ -113,9 +136,58 @@ def _share(of: int, search: bool) -> int:
 
 
 def _names(documents: Sequence[TokenisedDocument]) -> list[str]:
-    """Names of documents, numbered where two are the same."""
+    """Return a name for each document that no other has, numbered where two are the same."""
     names = [one.name for one in documents]
-    return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
+    taken = {name for name in names if names.count(name) == 1}
+    found = []
+    for name in names:
+        numbers = (f"{name} ({number})" for number in itertools.count(1))
+        unique = name if names.count(name) == 1 else next(one for one in numbers if one not in taken)
+        taken.add(unique)
+        found.append(unique)
+    return found
+
+
+def _distinct(
+    documents: Sequence[list[TextStretch]], tokenizer: Any
+) -> tuple[list[list[TextStretch]], tuple[str, ...]]:
+    """Return the stretches of documents without those that are in others, and the names of the latter.
+
+    The longest document comes first, so that of a text and its excerpt the text is kept.
+    """
+    characters = {id(one): _characters(one, tokenizer) for stretches in documents for one in stretches}
+    every = max(1, sum(map(len, characters.values())) // MOST_RUNS)
+    seen: set[int] = set()
+    copies = set()
+    for stretches in sorted(documents, key=len, reverse=True):
+        for one in stretches:
+            runs = _runs(characters[id(one)], every)
+            if len(runs & seen) >= SAME * len(runs) and runs:
+                copies.add(id(one))
+            seen |= runs
+    kept = [[one for one in stretches if id(one) not in copies] for stretches in documents]
+    left_out = tuple(one.text.name for stretches in documents for one in stretches if id(one) in copies)
+    return [stretches for stretches in kept if stretches], left_out
+
+
+def _characters(stretch: TextStretch, tokenizer: Any) -> Int[Tensor, " characters"]:
+    """Return what two texts are compared by: bytes without spaces and in one case, or token ids."""
+    ids = stretch.text.input_ids[0, stretch.text.prefix :]
+    if tokenizer is None:
+        return ids
+    folded = "".join(tokenizer.decode(ids.tolist()).split()).casefold()
+    return torch.tensor(list(folded.encode()), dtype=torch.long)
+
+
+def _runs(characters: Int[Tensor, " characters"], every: int) -> set[int]:
+    """Return hashes of all runs of a text, or of about one in ``every``: the same ones in each text."""
+    width = min(RUN, len(characters))
+    starts = len(characters) - width + 1
+    hashes = torch.zeros(starts, dtype=torch.long)
+    for place in range(width):
+        hashes = hashes * 6364136223846793005 + characters[place : place + starts] + 1
+    hashes >>= 16  # the lower digits of such a sum are far from random
+    return set(hashes[hashes % every == 0].tolist())
 
 
 def _stretches(document: TokenisedDocument, name: str, tokens: int) -> list[TextStretch]:

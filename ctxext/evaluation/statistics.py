@@ -36,7 +36,7 @@ __all__ = [
 ENOUGH_DOCUMENTS = 5
 # Blocks of consecutive tokens: at most MOST_BLOCKS, of BLOCK tokens or more where there are enough of them for
 # LEAST_BLOCKS. Few long blocks are hardly correlated, and more than some fifteen would hardly narrow the interval.
-BLOCK, LEAST_BLOCKS, MOST_BLOCKS = 128, 8, 16
+BLOCK, LEAST_BLOCKS, MOST_BLOCKS = 256, 8, 16
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def block_difference(
     """How much ``losses`` differ from ``baseline`` on these very texts, every token weighing the same.
 
     Neighbouring tokens are correlated, so the texts are joined and cut into a few long blocks of equal length, and only
-    blocks count as independent ("batch means"): at most ``most``, of 128 tokens or more where eight such can be made.
+    blocks count as independent ("batch means"): at most ``most``, of 256 tokens or more where eight such can be made.
     A correlation over much more than a tenth of a block makes the standard error too small.
 
     Args:

@@ -140,8 +140,11 @@ class ChunkedForward(ForwardOverride):
         if labels is None and targets is None:
             return self.run(*args, **kwargs)
         count, as_dict = given.pop("num_items_in_batch", None), given.pop("return_dict", None)
+        ignored = given.pop("ignore_index", IGNORED)
         if targets is None:
-            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+            targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+        if ignored != IGNORED:
+            targets = _ignoring(targets, ignored)
         layers = Pieces(self.module, given, targets)
         size = max(1, self.chunk // targets.shape[0])
         total = layers.recomputed(size) if is_sharded(self.module) else layers.at_once(size)
@@ -266,6 +269,15 @@ def cross_entropy_and_gradient(
     if weights is not None:
         by_logits *= weights[..., None]
     return value, by_logits.masked_fill_(ignored, 0.0).to(logits.dtype)
+
+
+def _ignoring(targets: Tensor, index: int) -> Tensor:
+    """Return targets in which those that equal ``index`` are marked as usual."""
+    if (targets == IGNORED).any():
+        raise InvalidParameterError(
+            f"Some labels are {IGNORED} and ignore_index is {index}, so they would count as tokens. Use one of the two."
+        )
+    return targets.masked_fill(targets == index, IGNORED)
 
 
 def _counting(targets: Tensor, size: int) -> list[int]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import ctxext
 from ctxext.choosing.candidates import Entrant
-from ctxext.choosing.choice import HeldOut, judge_held_out
 from ctxext.choosing.race import LOOKS, PIECES, Finish, Race, Sizes, chosen, is_worse, keys_lost
+from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.statistics import CHANCE, PairedDifference
 from tests._models import byte_model

@@ -245,7 +245,8 @@ def test_keys_are_a_part_of_it_only_where_the_model_reads_any(
 
 def test_a_part_of_the_texts_is_kept_back() -> None:
     def document(name: str, tokens: int) -> TokenisedDocument:
-        return TokenisedDocument(name, torch.arange(tokens)[None], 0)
+        own = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(ord(name[0])))
+        return TokenisedDocument(name, own, 0)
 
     eight = split_texts([document(str(n), 250) for n in range(8)], tokens=100, seed=0, search=True)
     named = [{one.document for one in part} for part in (eight.choosing, eight.accepting, eight.held_out)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +13,8 @@ import torch
 from ctxext.choosing.budget import RACES, Costs, parse_budget, prefix_of, sizes_for, stretches_in
 from ctxext.choosing.texts import split_texts
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import TokenisedDocument
+from ctxext.evaluation.corpus import Document, TokenisedDocument, tokenise
+from tests._tokenizer import make_tokenizer
 
 COSTS = Costs(trained=8192, length=16384, judged=90, others=5, windows=(2048, 4096, 6144, 8192), turning_point=4096)
 
@@ -49,6 +52,69 @@ def test_of_a_single_document_other_stretches_judge() -> None:
 def test_texts_of_one_name_are_two_documents() -> None:
     found = split_texts([document("a", 150), document("a", 151)], tokens=101, seed=0)
     assert {found.choosing[0].document, found.held_out[0].document} == {"a (1)", "a (2)"}
+
+
+def test_a_name_is_that_of_one_document() -> None:
+    """Also where a numbered name is another document's own."""
+    documents = [document(name, 150 + n) for n, name in enumerate(("a", "a", "a (1)", "a (1)", "a (2)", "b"))]
+    found = split_texts(documents, tokens=101, seed=0)
+    names = [one.document for one in (*found.choosing, *found.held_out)]
+    assert len(set(names)) == len(documents)
+    assert {"a (2)", "b"} <= set(names)
+
+
+WORDS = [f"w{number}" for number in random.Random(0).sample(range(10_000), 3000)]
+
+
+def written(name: str, words: list[str]) -> TokenisedDocument:
+    return tokenise(Document(name, " ".join(words)), make_tokenizer(bos=True))
+
+
+COPIES: dict[str, Callable[[list[str]], list[str]]] = {
+    "equal": lambda words: words,
+    "in capitals": lambda words: [word.upper() for word in words],
+    "in other lines": lambda words: "\n".join(words).split(" "),
+    "with another beginning": lambda words: ["copied", "by", "hand", *words],
+    "with another end": lambda words: [*words[:-40], "the", "end"],
+    "an excerpt": lambda words: words[200:500],
+    "one word in fifty changed": lambda words: ["changed" if n % 50 == 7 else word for n, word in enumerate(words)],
+}
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("change", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_chosen_on_is_not_judged_on(change: Callable[[list[str]], list[str]], search: bool, seed: int) -> None:
+    one, others = WORDS[:600], [WORDS[600 * n : 600 * (n + 1)] for n in range(1, 5)]
+    documents = [written("copy", change(one)), written("one", one), *(written(str(n), o) for n, o in enumerate(others))]
+    found = split_texts(documents, tokens=256, seed=seed, search=search, tokenizer=make_tokenizer(bos=True))
+    parts = [{stretch.document for stretch in part} for part in (found.choosing, found.accepting, found.held_out)]
+    places = [number for number, part in enumerate(parts) if part & {"one", "copy"}]
+    assert len(places) == 1, "one and its copy are never on two sides"
+    assert found.left_out
+    assert all(name.startswith(("one", "copy")) for name in found.left_out)
+    assert set.union(*parts) >= {"0", "1", "2", "3"}
+
+
+def test_a_text_that_stands_twice_in_a_document_is_read_once() -> None:
+    once = written("twice", WORDS[:600])
+    twice = written("twice", [*WORDS[:600], "again:", *WORDS[:600]])
+    for tokenizer in (None, make_tokenizer(bos=True)):
+        found = split_texts([twice], tokens=256, seed=0, tokenizer=tokenizer)
+        left = len(found.choosing) + len(found.held_out)
+        assert found.same_documents
+        assert left <= once.tokens // 255 + 1
+        assert len(found.left_out) == (twice.tokens - 1) // 255 - left
+    with pytest.raises(InvalidParameterError, match="2 more are copies of it"):
+        split_texts([written(name, WORDS[:80]) for name in "abc"], tokens=256, seed=0)
+
+
+def test_texts_that_share_little_are_all_read() -> None:
+    """A licence at the end of every text does not make it a copy."""
+    licence = [f"licence{n}" for n in range(40)]
+    documents = [written(str(n), [*WORDS[600 * n : 600 * (n + 1)], *licence]) for n in range(5)]
+    found = split_texts(documents, tokens=1024, seed=0, tokenizer=make_tokenizer(bos=True))
+    assert not found.left_out
 
 
 @pytest.mark.parametrize(

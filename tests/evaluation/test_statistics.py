@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.choosing.choice import by_document, judge_held_out
+from ctxext.choosing.verdict import by_document, judge_held_out
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.statistics import (
     PairedDifference,
@@ -39,16 +39,16 @@ def test_documents_weigh_the_same_whatever_their_length() -> None:
 
 def test_of_few_documents_blocks_are_compared() -> None:
     generator = torch.Generator().manual_seed(1)
-    losses = [torch.randn(size, generator=generator) for size in (900, 1149, 100, 0)]
+    losses = [torch.randn(size, generator=generator) for size in (1900, 2149, 100, 0)]
     found = document_difference(losses, [torch.zeros_like(one) for one in losses])
     joined = torch.cat(losses).double()
-    assert (found.units, found.over, found.tokens) == (16, "blocks", 2149)
+    assert (found.units, found.over, found.tokens) == (16, "blocks", 4149)
     assert found.mean == pytest.approx(joined.mean().item()) == pytest.approx(mean_loss(losses))
     assert [found.scope(1), found.scope(3)] == [" on this text", " on these texts"]
     means = torch.stack([part.mean() for part in torch.tensor_split(joined, 16)])
     assert found.standard_error == pytest.approx((means.std() / 4).item())
-    # At most sixteen, of 128 tokens or more; never fewer than eight; never more than there are tokens.
-    sizes = {100_000: 16, 2048: 16, 1536: 12, 1024: 8, 100: 8, 8: 8, 5: 5, 2: 2}
+    # At most sixteen, of 256 tokens or more; never fewer than eight; never more than there are tokens.
+    sizes = {100_000: 16, 4096: 16, 3072: 12, 2048: 8, 100: 8, 8: 8, 5: 5, 2: 2}
     found_units = {n: document_difference([torch.arange(float(n))], [torch.zeros(n)]).units for n in sizes}
     assert found_units == sizes
     assert block_difference([torch.arange(100_000.0)], [torch.zeros(100_000)], most=64).units == 64

@@ -76,6 +76,25 @@ def test_as_the_trainer_calls_it() -> None:
     agree(tiny(), inputs_embeds=tiny().get_input_embeddings()(inputs["input_ids"]).detach(), labels=inputs["labels"])
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "bloom"])
+@pytest.mark.parametrize("ignored", [5, 0, -1])
+def test_the_index_that_is_ignored_is_the_callers(kind: str, ignored: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = batch()
+    inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] == -100, ignored)
+    inputs["labels"][:, 30:] = ignored
+    for more in ({}, {"num_items_in_batch": 7}, {"shift_labels": inputs["labels"].roll(3, 1)}):
+        agree(tiny(kind), **inputs, **more, ignore_index=ignored)
+    with chunk_loss(model := tiny(kind), chunk=14):
+        counted = model(**inputs, ignore_index=ignored).loss
+    if ignored >= 0:  # a token as good as others, where nobody says that it is ignored
+        assert abs((counted - model(**inputs).loss).item()) > 1e-3
+    monkeypatch.setattr(loss, "is_sharded", lambda _: True)
+    agree(tiny(kind), **inputs, ignore_index=ignored)
+    inputs["labels"][0, 3] = -100
+    with chunk_loss(model), pytest.raises(InvalidParameterError, match=f"ignore_index is {ignored}"):
+        model(**inputs, ignore_index=ignored)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_sixteen_bits_are_as_near_to_the_truth(tied: bool, autocast: bool) -> None:
