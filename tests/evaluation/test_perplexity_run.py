@@ -402,9 +402,8 @@ def prefixed(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("front", [[], ["<s>"], ["<gmask>", "<sop>"], ["<s>", "<gmask>", "<sop>"]], ids=len)
 def test_inside_the_window_both_sides_read_the_same_tokens(front: list[str], mode: str) -> None:
     """Nothing is truncated there and self_extend changes nothing, so that the losses are equal, token by token."""
-    model = byte_model()
+    model = trained_for(byte_model(), TRAINED)
     model.resize_token_embeddings(260)
-    model.config.max_position_embeddings = TRAINED
     texts = [Document(f"text {n}", "".join(map(chr, torch.randint(97, 123, (150,)).tolist()))) for n in range(2)]
     corpus = corpus_of(texts, prefixed(front), tokens=110, whole=True)
     assert corpus.documents[0].prefix == len(front)
