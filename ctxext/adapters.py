@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from ctxext.files import hidden_beside, write_whole
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import ENCODING, encoding_weights, put_encoding_weights
-from ctxext.surgery.wrappers import unwrapped
+from ctxext.surgery.wrappers import EXTENDED_IN_MEMORY, unwrapped
 
 __all__ = [
     "ADAPTER_FILE",
@@ -171,8 +172,20 @@ class ExtendedAdapter:
         if extension is None:
             type(self.adapter).save_pretrained(self.adapter, os.fspath(save_directory), **kwargs)
         else:
+            _name_base(Path(save_directory), self.base)
             encoding = _encoding_beside(self.base, self.name)
             _save_marked(self.adapter, Path(save_directory), extension, encoding, **kwargs)
+
+
+def _name_base(directory: Path, base: Any) -> None:
+    """Let the model card that PEFT has written name the base model, in the place of what its config says now."""
+    for place in (directory, directory.parent):  # that of an adapter with a name is in the folder above
+        path = place / "README.md"
+        if path.is_file():
+            card = ModelCard.load(path)
+            if card.data.get("base_model") == EXTENDED_IN_MEMORY:
+                card.data["base_model"] = base.name_or_path
+                card.save(path)
 
 
 def keep_extension(model: Any, edits: Edits) -> None:

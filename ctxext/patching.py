@@ -44,11 +44,22 @@ from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rebuild import own_defaults
 from ctxext.surgery.sides import SIDES, Side, sides_of
 from ctxext.surgery.texts import text_of
-from ctxext.surgery.wrappers import base_model, give_own_config, length_limits, unwrapped
+from ctxext.surgery.wrappers import (
+    EXTENDED_IN_MEMORY,
+    base_model,
+    give_own_config,
+    lead_nowhere,
+    length_limits,
+    unwrapped,
+)
 
 __all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]
 
 ModelT = TypeVar("ModelT")
+REFERENCE = (
+    "Trainers that load a reference model by themselves (TRL's DPO, KTO, GRPO and RLOO without PEFT) would load the "
+    "plain one: give them ctxext.training.reference(model), or save the model and train what is loaded from there."
+)
 
 
 @dataclass
@@ -219,6 +230,7 @@ def patch(
             form = saved_form_of(sides)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", form)
+        lead_nowhere(base.config, edits)
         for part in [side.side.model for side in patched.sides.values()] or [base]:
             write_old_form(part.config, edits, of_any_type=True)
         _raise_generation_limit(base, patched, edits)
@@ -490,6 +502,8 @@ def _described(model: Any) -> Description:
         extension, notes = patched.extension, list(patched.extension.notes)
         found = describe_saved(saved_form(patched.method, extension), model_type, tuple(patched.edits.lines()))
         notes += _limit_notes(model, extension)
+        if getattr(base.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
+            notes.append(REFERENCE)
         return replace(found, attention=attention_line(base, extension.attention), notes=tuple(notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:

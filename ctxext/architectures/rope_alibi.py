@@ -17,7 +17,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.published import without_foreign
 from ctxext.surgery.rebuild import REFUSALS, Rebuild
-from ctxext.surgery.rope_types import UNROTATED_TYPE
+from ctxext.surgery.rope_types import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
@@ -72,7 +72,7 @@ def replace_rotation(
     return Extension(
         trained_length=trained_length,
         target_length=target,
-        stored_as=f"rope_type {UNROTATED_TYPE!r}, which only ctxext loads",
+        stored_as=f"rope_type {UNROTATED_NAME!r}, which only ctxext loads",
         stock=False,
         fingerprint=bias_fingerprint(method, alibi),
         notes=(NOTE, *ways, *attend.backends.notes(), *([window] if window else [])),
@@ -88,14 +88,15 @@ def unrotated(
 ) -> Rebuild:
     """The model as it is built without rotation."""
     text = text_of(model.config)
-    base = text.rope_parameters["rope_theta"]
-    form = {"rope_type": UNROTATED_TYPE, "rope_theta": base, "ctxext": method.to_dict()}
-    rope = place.rescaled(text.rope_parameters, form)
-    try:
-        fields = {"rope_parameters": rope, "max_position_embeddings": target} | windows | without_foreign(text)
-        return Rebuild(model, fields)
-    except REFUSALS as error:
-        raise IncompatibleError(
-            f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept rope_type "
-            f"{UNROTATED_TYPE!r} ({error})"
-        ) from error
+    form = unrotated_rope_parameters(method, place.rope_dict(text)["rope_theta"])
+    refusal: Exception | None = None
+    for tried in (form, with_base(form)):
+        fields = {"rope_parameters": place.rescaled(text.rope_parameters, tried), "max_position_embeddings": target}
+        try:
+            return Rebuild(model, fields | windows | without_foreign(text))
+        except REFUSALS as error:
+            refusal = refusal or error
+    raise IncompatibleError(
+        f"Method {method.name!r} cannot be stored: the config of this {text.model_type} does not accept rope_type "
+        f"{UNROTATED_NAME!r} ({refusal})"
+    ) from refusal

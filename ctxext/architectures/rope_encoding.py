@@ -14,7 +14,7 @@ from ctxext.surgery.attend import Backends, try_install, why_no_custom_attention
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
 from ctxext.surgery.probe import Layers
-from ctxext.surgery.rope_types import UNROTATED_TYPE
+from ctxext.surgery.rope_types import UNROTATED_NAME
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
@@ -66,7 +66,7 @@ def replace_by_encoding(
     return Extension(
         trained_length=trained_length,
         target_length=target,
-        stored_as=f"rope_type {UNROTATED_TYPE!r}, which only ctxext loads",
+        stored_as=f"rope_type {UNROTATED_NAME!r}, which only ctxext loads",
         stock=False,
         fingerprint=encoding_fingerprint(method, spec),
         notes=(*notes, *backends.notes(), *([window] if window else [])),

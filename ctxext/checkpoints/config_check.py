@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.parameters import is_number
 from ctxext.saved import extended_texts, rope_dicts, saved_extension, saved_method, saved_sides
+from ctxext.surgery.rope_types import GUARD
 
 __all__ = ["UNFIT", "building", "check_config", "check_sizes"]
 
@@ -130,7 +131,7 @@ def _check_text(config: Any, text: Any, place: str) -> None:
 def _check_rope(parameters: dict[str, Any], model_type: str, place: str) -> None:
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in {"default", *ROPE_INIT_FUNCTIONS}:
-        known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS} - {"ctxext_rope", "ctxext_unrotated"}))
+        known = ", ".join(sorted({"default", *(name for name in ROPE_INIT_FUNCTIONS if not name.startswith("ctxext"))}))
         hint = " ('su' is the old name of longrope, whose tables it needs.)" if kind == "su" else ""
         raise CheckpointError(
             f"The config of {place} has rope_type={kind!r}, which transformers does not know: {known}.{hint}"
@@ -142,6 +143,8 @@ def _check_rope(parameters: dict[str, Any], model_type: str, place: str) -> None
         )
     for name in (*POSITIVE, *NUMBERS):
         value = parameters.get(name)
+        if value == GUARD and "ctxext" in parameters:
+            continue
         if value is not None and not (is_number(value) and (value > 0 or name in NUMBERS)):
             raise CheckpointError(
                 f"The config of {place} has {name}={value!r} in rope_parameters; it should be a finite number"

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import building_encodings
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
-from ctxext.surgery.rope_types import without_guard
+from ctxext.surgery.rope_types import current_form, without_guard
 from ctxext.surgery.sides import sides_of
 from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model, unwrapped
@@ -176,7 +176,10 @@ def load(
                 f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
             )
         model = _read_model(place, config, loading, auto_class, restored=True)
-        return attached(model, place, _one_backend(attention))
+        leads_to_it = model.config._name_or_path
+        attached(model, place, _one_backend(attention))
+        model.config._name_or_path = leads_to_it
+        return model
     if saved is not None:
         sides = saved_sides(saved)
         for name, one in sides.items() or [("", saved)]:
@@ -208,6 +211,7 @@ def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bo
 def _buildable(extended: Any, config: Any) -> Any:
     """Take out of an extended config what only a live model, or stock code that must refuse it, is to see."""
     extended._attn_implementation_internal = config._attn_implementation_internal
+    extended._name_or_path = config._name_or_path
     for text in extended_texts(extended):
         drop_old_form(text)
     without_guard(extended)
@@ -531,7 +535,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             f"was changed by hand, or ctxext {version_of(saved)} that saved it computed otherwise."
         )
     for text, rope in zip(extended_texts(model.config), ropes, strict=True):
-        if not same_rope(getattr(text, "rope_parameters", None), _with_new_parameters(rope)):
+        if not same_rope(current_form(getattr(text, "rope_parameters", None)), current_form(rope)):
             raise VerificationError(
                 f"The config of {place} contradicts itself: its ctxext entry stands for rope_parameters="
                 f"{text.rope_parameters}, but it holds {rope}. Load the original checkpoint and extend that."
@@ -541,16 +545,6 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     if (patched := patched_state(model)) is not None:  # what was trained since the extension stays
         put_weights(model, loaded, patched.edits)
     return model
-
-
-def _with_new_parameters(rope: Any) -> Any:
-    """A saved rope dict in which a method also has the parameters that it did not have yet, at their defaults."""
-    if not isinstance(rope, dict):
-        return rope
-    found = {name: _with_new_parameters(value) for name, value in rope.items()}
-    known = METHODS.get(found["method"]) if isinstance(found.get("method"), str) else None
-    defaults = [] if known is None else [field for field in fields(known) if field.default is not MISSING]
-    return {field.name: field.default for field in defaults} | found
 
 
 def _load_adapter(

@@ -150,7 +150,8 @@ class ExtensionInConfig:
     @property
     def rope_type(self) -> str:
         """What the config calls the scaling."""
-        return str(self.rope.get("rope_type", "default"))
+        name, _, _ = str(self.rope.get("rope_type", "default")).partition(":")  # ctxext's own end in a sentence
+        return name
 
     @property
     def stock(self) -> bool:

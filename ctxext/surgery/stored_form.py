@@ -17,7 +17,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.lengths import max_length_of
 from ctxext.surgery.published import without_foreign
 from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
-from ctxext.surgery.rope_types import ROPE_TYPE, method_rope_parameters
+from ctxext.surgery.rope_types import ROPE_NAME, ROPE_TYPE, method_rope_parameters, with_base
 from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
 from ctxext.surgery.texts import text_of
 
@@ -87,8 +87,9 @@ def find_stored_form(
             f"Method {method.name!r} cannot be stored in the config of this {text.model_type}: its frequencies are "
             f"'proportional', which take a factor (pi) or another base (ntk, abf) and nothing else."
         )
+    tried = "; ".join(dict.fromkeys(reasons))
     raise IncompatibleError(
-        f"Method {method.name!r} cannot be stored in the config of this {text.model_type}. Tried " + "; ".join(reasons)
+        f"Method {method.name!r} cannot be stored in the config of this {text.model_type}. Tried {tried}"
     )
 
 
@@ -149,7 +150,9 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
     if not method.is_table:
         if not found:
             ours = [method_rope_parameters(method, spec) for spec in specs]
-            yield f"rope_type {ROPE_TYPE!r}, which only ctxext loads", ours
+            said = f"rope_type {ROPE_NAME!r}, which only ctxext loads"
+            yield said, ours
+            yield said, [with_base(form) for form in ours]
         return
     tables = [
         as_longrope(site.spec, site.mathematics(method)(site.spec.trained_length), method.factor) for site in sites

@@ -15,7 +15,22 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = ["base_model", "give_own_config", "is_zero3", "length_limits", "unwrapped"]
+__all__ = [
+    "EXTENDED_IN_MEMORY",
+    "base_model",
+    "give_own_config",
+    "is_zero3",
+    "lead_nowhere",
+    "length_limits",
+    "unwrapped",
+]
+
+# Trainers that need a reference model build it from the path in the config, where the model lies unextended (TRL
+# 1.16.0, trainer/dpo_trainer.py:926, kto_trainer.py:937, grpo_trainer.py:1003, rloo_trainer.py:689).
+EXTENDED_IN_MEMORY = (
+    "extended in memory by ctxext: no path leads to this model. Give a reference model by "
+    "ctxext.training.reference(model) and the tokenizer, or save the model and load that"
+)
 
 
 def base_model(model: Any) -> PreTrainedModel:
@@ -130,6 +145,12 @@ def _holds_config_alone(model: PreTrainedModel) -> bool:
 def _references(holder: Any) -> int:
     """References to ``holder.config``, those of this call included."""
     return sys.getrefcount(holder.config)
+
+
+def lead_nowhere(config: Any, edits: Edits) -> None:
+    """Put a sentence in the place of the path that a config was loaded from, where the model is not extended."""
+    if getattr(config, "_name_or_path", ""):
+        edits.set(config, "_name_or_path", EXTENDED_IN_MEMORY)
 
 
 def _is_held_by_others(model: nn.Module, *configs: Any) -> bool:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctxext.training.checkpoints import ExtensionCallback
+    from ctxext.training.frozen import reference
     from ctxext.training.loss import ChunkedLoss, chunk_loss
     from ctxext.training.memory import Memory, return_freed_memory
 
-__all__ = ["ChunkedLoss", "ExtensionCallback", "Memory", "chunk_loss", "return_freed_memory"]
+__all__ = ["ChunkedLoss", "ExtensionCallback", "Memory", "chunk_loss", "reference", "return_freed_memory"]
 
 # They bring transformers' Trainer and all that it needs along, which whoever only extends a model must not wait for.
 MODULES = {
@@ -18,6 +19,7 @@ MODULES = {
     "ExtensionCallback": "checkpoints",
     "Memory": "memory",
     "chunk_loss": "loss",
+    "reference": "frozen",
     "return_freed_memory": "memory",
 }
 

@@ -1,0 +1,34 @@
+"""The reference model of preference and reinforcement learning: the model as it was before training."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+from torch import nn
+
+from ctxext.errors import PatchStateError
+from ctxext.surgery.wrappers import base_model
+
+__all__ = ["reference"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def reference(model: ModelT) -> ModelT:
+    """Copy an extended model with its extension, frozen and in evaluation mode.
+
+    Take it where a trainer would otherwise load its reference model from the path of the plain checkpoint (TRL's
+    ``DPOTrainer`` and ``KTOTrainer``: ``ref_model=reference(model)``). With a PEFT adapter none is needed: those
+    trainers switch the adapter off.
+
+    Args:
+        model: extended by ctxext, before training. It is not touched; the copy takes as much memory again.
+
+    Raises:
+        PatchStateError: the model is not extended.
+    """
+    base = base_model(model)
+    if not getattr(base.config, "ctxext", None):
+        raise PatchStateError(f"This {type(base).__name__} is not extended. Call ctxext.patch(model, ...) first.")
+    return copy.deepcopy(model).requires_grad_(False).eval()
