@@ -16,6 +16,7 @@ from ctxext.methods.formulas import trained_slopes
 from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.attend import Backends
+from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, PositionedForward, layout_of
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
@@ -125,6 +126,7 @@ class AlibiArchitecture(Architecture):
             if module is model or isinstance(module, self.decoder_class):  # stock heads do not hand position_ids on
                 edits.set(module, "forward", PositionedForward.around(module))
             elif isinstance(module, self.attention_class):
+                _require_cache_argument(module)
                 edits.set(module, "forward", self.forward_of(module, attend, method))
         return Extension(
             trained_length=trained_length,
@@ -143,6 +145,15 @@ class AlibiArchitecture(Architecture):
                 edits.delete(model.config, name)
             else:
                 edits.set(model.config, name, value)
+
+
+def _require_cache_argument(attention: nn.Module) -> None:
+    """Raise ``IncompatibleError`` where the forward that stands in would pass a layer's cache by."""
+    if cache_argument(attention) is None:
+        raise IncompatibleError(
+            f"{type(attention).__name__}.forward takes no cache under a name that ctxext knows. Decoding would forget "
+            f"the tokens before. Install a version of transformers that ctxext was tested with."
+        )
 
 
 def refuse_halves(model_type: str, method: BiasMethod) -> None:

@@ -16,6 +16,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.surgery.alibi import AlibiAttend
+from ctxext.surgery.caches import cache_in
 from ctxext.surgery.positions import LayoutMask
 
 __all__ = ["Bloom"]
@@ -40,14 +41,13 @@ class BloomForward(AlibiForward):
         residual: Tensor,
         alibi: Tensor,
         attention_mask: Any,
-        layer_past: Any = None,
-        **_: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """One attention layer: ``[batch, seq, hidden]`` to the same, residual added."""
         module = self.attention
         q, k, v = module._reshape(module.query_key_value(hidden_states))
         how = {"scale": module.inv_norm_factor, "dropout": module.attention_dropout.p}
-        merged = module.dense(self.attended(q, k, v, attention_mask, layer_past, **how))
+        merged = module.dense(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how))
         return F.dropout(merged, module.hidden_dropout, module.training) + residual, None
 
     def attention_of(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, dropout: float) -> Tensor:

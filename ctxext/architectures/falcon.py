@@ -13,6 +13,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention, FalconMo
 from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.spec import AlibiSpec
+from ctxext.surgery.caches import cache_in
 
 __all__ = ["Falcon"]
 
@@ -21,14 +22,14 @@ class FalconForward(AlibiForward):
     """Stands in for ``FalconAttention.forward``."""
 
     def __call__(
-        self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, layer_past: Any = None, **_: Any
+        self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """One attention layer: ``[batch, seq, hidden]`` to the same."""
         module = self.attention
         parts = module._split_heads(module.query_key_value(hidden_states))
         q, k, v = (part.transpose(1, 2) for part in parts)
         how = {"scale": module.inv_norm_factor, "dropout": module.attention_dropout.p}
-        return module.dense(self.attended(q, k, v, attention_mask, layer_past, **how)), None
+        return module.dense(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how)), None
 
 
 class Falcon(AlibiArchitecture):

@@ -37,8 +37,8 @@ __all__ = [
     "remember",
 ]
 
-# How transformers calls a cache since 5.24, and before; callers may go on with the older name.
-ARGUMENTS = ("cache", "past_key_values")
+# How transformers calls a cache since 5.24, and before (callers may go on with that); and in layers of older models.
+ARGUMENTS = ("cache", "past_key_values", "layer_past")
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
 
 NOT_ONE_GRAPH = (
@@ -90,9 +90,9 @@ class Filled:
         return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
 
 
-def cache_argument(model: nn.Module) -> str | None:
-    """The name under which a model's class takes a cache; None where it takes none."""
-    names = _arguments(model)
+def cache_argument(module: nn.Module) -> str | None:
+    """The name under which a module's class takes a cache; None where it takes none."""
+    names = _arguments(module)
     return next((name for name in ARGUMENTS if name in names), None)
 
 
@@ -314,12 +314,13 @@ def guard_caches(
             from one with other positions.
     """
     kind = DynamicGuard if dynamic else CacheGuard
-    taking = {module: name for module in model.modules() if (name := cache_argument(module)) is not None}
-    unknown = next((module for module in model.modules() if "use_cache" in _arguments(module)), None)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    taking = {module: name for module in models if (name := cache_argument(module)) is not None}
+    unknown = next((module for module in models if "use_cache" in _arguments(module)), None)
     if not taking and unknown is not None:
         raise IncompatibleError(
-            f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS)}. ctxext "
-            f"cannot guard the cache of such a model. Install a version of transformers that ctxext was tested with."
+            f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
+            f"ctxext cannot guard the cache of such a model. Install a version of transformers that ctxext was tested with."
         )
     guards = []
     for module, name in taking.items():
@@ -338,5 +339,5 @@ def guards_of(model: nn.Module) -> list[CacheGuard]:
 
 
 def _arguments(module: nn.Module) -> list[str]:
-    """Names of what a whole model's forward method takes, in order."""
-    return list(inspect.signature(type(module).forward).parameters)[1:] if isinstance(module, PreTrainedModel) else []
+    """Names of what the forward method of a module's class takes, in order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]

@@ -155,6 +155,17 @@ def test_a_cache_of_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "forward" not in vars(model.model)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt"])
+def test_a_layer_whose_cache_has_an_unknown_name_is_refused(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(model_type, **({"alibi": True, "new_decoder_architecture": False} if model_type == "falcon" else {}))
+    attention = next(type(module) for module in model.modules() if type(module).__name__.endswith("Attention"))
+    monkeypatch.setattr(attention, "forward", lambda self, hidden_states, memory=None: (hidden_states, None))
+    before = model.config.to_dict()
+    with pytest.raises(IncompatibleError, match="Attention.forward takes no cache under a name that ctxext knows"):
+        ctxext.patch(model, "pi", factor=4.0, trained_length=TRAINED_LENGTH)
+    assert model.config.to_dict() == before
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
 def test_a_copy_of_a_cache_remembers(copied: Any) -> None:
     model = build("llama", {"method": "dynamic_ntk", "factor": 4.0})
