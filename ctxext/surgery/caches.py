@@ -320,7 +320,8 @@ def guard_caches(
     if not taking and unknown is not None:
         raise IncompatibleError(
             f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
-            f"ctxext cannot guard the cache of such a model. Install a version of transformers that ctxext was tested with."
+            f"ctxext cannot guard the cache of such a model. Install a version of transformers that ctxext was tested "
+            f"with."
         )
     guards = []
     for module, name in taking.items():

@@ -161,7 +161,7 @@ def test_a_layer_whose_cache_has_an_unknown_name_is_refused(model_type: str, mon
     attention = next(type(module) for module in model.modules() if type(module).__name__.endswith("Attention"))
     monkeypatch.setattr(attention, "forward", lambda self, hidden_states, memory=None: (hidden_states, None))
     before = model.config.to_dict()
-    with pytest.raises(IncompatibleError, match="Attention.forward takes no cache under a name that ctxext knows"):
+    with pytest.raises(IncompatibleError, match=r"Attention\.forward takes no cache under a name that ctxext knows"):
         ctxext.patch(model, "pi", factor=4.0, trained_length=TRAINED_LENGTH)
     assert model.config.to_dict() == before
 
