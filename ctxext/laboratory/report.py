@@ -112,7 +112,7 @@ def learned_table(result: LabResult) -> TextTable:
     return TextTable(
         caption=f"Did it learn order at all? Inside the trained length: how many nats per byte the loss rises when "
         f"what was read before is shuffled, but for the last byte; and the share of a puzzle's answers that is right, "
-        f"above chance; ± standard error. In brackets where it is below {LEAST} or not above its error: there, what "
+        f"above chance; ± standard error over windows or puzzles. In brackets where it is below {LEAST} or not above its error: there, what "
         f"happens beyond the window says nothing. Weights are those of the first task.",
         header=("", "weights", *names),
         rows=tuple(rows),
@@ -169,7 +169,8 @@ def claims_table(judged: Sequence[LabVerdict]) -> TextTable:
         caption="What was published, and whether this size shows it. The difference is in favour of the claim, on the "
         "same windows or puzzles, in nats per byte (text) or as a share of the answers; its error knows seeds and "
         "windows. Reproduced: above its 95 percent interval; contradicted: below; not at this size: within, or one of "
-        "the two did not learn order.",
+        "the two did not learn order. Against every other the difference is the one to the best of them; each must be "
+        "beaten, and a contradiction divides the 5 percent among them.",
         header=("claim", "where", "difference", "verdict", "source"),
         rows=tuple(rows),
         emphasis=tuple("best" if one.answer == "reproduced" else "" for one in judged),

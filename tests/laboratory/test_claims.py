@@ -152,30 +152,70 @@ def test_the_names_in_the_claims_exist() -> None:
     assert len(CLAIMS) >= 10
 
 
+def test_a_rival_that_may_be_better_stands_against_alone() -> None:
+    """The best mean is beaten, but of a rival that varies much nobody knows."""
+    sure = [PairedDifference(0.1, 0.01, 60, 3), PairedDifference(0.2, 0.01, 60, 3)]
+    assert judge(sure) == "reproduced"
+    assert judge([*sure, PairedDifference(0.3, 0.2, 60, 3)]) == "not at this size"
+
+
+def test_the_luckiest_of_many_rivals_contradicts_by_more() -> None:
+    """Of three units one rival needs 4.303 standard errors, one of ten 14.089 (0.5 percent, two-sided)."""
+    equal = [PairedDifference(0.0, 0.01, 60, 3)] * 9
+    for mean, one, many in ((-0.0431, "contradicted", "not at this size"), (-0.1409, "contradicted", "contradicted")):
+        lucky = PairedDifference(mean, 0.01, 60, 3)
+        assert (judge([lucky]), judge([*equal, lucky])) == (one, many)
+
+
+@pytest.mark.parametrize("rivals", [1, 13])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("apart", [0.0, 0.02, 0.05, 0.5])
+def test_equals_contradict_no_claim_and_bear_none_out(rivals: int, seeds: int, apart: float) -> None:
+    """All are at chance in 32 puzzles of 160 bits; seeds differ by ``apart``."""
+    runs, generator = 120 if rivals > 1 else 400, torch.Generator().manual_seed(4)
+
+    def scores(*who: int) -> Tensor:
+        noise = 0.04 * torch.randn(*who, seeds, 32, generator=generator)
+        return 0.5 + noise + apart * torch.randn(*who, seeds, 1, generator=generator)
+
+    answers = [judge([paired(own - other) for other in scores(rivals)]) for own in scores(runs)]
+    assert sum(one != "not at this size" for one in answers) <= 0.06 * runs
+
+
 def test_the_error_adds_seeds_and_windows() -> None:
     values = noise(4, 9, seed=3, size=1.0) + torch.arange(4).double()[:, None]
     found = paired(values)
     by_window, by_seed = values.numpy().mean(0), values.numpy().mean(1)
     parts = [by_window.var(ddof=1) / 9, by_seed.var(ddof=1) / 4]
-    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 8 + parts[1] ** 2 / 3)
     assert found.mean == pytest.approx(values.mean().item())
     assert found.standard_error == pytest.approx(math.sqrt(sum(parts)))
-    assert found.margin == pytest.approx(students_quantile(0.05, int(freedom)) * found.standard_error)
+    assert found.margin == pytest.approx(students_quantile(0.05, 3) * found.standard_error)
     assert found.over == "windows and seeds"
 
 
 def test_seeds_that_disagree_ask_for_more() -> None:
     agree = noise(2, 50, size=0.1) + 1.0
     disagree = agree + torch.tensor([[-0.9], [0.9]])
-    assert judge(paired(agree)) == "reproduced"
-    assert judge(paired(disagree)) == "not at this size"
-    assert judge(paired(disagree[:1] + 1)) == "reproduced", "one seed alone has no error over seeds"
+    assert judge([paired(agree)]) == "reproduced"
+    assert judge([paired(disagree)]) == "not at this size"
+    assert judge([paired(disagree[:1] + 1)]) == "reproduced", "one seed alone has no error over seeds"
     assert paired(disagree[:1]).over == "windows"
 
 
+def test_what_was_learned_is_asked_of_these_models_not_of_others() -> None:
+    """Two seeds that learned order unequally well have both learned it."""
+    reading = of_text("a", 2.0)
+    order = torch.cat([torch.full((1, WINDOWS), 0.2), torch.full((1, WINDOWS), 0.6)]) + noise(2, WINDOWS)
+    reading = replace(reading, order=nested(order))
+    assert result_of(reading).has_learned(reading)
+    by_window = order.numpy().mean(0)
+    error = by_window.std(ddof=1) / math.sqrt(WINDOWS)
+    assert result_of(reading).evidence(reading).standard_error == pytest.approx(error)
+
+
 def test_a_difference_without_any_spread_is_certain() -> None:
-    assert judge(PairedDifference(0.5, 0.0, 20, 10)) == "reproduced"
-    assert judge(paired(torch.zeros(2, 5))) == "not at this size"
+    assert judge([PairedDifference(0.5, 0.0, 20, 10)]) == "reproduced"
+    assert judge([paired(torch.zeros(2, 5))]) == "not at this size"
 
 
 def test_the_mean_over_a_doubling_weighs_bytes_alike() -> None:
