@@ -112,8 +112,8 @@ def learned_table(result: LabResult) -> TextTable:
     return TextTable(
         caption=f"Did it learn order at all? Inside the trained length: how many nats per byte the loss rises when "
         f"what was read before is shuffled, but for the last byte; and the share of a puzzle's answers that is right, "
-        f"above chance; ± standard error over windows or puzzles. In brackets where it is below {LEAST} or not above its error: there, what "
-        f"happens beyond the window says nothing. Weights are those of the first task.",
+        f"above chance; ± standard error over windows or puzzles. In brackets where it is below {LEAST} or not above "
+        f"its error: there, what happens beyond the window says nothing. Weights are those of the first task.",
         header=("", "weights", *names),
         rows=tuple(rows),
         emphasis=tuple("" for _ in rows),
