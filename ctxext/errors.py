@@ -32,6 +32,7 @@ __all__ = [
     "ResultsError",
     "UnknownNameError",
     "VerificationError",
+    "printable",
     "require_package",
     "shown",
 ]
@@ -47,6 +48,11 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:  # Python writes out no more than 4,300 digits
         return f"a number of about {round(value.bit_length() * math.log10(2)):,} digits"
     return _SHORT.repr(value)
+
+
+def printable(name: str) -> str:
+    """Return a name in one line of characters that every terminal and file can show, others replaced."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in name)
 
 
 class CtxextError(Exception):

@@ -1,4 +1,4 @@
-"""What is shown during work: a bar for work that takes a while, one for work in stages, and what is left out of it."""
+"""What a terminal shows: texts as they are, a bar for work that takes a while, and one for work in stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,19 @@ from rich.progress import (
 
 from ctxext.errors import LeftOutWarning
 
-__all__ = ["DelayedBar", "StageBar", "saying_what_is_left_out"]
+__all__ = ["DelayedBar", "StageBar", "saying_what_is_left_out", "terminal"]
+
+
+def terminal(**options: Any) -> Console:
+    """Return a rich console that prints every text as it is.
+
+    Names of documents, checkpoints and files stand in what is printed. Rich would take brackets in them for markup
+    and words between colons for emoji. What is to be bold is a ``rich.text.Text``.
+
+    Args:
+        options: what ``rich.console.Console`` takes beside that.
+    """
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 @contextlib.contextmanager
@@ -45,7 +57,7 @@ class DelayedBar:
     """Call it with (done, total); a bar appears on stderr once ``after`` seconds have passed, and goes at the end."""
 
     def __init__(self, *columns: str | ProgressColumn, after: float) -> None:
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar = Progress(*columns, console=terminal(stderr=True), transient=True)
         self._task = self._bar.add_task("work")
         self._begins = time.monotonic() + after
         self._shown = False
@@ -77,7 +89,8 @@ class StageBar:
     """
 
     def __init__(self, console: Console, total: float, *, report: bool = False) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
+        stage = TextColumn("{task.description:<24}", markup=False)
+        columns = (SpinnerColumn(), stage, BarColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True)
         self._task = self._bar.add_task("", total=total)
         self._report = report
@@ -105,4 +118,4 @@ class StageBar:
         if self._report and self._stage is not None:
             name, began = self._stage
             line = f"  {name:<24}{time.perf_counter() - began:6.0f} s"
-            self._bar.console.print(line, style="dim", highlight=False)
+            self._bar.console.print(line, style="dim")

@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Console
 
 from ctxext.choosing.choice import Candidate, Choice, duration, sentences
 from ctxext.choosing.race import INSIDE, MORE, SEARCH, WHOLE
 from ctxext.evaluation.labels import few_of, tokens_label
+from ctxext.evaluation.report.markdown import code, escaped, table
 from ctxext.evaluation.report.style import (
     COLOURS,
     DASHED,
@@ -50,17 +52,17 @@ def page(choice: Choice, figure: str | None = None) -> str:
         choice: what to tell of.
         figure: a picture of the race to show, by its name beside the page; None for none.
     """
-    title = f"# {choice.provenance['checkpoint']} to {tokens_label(choice.target_length)} tokens"
+    title = f"# {escaped(choice.provenance['checkpoint'])} to {tokens_label(choice.target_length)} tokens"
     first, *rest = sentences(choice)
-    told = [title, f"**{first}**", *(f"- {one}" for one in rest)]
+    told = [title, f"**{escaped(first)}**", *(f"- {escaped(one)}" for one in rest)]
     seen = (
         "Left: what each candidate costs inside the window. Middle: the running mean beyond it, of those that read "
         "whole texts; a line ends where its candidate was stopped. Right: the verdict, with 95 percent intervals."
     )
-    picture = [f"![The race]({figure})", seen] if figure else []
+    picture = [f"![The race]({quote(figure)})", seen] if figure else []
     header, rows = _table(choice, _fate)
-    facts = [f"| {name} | {value} |" for name, value in _facts(choice).items()]
-    runtimes = [f"| {one.name} | {'yes' if one.exact else 'no'} | `{one.says}` |" for one in choice.runtimes]
+    facts = list(_facts(choice).items())
+    runtimes = [(one.name, "yes" if one.exact else "no", code(one.says, in_table=True)) for one in choice.runtimes]
     parts = [
         told[0],
         told[1],
@@ -70,12 +72,12 @@ def page(choice: Choice, figure: str | None = None) -> str:
         "Loss minus that of YaRN as published, in nats per token ± standard error, on what each has read. What was "
         "only left behind was not shown to be worse: the budget did not last for it. What is worse is so on the texts "
         "that the race read; about other texts that says nothing.",
-        _markdown(header, rows),
+        table(header, rows),
         *_search_page(choice),
         "## Who can load it",
-        "\n".join(["| runtime | computes the same | how, or why not |", "|---|---|---|", *runtimes]),
+        table(("runtime", "computes the same", "how, or why not"), runtimes),
         "## What it was measured on",
-        "\n".join(["| | |", "|---|---|", *facts]),
+        table(("", ""), facts),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -126,7 +128,7 @@ def _search_page(choice: Choice) -> list[str]:
         "then that of what was found, beyond the window, on whole texts that were chosen on; and what was found: what "
         "each frequency is divided by, the fastest first."
     )
-    return ["## The search", told, _markdown(header, rows)]
+    return ["## The search", told, table(header, rows)]
 
 
 def _short_fate(choice: Choice, one: Candidate) -> str:
@@ -156,11 +158,6 @@ def _gap(gap: PairedDifference | None) -> str:
     return NONE if gap is None else str(gap)
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)])
-
-
 def _facts(choice: Choice) -> dict[str, str]:
     found, sizes, spent = choice.provenance, choice.sizes, choice.spent
     return {
@@ -178,7 +175,7 @@ def _facts(choice: Choice) -> dict[str, str]:
         "Device": f"{found['device']}; {found['machine']}",
         "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
         "Not entered": "; ".join(f"{one.label}: {one.reason}" for one in choice.refusals) or "none",
-        "Command": f"`{found['command']}`",
+        "Command": code(found["command"], in_table=True),
         "Date": found["date"],
     }
 

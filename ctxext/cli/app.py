@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn
 from typer import Argument, Option
 
@@ -32,7 +31,7 @@ from ctxext.cli.options import (
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
 from ctxext.errors import CheckpointError, InvalidParameterError
-from ctxext.progress import DelayedBar
+from ctxext.progress import DelayedBar, terminal
 
 __all__ = ["app"]
 
@@ -103,7 +102,7 @@ def inspect(
     if as_json:
         _print_json(asdict(found))
     else:
-        printed.show_inspection(found, checkpoint, Console(highlight=False))
+        printed.show_inspection(found, checkpoint, terminal())
 
 
 @app.command(cls=StrictCommand)
@@ -202,7 +201,7 @@ def export(
         raise InvalidParameterError(f"{', '.join(flags)}: only with --method, which says how to extend.")
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         made = make(checkpoint, to=to, method=method, gguf=gguf, trust_remote_code=trust, progress=progress, **given)
-    _print_json(made) if as_json else printed.show_export(made, checkpoint, Console(highlight=False))
+    _print_json(made) if as_json else printed.show_export(made, checkpoint, terminal())
 
 
 app.command(cls=StrictCommand)(plan)
@@ -227,7 +226,7 @@ def methods(
     elif markdown:
         typer.echo(printed.methods_markdown())
     else:
-        Console(highlight=False).print(printed.methods_table())
+        terminal().print(printed.methods_table())
 
 
 @app.command(cls=StrictCommand)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn
+from rich.text import Text
 from typer import Option
 
 from ctxext.cli.eval.common import Session, told_on_interrupt
@@ -24,7 +25,7 @@ from ctxext.cli.options import (
 )
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import refuse_existing
-from ctxext.progress import DelayedBar, StageBar
+from ctxext.progress import DelayedBar, StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.choosing.choice import Choice
@@ -164,15 +165,16 @@ def _run(console: Console, contest: Contest) -> Choice:
 
     split = contest.split
     kept_back = f"{len(split.accepting)} to accept what is searched on, " if split.accepting else ""
-    console.print(
-        f"[bold]{contest.checkpoint.name}[/], trained to {tokens_label(contest.trained)} tokens, in "
+    about = (
+        f", trained to {tokens_label(contest.trained)} tokens, in "
         f"{contest.checkpoint.dtype_note}: {len(contest.entered)} candidates for {tokens_label(contest.length)} "
         f"tokens; {len(split.choosing)} stretches of text to choose on, {kept_back}{len(split.held_out)} to judge on, "
         f"as far as needed."
     )
+    console.print(Text.assemble((contest.checkpoint.name, "bold"), about))
     passes = contest.passes_of(None if contest.budget.seconds else contest.budget.passes)
     total = passes * pass_cost(contest.length, contest.costs.turning_point)
-    with told_on_interrupt(console, contest), StageBar(Console(stderr=True, quiet=console.quiet), total) as bar:
+    with told_on_interrupt(console, contest), StageBar(terminal(stderr=True, quiet=console.quiet), total) as bar:
         contest.progress = bar
         return contest.run()
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from ctxext.cli.eval.common import cost_of, told_on_interrupt
 from ctxext.cli.options import DemoOptions
@@ -31,12 +32,13 @@ from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
 from ctxext.evaluation.readings import Reader, Reading, chosen_methods, known_trained_length
 from ctxext.evaluation.report.comparison_figures import save_loss_figure
+from ctxext.evaluation.report.markdown import escaped, table
 from ctxext.evaluation.report.sentences import all_of, capitalised, unpatched_sentence
 from ctxext.evaluation.report.style import plain_table, require_matplotlib
 from ctxext.evaluation.statistics import bucketed, edges_for
 from ctxext.evaluation.survey import PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
-from ctxext.progress import StageBar
+from ctxext.progress import StageBar, terminal
 
 __all__ = ["DemoResult", "PasskeyRow", "cost_of", "demo_result", "markdown", "sentences", "show"]
 
@@ -54,7 +56,7 @@ def show(options: DemoOptions) -> None:
     Raises:
         CtxextError: whatever cannot be right, before anything is measured.
     """
-    console = Console(highlight=False)
+    console = terminal()
     _prepare(options.output)
     with console.status("Loading the checkpoint ..."):
         checkpoint = load_checkpoint(options.model, dtype=faster_dtype() if options.model is None else "auto")
@@ -184,11 +186,12 @@ def _announce(
     texts = all_of([document.name for document in plan.documents])
     who = all_of([reading.label for reading in plan.readings if reading.name != TRUNCATED])
     minutes = max(1, round(cost_of([*comparison.jobs, *(keys.jobs if keys else ())]) * pace / 60))
-    console.print(
-        f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
+    about = (
+        f", trained to {tokens_label(plan.trained_length)} tokens, in "
         f"{checkpoint.dtype_note}, reads {tokens_label(plan.lengths[-1])} tokens of {texts}: {who}. About {minutes} "
         f"min here, by a measured step{'' if everything else '; ctxext demo --all measures more'}.\n"
     )
+    console.print(Text.assemble((checkpoint.name, "bold"), about))
 
 
 def _measure(console: Console, comparison: Comparison, keys: Survey[PromptJob] | None, output: Path) -> DemoResult:
@@ -320,7 +323,7 @@ def _tell(console: Console, result: DemoResult, seconds: float, output: Path) ->
     if result.passkeys:
         console.print("\nA five-digit key hidden beyond the trained window\n")
         console.print(_table(result, *_passkey_cells(result)))
-    console.print("\n[bold]What you see[/]")
+    console.print("\nWhat you see", style="bold")
     for sentence in sentences(result):
         console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False))
     paths = [output / name for name in (FIGURE, DATA, TABLE)]
@@ -357,14 +360,13 @@ def _draw(result: DemoResult, output: Path) -> None:
 def markdown(result: DemoResult) -> str:
     """Both tables and the sentences, as Markdown."""
     lines = [
-        f"**{result.provenance['checkpoint']}**, text: {', '.join(result.texts)}; perplexity by position; in brackets, "
-        f"which truncation is the best there",
+        f"**{escaped(result.provenance['checkpoint'])}**, text: {escaped(', '.join(result.texts))}; perplexity by "
+        f"position; in brackets, which truncation is the best there",
         "",
     ]
     for header, rows in (_loss_cells(result), *([_passkey_cells(result)] if result.passkeys else [])):
-        ruled = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-        lines += [*(f"| {' | '.join(cells)} |" for cells in ruled), ""]
-    return "\n".join([*lines, *(f"- {sentence}" for sentence in sentences(result)), ""])
+        lines += [table(header, rows, numbers=True), ""]
+    return "\n".join([*lines, *(f"- {escaped(sentence)}" for sentence in sentences(result)), ""])
 
 
 def sentences(result: DemoResult) -> list[str]:

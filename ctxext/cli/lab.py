@@ -9,7 +9,7 @@ from rich.console import Console
 from typer import Option
 
 from ctxext.cli.eval.common import told_on_interrupt
-from ctxext.progress import StageBar
+from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.laboratory.run import Laboratory
@@ -68,7 +68,7 @@ def lab(
     from ctxext.laboratory.run import prepare
 
     require_report()
-    console = Console(highlight=False)
+    console = terminal()
     laboratory = prepare(
         output,
         preset=preset,
@@ -79,7 +79,7 @@ def lab(
         workers=workers,
     )
     _announce(console, laboratory, output)
-    bar = StageBar(Console(stderr=True), sum(cell.cost for cell in laboratory.left))
+    bar = StageBar(terminal(stderr=True), sum(cell.cost for cell in laboratory.left))
     with told_on_interrupt(console, laboratory), bar, ending_cleanly():
         result = laboratory.run(bar)
     written = write_page(result, output)

@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from ctxext.errors import CtxextError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.files import whole_file, write_whole
-from ctxext.progress import saying_what_is_left_out
+from ctxext.progress import saying_what_is_left_out, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
@@ -64,7 +64,7 @@ class StrictCommand(TyperCommand):
         """Run the command; an error that ctxext raises on purpose is one message, without a traceback, and exit 1."""
 
         def note(text: str) -> None:
-            Console(stderr=True, highlight=False).print(text, style="yellow", markup=False, soft_wrap=True)
+            terminal(stderr=True).print(text, style="yellow", soft_wrap=True)
 
         try:
             with saying_what_is_left_out(note):
@@ -74,8 +74,8 @@ class StrictCommand(TyperCommand):
             if not isinstance(error, CtxextError):  # the last resort: a disk, a network or a name nobody thought of
                 message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}."
             # Built here, not at import: tests and programs exchange sys.stderr.
-            console = Console(stderr=True, highlight=False)
-            console.print(f"Error: {in_flags(message)}", style="red", markup=False, soft_wrap=True)
+            console = terminal(stderr=True)
+            console.print(f"Error: {in_flags(message)}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
 
 
@@ -432,17 +432,21 @@ def _csv(result: Measurement) -> str:
 
 def _page(result: Measurement, show: Callable[[Console], None]) -> str:
     """What a reader is shown, as Markdown, and what it was measured on and with."""
+    from ctxext.evaluation.report.markdown import escaped, fenced
+
     text = io.StringIO()
-    show(Console(file=text, width=160, highlight=False))
+    show(terminal(file=text, width=160))
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
     made = result.to_dict()["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    texts = escaped(", ".join(made["documents"]))
     about = [
-        f"Checkpoint {made['checkpoint']} (sha256 {made['checkpoint_sha256']}), {made['dtype']}, on {made['device']}.",
-        *([f"Texts (sha256 {made['corpus_sha256']}): {', '.join(made['documents'])}."] if made["documents"] else []),
+        f"Checkpoint {escaped(made['checkpoint'])} (sha256 {made['checkpoint_sha256']}), {made['dtype']}, on "
+        f"{made['device']}.",
+        *([f"Texts (sha256 {made['corpus_sha256']}): {texts}."] if texts else []),
         f"Made {made['date']}; {versions}; {made['machine']}.",
     ]
-    return "\n".join(["```text", *lines, "```", "", *about, "", "```bash", made["command"], "```", ""])
+    return "\n".join([fenced("\n".join(lines), "text"), "", *about, "", fenced(made["command"], "bash"), ""])
 
 
 FORMS = {".json": _json, ".csv": _csv}

@@ -16,6 +16,7 @@ from typer import Option
 
 from ctxext.cli.options import Checkpoint, Json, Trust
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
+from ctxext.progress import terminal
 
 if TYPE_CHECKING:
     from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
@@ -113,7 +114,7 @@ def plan(
     chosen, name = _dtype(config, dtype)
     common: dict[str, Any] = {"dtype": chosen, "quantisation": quantisation, "trust_remote_code": trust}
     trained: dict[str, Any] = {"memory": way, "lora_rank": lora_rank, "norms": norms, "embeddings": embeddings}
-    with Console(stderr=True).status("Planning ..."), warnings.catch_warnings():
+    with terminal(stderr=True).status("Planning ..."), warnings.catch_warnings():
         # PEFT reads an attribute that transformers has renamed, and says so.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         serving = _planned(plan_serving(config, **common), budget, length)
@@ -126,7 +127,7 @@ def plan(
         beside = {"reach": reach, "stored_as": stored and stored.method}
         typer.echo(json.dumps(_plain(found, checkpoint, name, budget) | beside, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     _show(console, found, f"{checkpoint}, {name}{f', {quantisation}' if quantisation else ''}", budget)
     if stored is not None and quantisation is None:
         console.print(_told_of_storage(stored, name), style="yellow")
@@ -203,7 +204,7 @@ def _show(console: Console, found: Mapping[str, Breakdown | str], title: str, bu
     table.add_column("GiB")
     for what in planned:
         table.add_column(what, justify="right")
-    table.add_row("[bold]tokens[/]", *(f"[bold]{p.length:,}[/]" for p in planned.values()))
+    table.add_row("tokens", *(f"{p.length:,}" for p in planned.values()), style="bold")
     for part, name in ROWS.items():
         amounts = [getattr(p, part) for p in planned.values()]
         if any(amounts):
@@ -212,7 +213,7 @@ def _show(console: Console, found: Mapping[str, Breakdown | str], title: str, bu
     console.print(table, soft_wrap=False)
     for what, made in found.items():
         if isinstance(made, str):
-            console.print(f"{what}: {made}", style="yellow", markup=False)
+            console.print(f"{what}: {made}", style="yellow")
         elif budget is not None and made.total > budget:
             over = (made.total - budget) / 2**30
             console.print(f"{what}: {made.length:,} tokens take {over:.2f} GiB more than there is.", style="yellow")

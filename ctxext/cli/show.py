@@ -117,7 +117,7 @@ def _verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
             continue
         loaded_by = "anyone" if verdict.stock else "ctxext.load"
         reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)"
-        table.add_row(f"[bold cyan]{verdict.method}[/]", reaches, loaded_by, Text(verdict.stored_as))
+        table.add_row(Text(verdict.method, style="bold cyan"), reaches, loaded_by, Text(verdict.stored_as))
     return table
 
 
@@ -144,18 +144,20 @@ def show_inspection(found: Inspection, checkpoint: str, console: Console) -> Non
     """Print what ``ctxext inspect`` found."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for key, value in _facts(found):
-        table.add_row(f"[bold]{key}[/]", Text(value))
+        table.add_row(Text(key, style="bold"), value)
     console.print(table)
     if found.description is not None:
         console.print(Text(f"\n{found.description}"))
-    console.print("\n[bold]methods[/]: each applied to this model without its weights, then taken back")
+    console.print(
+        Text.assemble(("\nmethods", "bold"), ": each applied to this model without its weights, then taken back")
+    )
     console.print(_verdict_table(found.verdicts))
     _show_which(found, console)
     if found.exports is None:
         _show_how_to_export(found, checkpoint, console)
         return
     for target, made in found.exports.items():
-        console.print(f"[bold]{target}[/]")
+        console.print(target, style="bold")
         if isinstance(made, str):
             console.print(Text(f"  cannot: {made}"))
         else:
@@ -196,7 +198,9 @@ def show_export(export: Export, checkpoint: str, console: Console) -> None:
     console.print(Text(shlex.join((*start, *export.flags))), soft_wrap=True)
     if export.file is not None:
         console.print(Text(f"  wrote {export.file}"), soft_wrap=True)
-    same = "[green]the same positions as in transformers[/]"
-    console.print(f"  {same if export.exact else '[yellow]not the same positions, or not proven[/]'}")
+    if export.exact:
+        console.print("  the same positions as in transformers", style="green")
+    else:
+        console.print("  not the same positions, or not proven", style="yellow")
     for note in export.notes:
         console.print(Text(f"  - {note}"), soft_wrap=True)

@@ -20,7 +20,14 @@ from transformers.utils import logging as transformers_logging
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
 from ctxext.checkpoints.load import load, model_class, refuse_lacking, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
-from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, UnknownNameError, require_package
+from ctxext.errors import (
+    CheckpointError,
+    CtxextError,
+    InvalidParameterError,
+    UnknownNameError,
+    printable,
+    require_package,
+)
 from ctxext.evaluation.documents import package_folders
 from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
@@ -52,6 +59,7 @@ class Checkpoint:
     sha256: str = field(default="")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name))
         if not self.sha256:
             object.__setattr__(self, "sha256", weights_digest(self.model))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctxext.errors import InvalidParameterError, UnknownNameError, require_package
+from ctxext.errors import InvalidParameterError, UnknownNameError, printable, require_package
 from ctxext.evaluation.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 
 __all__ = ["SKIPPED_TOKENS", "Document", "files_of", "installed_texts", "is_saved", "package_folders", "read_documents"]
@@ -36,12 +36,15 @@ class Document:
     """One text.
 
     Args:
-        name: to show.
+        name: to show; what cannot be printed, such as line feeds, escapes and bytes that are no UTF-8, is replaced.
         text: line feeds between lines, and no byte order mark.
     """
 
     name: str
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name))
 
 
 def read_documents(

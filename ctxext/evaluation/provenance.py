@@ -254,7 +254,8 @@ def machine(device: str = "cpu") -> str:
 def command(arguments: Sequence[str] | None = None) -> str:
     """What was called, as it could be typed again in the same folder."""
     program, *rest = sys.argv if arguments is None else arguments
-    return shlex.join([Path(program).name, *rest])
+    typed = shlex.join([Path(program).name, *rest])
+    return typed.encode(errors="replace").decode()  # names of files may hold bytes that are no UTF-8
 
 
 def git_state(directory: str | Path = ".") -> dict[str, Any] | None:

@@ -45,7 +45,6 @@ def page(result: LabResult) -> str:
     return rendered(
         "lab.html.jinja",
         "ctxext.laboratory",
-        escape=True,
         title=_title(result),
         result=result,
         headline=headline(judged),
@@ -69,8 +68,8 @@ def show_result(result: LabResult, console: Console) -> None:
     for table in tables:
         console.print()
         console.print(terminal_table(table))
-        console.print(f"\n{table.caption}", style="dim", markup=False)
-    console.print(f"\n{headline(judged)}", style="bold", markup=False)
+        console.print(f"\n{table.caption}", style="dim")
+    console.print(f"\n{headline(judged)}", style="bold")
 
 
 def headline(judged: Sequence[LabVerdict]) -> str:

@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import IncompatibleError
+from ctxext.evaluation.report.style import saved_figure
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.remap import RemapMethod
+from ctxext.pictures.picture import wrapped
 from ctxext.spec import RopeSpec
 
 __all__ = ["bands", "plot_spectrum", "shown_by_default", "speed"]
@@ -87,32 +89,27 @@ def plot_spectrum(methods: Sequence[Method], rope: RopeSpec, path: Path, *, name
         path: where to write; the ending chooses the format (png, svg, pdf).
         name: what the frequencies belong to, for the title.
     """
-    from matplotlib.figure import Figure
-
     alike = _alike(methods, rope)
     columns = min(COLUMNS, len(alike))
     rows = math.ceil(len(alike) / columns)
-    figure = Figure(figsize=(max(2.2 * columns, 5.0) + 0.6, 1.75 * rows + 1.0), dpi=180, layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    seen: set[str] = set()
-    for panel, group in zip(panels, alike, strict=False):
-        seen |= _draw(panel, group, rope)
-    for index in range(len(alike), len(panels)):
-        panels[index].set_axis_off()
-        panels[index - columns].tick_params(labelbottom=True)
-    _name_the_line(panels[0], rope)
+    size = (max(2.2 * columns, 5.0) + 0.6, 1.75 * rows + 1.0)
     factors = " and ".join(f"{factor:g}" for factor in sorted({method.factor for method in methods}))
-    figure.suptitle(
+    title = (
         f"{f'{name}: what' if name else 'What'} {rope.rotary_dim // 2} rotary frequencies become at {factors} times "
-        f"{rope.trained_length:,} tokens",
-        fontsize=10,
-        x=0.01,
-        ha="left",
+        f"{rope.trained_length:,} tokens"
     )
-    figure.supxlabel("frequency, fast to slow", x=0.05, ha="left", fontsize=8, color=GREY)
-    figure.supylabel("share of the original", fontsize=8, color=GREY)
-    _legend(figure, seen)
-    figure.savefig(path)
+    with saved_figure(path, size, wrapped(title, size[0])) as figure:
+        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+        seen: set[str] = set()
+        for panel, group in zip(panels, alike, strict=False):
+            seen |= _draw(panel, group, rope)
+        for index in range(len(alike), len(panels)):
+            panels[index].set_axis_off()
+            panels[index - columns].tick_params(labelbottom=True)
+        _name_the_line(panels[0], rope)
+        figure.supxlabel("frequency, fast to slow", x=0.05, ha="left", fontsize=8, color=GREY)
+        figure.supylabel("share of the original", fontsize=8, color=GREY)
+        _legend(figure, seen)
 
 
 def _alike(methods: Sequence[Method], rope: RopeSpec) -> list[list[Method]]:

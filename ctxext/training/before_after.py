@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from rich.console import Console
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -20,7 +19,7 @@ from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
 from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
 from ctxext.files import write_json
-from ctxext.progress import StageBar
+from ctxext.progress import StageBar, terminal
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.figure import Gain
 from ctxext.training.settings import Settings
@@ -132,7 +131,7 @@ class BeforeAndAfter:
 
 def _bar(total: float) -> StageBar:
     """The first process shows it; the others measure too, since engines that share weights need all of them."""
-    return StageBar(Console(stderr=True, quiet=not PartialState().is_main_process), total)
+    return StageBar(terminal(stderr=True, quiet=not PartialState().is_main_process), total)
 
 
 def summary(found: dict[str, Any]) -> str:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+
+from ctxext.progress import terminal
 
 __all__ = ["TrainingProgress"]
 
@@ -61,8 +62,8 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._earlier_seconds = stored.get("total_seconds", 0.0)
             self._earlier_tokens = stored.get("total_tokens", 0)
         if state.is_world_process_zero and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}", markup=False))
+            self._bar = Progress(*columns, console=terminal(stderr=True))
             self._bar.add_task("training", total=state.max_steps, completed=state.global_step, said="")
             self._bar.start()
 

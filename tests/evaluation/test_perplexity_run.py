@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 from tokenizers import processors
@@ -25,6 +27,7 @@ from ctxext.evaluation.corpus import Corpus, Document, corpus_of
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.perplexity import Passes, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
+from ctxext.evaluation.report.perplexity import save_figure
 from tests._models import byte_model, trained_for
 from tests._programs import launched
 from tests._tokenizer import make_tokenizer
@@ -447,3 +450,20 @@ def test_a_report_knows_the_trained_length_that_was_given(make: Make) -> None:
     assert (found.trained_length, found.provenance.trained_length) == (32, 32)
     windows = [reading.name for reading in found.readings if reading.name.startswith("truncated ")]
     assert windows == [f"truncated {size}" for size in (8, 16, 24, 32)]
+
+
+@pytest.mark.parametrize(
+    ("least", "most"), [(3.2, 9.9), (5.1, 19.0), (21.0, 66.0), (1.05, 3.4), (0.004, 0.03), (8.0, 4e5)]
+)
+def test_the_figure_has_numbers_on_its_axis(make: Make, tmp_path: Path, least: float, most: float) -> None:
+    checkpoint, corpus = make(65)
+    found = run(checkpoint, corpus, make_plan(checkpoint.model, lengths=[64]))
+    (reading,) = [one for one in found.readings if one.name == "unpatched"]
+    losses = iter([least, *[most] * len(reading.scores)])
+    scores = tuple(replace(score, loss=math.log(next(losses))) for score in reading.scores)
+    path = tmp_path / "loss.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        save_figure(replace(found, readings=(replace(reading, scores=scores),)), path)
+    heights = re.findall(r'<g id="ytick_\d+">.*?<text [^>]*>([\d.,]+)</text>', path.read_text("utf-8"), re.DOTALL)
+    inside = [number for height in heights if least * 0.9 < (number := float(height.replace(",", ""))) < most * 1.1]
+    assert len(set(inside)) >= 3

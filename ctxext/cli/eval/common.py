@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ctxext.cli.options import (
     Factors,
@@ -24,7 +25,7 @@ from ctxext.cli.options import (
     option,
 )
 from ctxext.errors import InvalidParameterError
-from ctxext.progress import StageBar
+from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
@@ -90,7 +91,7 @@ class Session:
         self.results = results or OutputOptions()
         self.results.check()
         self.group = launched_processes()
-        self.console = Console(stderr=self.results.to_stdout, quiet=not self.group.is_main, highlight=False)
+        self.console = terminal(stderr=self.results.to_stdout, quiet=not self.group.is_main)
         self._source = source
         self._masked = masked
         self.checkpoint = self.load(source.checkpoint)
@@ -109,7 +110,7 @@ class Session:
 
     def bar(self, total: float) -> StageBar:
         """A bar for so much work, on standard error; quiet in all processes but the main one."""
-        return StageBar(Console(stderr=True, quiet=self.console.quiet), total)
+        return StageBar(terminal(stderr=True, quiet=self.console.quiet), total)
 
     def finish(
         self, result: Result, *, show: Callable[[Result, Console], None], draw: Callable[[Result, Path], None]
@@ -197,11 +198,12 @@ class RetrievalSession(Session):
         journal = Journal(self.trials, self.group.process)
         survey = Survey(made_by, self.checkpoint, jobs_of(self.readers, prompts), journal=journal, group=self.group)
         mine = survey.begin()
-        self.console.print(
-            f"[bold]{self.checkpoint.name}[/], trained to {tokens_label(self.readers[0].readings.trained_length)} "
+        about = (
+            f", trained to {tokens_label(self.readers[0].readings.trained_length)} "
             f"tokens, in {self.checkpoint.dtype_note}, is asked at {all_of(list(map(tokens_label, self.lengths)))} "
             f"tokens, {where}."
         )
+        self.console.print(Text.assemble((self.checkpoint.name, "bold"), about))
         self.console.print(
             f"Readings: {all_of([one.reading.label for one in self.readers])}; {amount_of_work(survey, mine)}. "
             + (f"Each is kept in {self.trials}." if self.trials else "--output FILE would keep each finished trial.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn
+from rich.text import Text
 from typer import Option
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
@@ -103,14 +104,15 @@ def _announce(console: Console, comparison: Comparison, mine: tuple[Cell, ...]) 
     plan, corpus = comparison.plan, comparison.corpus
     names = all_of([document.name for document in plan.documents])
     short = corpus.read - len(corpus.documents)
-    console.print(
-        f"[bold]{comparison.checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
+    about = (
+        f", trained to {tokens_label(plan.trained_length)} tokens, in "
         f"{comparison.checkpoint.dtype_note}, reads {all_of([tokens_label(n) for n in plan.lengths])} tokens of {names}"
         + (f" ({short} shorter documents left out)" if short else "")
         + f"; in front of each: {corpus.prefix}."
     )
+    console.print(Text.assemble((comparison.checkpoint.name, "bold"), about))
     for refusal in plan.refusals:
-        console.print(f"Not measured: {refusal.label}. {refusal.reason}", markup=False)
+        console.print(f"Not measured: {refusal.label}. {refusal.reason}")
     console.print(f"{len(plan.readings)} ways of reading, {amount_of_work(comparison, mine)}.")
 
 
@@ -154,7 +156,7 @@ def _show(console: Console, result: ComparisonResult, output: Path) -> None:
     console.print(terminal_table(table))
     console.print(f"\n{table.caption}.\n", style="dim")
     for verdict in result.verdicts:
-        console.print(verdict_line(result, verdict), style="bold", markup=False)
+        console.print(verdict_line(result, verdict), style="bold")
     for sentence in sentences(result):
-        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False), markup=False)
+        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False))
     console.print(f"\nWritten: {written[0]} (open it), {', '.join(str(path) for path in written[1:])}", soft_wrap=True)

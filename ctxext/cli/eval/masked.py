@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from rich.text import Text
 from typer import Option
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt, trials_beside
@@ -87,11 +88,12 @@ def masked(
     journal = Journal(trials_beside(results), session.group.process, work="readings")
     survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=journal, group=session.group)
     mine = survey.begin()
-    console.print(
-        f"[bold]{loaded.name}[/], trained to {tokens_label(readers[0].readings.trained_length)} tokens, in "
+    about = (
+        f", trained to {tokens_label(readers[0].readings.trained_length)} tokens, in "
         f"{loaded.dtype_note}, reads {all_of(list(map(tokens_label, lengths)))} tokens of "
         f"{few_of([one.name for one in corpus.documents])}; {amount_of_work(survey, mine)}."
     )
+    console.print(Text.assemble((loaded.name, "bold"), about))
     with told_on_interrupt(console, survey), session.bar(cost_of(mine)) as bar:
         survey.measure(mine, progress=bar)
     report = masked_report(survey, provenance_of(loaded, corpus, seed=seed), every=every, passes=passes)

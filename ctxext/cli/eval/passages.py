@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from rich.console import Console
+from rich.text import Text
 from typer import Argument, Option
 
 from ctxext.cli.eval.common import amount_of_work, cost_of, first_document, told_on_interrupt, trials_beside
 from ctxext.cli.options import Column, Factors, Methods, OutputOptions, Seed, Split, Trained, Trust, grouped
-from ctxext.progress import StageBar
+from ctxext.progress import StageBar, terminal
 
 __all__ = ["passages"]
 
@@ -61,7 +61,7 @@ def passages(
 
     results.check()
     document = first_document(text, split, column)
-    console = Console(stderr=results.to_stdout, highlight=False)
+    console = terminal(stderr=results.to_stdout)
     with console.status("Loading the model ..."):
         embedder = load_embedder(checkpoint, dtype=dtype, device=device, trust_remote_code=trust)
     readers = passage_readers(
@@ -78,12 +78,13 @@ def passages(
         journal=Journal(trials_beside(results)),
     )
     mine = survey.begin()
-    console.print(
-        f"[bold]{embedder.checkpoint.name}[/], trained to {tokens_label(readers[0].readings.trained_length)} tokens, "
+    about = (
+        f", trained to {tokens_label(readers[0].readings.trained_length)} tokens, "
         f"reads {documents} documents each of {all_of(list(map(tokens_label, lengths)))} tokens; "
         f"{amount_of_work(survey, mine)}."
     )
-    with told_on_interrupt(console, survey), StageBar(Console(stderr=True), cost_of(mine)) as bar:
+    console.print(Text.assemble((embedder.checkpoint.name, "bold"), about))
+    with told_on_interrupt(console, survey), StageBar(terminal(stderr=True), cost_of(mine)) as bar:
         survey.measure(mine, progress=bar)
     provenance = provenance_of(embedder.checkpoint, seed=seed)
     if document is not None:

@@ -36,7 +36,7 @@ def write_report(result: ComparisonResult, output: Path) -> list[Path]:
         PAGE: page(result),
         DATA: json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n",
         ROWS: _csv(result),
-        MARKDOWN: _rendered("comparison.md.jinja", result, figures=figures, escape=False),
+        MARKDOWN: _rendered("comparison.md.jinja", result, figures=figures),
     }
     return write_pages(output, texts, figures)
 
@@ -46,7 +46,7 @@ def page(result: ComparisonResult) -> str:
     # A page shows passkeys as coloured tables, which fit a phone and can be read aloud.
     groups = [[figure for figure in group if figure.name != "passkeys"] for group in drawings(result)]
     figures = [[(figure, figure.svg()) for figure in group] for group in groups]
-    return _rendered("comparison.html.jinja", result, figures=figures, escape=True)
+    return _rendered("comparison.html.jinja", result, figures=figures)
 
 
 def terminal_table(table: TextTable) -> RichTable:
@@ -56,11 +56,10 @@ def terminal_table(table: TextTable) -> RichTable:
     return plain_table([name.replace("vs ", "vs\n") for name in table.header], table.rows, styles)
 
 
-def _rendered(template: str, result: ComparisonResult, *, figures: Any, escape: bool) -> str:
+def _rendered(template: str, result: ComparisonResult, *, figures: Any) -> str:
     window, last = tokens_label(result.trained_length), tokens_label(result.lengths[-1])
     return rendered(
         template,
-        escape=escape,
         result=result,
         title=f"{result.provenance['checkpoint']}, read to {last} tokens",
         window=window,

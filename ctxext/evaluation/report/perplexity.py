@@ -9,13 +9,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.labels import few_of, label_of, tokens_label
 from ctxext.evaluation.perplexity import PerplexityPlan
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
-from ctxext.evaluation.report.style import COLOURS, FAINT, draw_grid, plain_table, saved_figure, say
+from ctxext.evaluation.report.style import COLOURS, FAINT, draw_grid, plain_table, plain_ticks, saved_figure, say
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
 __all__ = ["announce", "save_figure", "show"]
@@ -32,12 +33,13 @@ def announce(console: Console, checkpoint: Checkpoint, corpus: Corpus, plan: Per
     """Say what is about to be measured, on what."""
     short = corpus.read - len(corpus.documents)
     shown = few_of([document.name for document in corpus.documents])
-    console.print(
-        f"[bold]{checkpoint.name}[/], trained to {tokens_label(plan.trained_length)} tokens, in "
+    about = (
+        f", trained to {tokens_label(plan.trained_length)} tokens, in "
         f"{checkpoint.dtype_note}, reads {corpus.tokens:,} tokens of {shown}"
         + (f" ({short} shorter documents left out)" if short else "")
         + f"; in front of each: {corpus.prefix}."
     )
+    console.print(Text.assemble((checkpoint.name, "bold"), about))
 
 
 def show(result: PerplexityResult, console: Console) -> None:
@@ -58,7 +60,7 @@ def show(result: PerplexityResult, console: Console) -> None:
             f"perplexity x{math.exp(inside.mean):.3f}."
         )
     say(console, result.notes)
-    console.print(f"\n{result.sentence()}", style="bold", markup=False)
+    console.print(f"\n{result.sentence()}", style="bold")
 
 
 def save_figure(result: PerplexityResult, path: Path) -> None:
@@ -125,8 +127,9 @@ def _draw_perplexity(axes: Any, result: PerplexityResult, kind: str) -> None:
     values = [score.perplexity for reading in drawn for score in reading.at(kind)]
     if max(values) > 3 * min(values):
         axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    axes.yaxis.set_minor_formatter("")
+        plain_ticks(axes, *axes.get_ylim())
+    else:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.xaxis.set_major_formatter(lambda value, _: tokens_label(int(value)))
     step = 2 ** max(0, math.ceil(math.log2(result.lengths[-1] / 8)))
     axes.set_xticks(range(0, result.lengths[-1] + 1, step))

@@ -57,7 +57,7 @@ def show_ruler(report: RulerReport, console: Console) -> None:
     """Print scores by task and length for every reader, and the sentences."""
     lengths = _lengths(report)
     for reading in report.readings:
-        console.print(f"\n{reading.label}: score by task and tokens of prompt and reply, 0 to 100\n", markup=False)
+        console.print(f"\n{reading.label}: score by task and tokens of prompt and reply, 0 to 100\n")
         names = (*reading.tasks, AVERAGE)
         shown = {(name, at): f"{one:.{1 if name == AVERAGE else 0}f}" for (name, at), one in _scores(reading).items()}
         rows = [[name, *(shown.get((name, length), "-") for length in lengths)] for name in names]

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from ctxext.errors import ResultsError, require_package
 from ctxext.evaluation.labels import tokens_label
+from ctxext.evaluation.report.markdown import code, escaped, table
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import write_whole
 from ctxext.version import __version__
@@ -72,7 +73,7 @@ def say(console: Console, sentences: Sequence[str]) -> None:
     """Print sentences as a list, after an empty line."""
     console.print()
     for sentence in sentences:
-        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False), markup=False)
+        console.print(Padding(f"- {sentence}", (0, 0, 0, 2), expand=False))
 
 
 # In a light and in a dark theme. Those of the light one are hues of Okabe and Ito and their neighbours, which
@@ -126,6 +127,7 @@ STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
     "text.color": INK,
+    "text.parse_math": False,  # names of documents and checkpoints may hold dollars
     "savefig.facecolor": "white",
 }
 OF_PAGES = {"font.size": 10.5}  # differs from STYLE
@@ -166,25 +168,29 @@ def require_report() -> None:
     require_package("jinja2", "eval", "A report needs")
 
 
-def rendered(template: str, package: str = "ctxext.evaluation.report", *, escape: bool, **values: Any) -> str:
+def rendered(template: str, package: str = "ctxext.evaluation.report", **values: Any) -> str:
     """A page, or a part of one.
+
+    Values are escaped for what the page is: HTML, or Markdown where the template's name says so.
 
     Args:
         template: its file name.
         package: whose folder it lies in; what pages have in common lies here.
-        escape: whether values are put into HTML.
         values: what the template names.
     """
     import jinja2
 
+    is_markdown = template.endswith(".md.jinja")
     places = dict.fromkeys((package, "ctxext.evaluation.report"))
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(place, ".") for place in places]),
-        autoescape=escape,
+        autoescape=not is_markdown,
+        finalize=escaped if is_markdown else None,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"code": code, "table": lambda one: table(one.header, one.rows, numbers=True)}
     return environment.get_template(template).render(variables=VARIABLES, version=__version__, **values)
 
 
@@ -215,7 +221,19 @@ def saved_figure(path: Path, size: tuple[float, float], title: str, **options: A
     with _figure(size, **options) as figure:
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
         yield figure
+        _without_formulas(figure)
         figure.savefig(path, dpi=160)
+
+
+def _without_formulas(figure: Any) -> None:
+    """Label log axes in plain numbers: matplotlib writes their powers as formulas, which are not parsed here."""
+    from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, NullFormatter
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        if isinstance(axis.get_minor_formatter(), LogFormatterMathtext):
+            axis.set_minor_formatter(NullFormatter())
 
 
 def draw_grid(axes: Any, title: str = "", *, axis: str = "y") -> None:
@@ -260,10 +278,16 @@ def draw_differences(
 
 
 def plain_ticks(axes: Any, low: float, high: float) -> None:
-    """1, 2, 5 per decade in plain numbers: perplexities are not read as powers of ten."""
-    decade = 10.0 ** len(str(int(low)))
-    ticks = [m * decade * 10.0**e / 100 for e in range(12) for m in (1, 2, 5)]
+    """Put plain numbers on a log axis: 1, 2, 5 per decade, or even steps where those are fewer than three."""
+    from matplotlib.ticker import MaxNLocator
+
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [float(f"{m}e{decade}") for decade in decades for m in (1, 2, 5)]
     inside = [tick for tick in ticks if low <= tick <= high]
+    if len(inside) < 3:
+        inside = [
+            float(tick) for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= tick <= high
+        ]
     axes.set_yticks(inside, [f"{tick:,.10g}" for tick in inside])
     axes.minorticks_off()
 
@@ -313,6 +337,7 @@ class Drawing:
         options = OF_PAGES | {"svg.fonttype": "none", "svg.hashsalt": self.name}
         with _figure(self.size, **options) as figure, io.StringIO() as file:
             self.draw(figure)
+            _without_formulas(figure)
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
             text = file.getvalue()
         text = text[text.index("<svg") :]  # without what stands in front of an element of its own file

@@ -1,0 +1,180 @@
+"""Names of documents and checkpoints that are markup to rich, matplotlib or Markdown are text in every report."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ctxext.choosing import budget, run
+from ctxext.evaluation.documents import Document
+from ctxext.evaluation.report.markdown import code, escaped, fenced, table
+from ctxext.evaluation.report.style import Drawing, saved_figure
+from ctxext.methods import YaRN
+from ctxext.progress import StageBar, terminal
+from tests._models import byte_model
+from tests._programs import command
+from tests.evaluation.test_masked import saved
+
+ROOT = Path(__file__).parents[2]
+NAMES = [
+    "a[/b]c",
+    r"$\frac{1$",
+    "[bold]x[/bold] :smile: [link=y]",
+    "a|b `code` ``",
+    "<img src=x onerror=alert(1)> &amp;",
+    "*a* _b_ __init__ self_extend ~~c~~ \\* [d](e) $x$",
+    "# e #",
+]
+CHECKPOINT = r"$\frac{1$ [x] <b>|`"
+
+
+def jsonl(folder: Path, texts: list[str]) -> Path:
+    path = folder / "texts.jsonl"
+    rows = [{"name": NAMES[place % len(NAMES)], "text": text} for place, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A checkpoint and texts whose names are markup."""
+    folder = tmp_path_factory.mktemp("names")
+    model: LlamaForCausalLM = byte_model()
+    model.save_pretrained(folder / CHECKPOINT)
+    bos_tokenizer.save_pretrained(folder / CHECKPOINT)
+    lines = [f"The rain falls. Then {place * place % 97} rivers run.\n" for place in range(60)]
+    jsonl(folder, [f"{name}: {line}" + "".join(lines) for name, line in zip(NAMES, lines, strict=False)])
+    return folder
+
+
+def outputs(folder: Path, stem: str) -> list[Any]:
+    paths = [folder / f"{stem}{ending}" for ending in (".json", ".md", ".png", ".svg")]
+    return [word for path in paths for word in ("-o", path)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["eval", "perplexity", "-l", "1024", "-m", "yarn"],
+        ["eval", "passkey", "-l", "1024", "-m", "yarn", "--trials", "1", "--depth", "0.5"],
+    ],
+    ids=lambda words: words[1],
+)
+def test_a_measurement_ends_in_its_files(asked: list[str], place: Path, tmp_path: Path) -> None:
+    texts = ["-t", place / "texts.jsonl", *(["-n", "2"] if "perplexity" in asked else [])]
+    done = command(*asked[:2], place / CHECKPOINT, *asked[2:], *texts, "--dtype", "fp32", *outputs(tmp_path, "found"))
+    assert done.exit_code == 0, done.output
+    assert CHECKPOINT in done.output
+    if "perplexity" in asked:
+        assert all(name in done.output.replace("\n", " ") for name in NAMES[:2])
+    page = (tmp_path / "found.md").read_text(encoding="utf-8")
+    assert CHECKPOINT in text_of(page)
+
+
+def test_masked_tokens_end_in_their_files(tmp_path: Path) -> None:
+    model = saved(tmp_path / CHECKPOINT)
+    texts = jsonl(tmp_path, ["The quick brown fox jumps over the lazy dog. " * 12])
+    done = command("eval", "masked", model, "-t", texts, "-m", "pi", "-f", "4", *outputs(tmp_path, "loss"))
+    assert done.exit_code == 0, done.output
+    assert NAMES[0] in done.output
+
+
+def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
+    asked = ["eval", "compare", place / CHECKPOINT, "-t", place / "texts.jsonl", "-n", "7", "--dtype", "fp32"]
+    done = command(*asked, "-m", "yarn", "--no-passkey", "-o", tmp_path / "report")
+    assert done.exit_code == 0, done.output
+    said = text_of((tmp_path / "report" / "report.md").read_text(encoding="utf-8"))
+    assert CHECKPOINT in said
+    assert all(" ".join(name.split()) in said for name in NAMES)
+    html = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "<img src=x" not in html
+
+
+def test_a_choice_ends_in_its_page(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), YaRN(factor=2, attention_factor=1)))
+    monkeypatch.setattr(budget, "ENOUGH", 1)
+    asked = ["choose", place / CHECKPOINT, "-t", place / "texts.jsonl", "--target", 1024, "--dtype", "fp32"]
+    done = command(*asked, "--no-passkey", "--budget", "30 passes", *outputs(tmp_path, "my (own) race"))
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "my (own) race.md").read_text(encoding="utf-8")
+    tokens = MarkdownIt("commonmark").parse(page)
+    pictures = [child for token in tokens for child in token.children or () if child.type == "image"]
+    assert [one.attrs["src"] for one in pictures] == ["my%20%28own%29%20race.png"]
+    assert CHECKPOINT in text_of(page)
+
+
+def text_of(page: str) -> str:
+    """What a reader of a Markdown page sees; HTML and formulas in it fail the test."""
+    seen = []
+    for token in MarkdownIt("commonmark").enable("table").parse(page):
+        assert token.type != "html_block", token.content
+        for child in token.children or ():
+            assert child.type != "html_inline", child.content
+            seen.append(child.content if child.type in ("text", "text_special", "code_inline") else "")
+        if token.type == "fence":
+            seen.append(token.content)
+        seen.append("" if token.type == "inline" else "\n")
+    return "".join(seen)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "two\nlines", "- x", "!["])
+def test_markdown_shows_a_name_as_it_is(name: str) -> None:
+    shown = " ".join(name.splitlines())
+    for page in (
+        f"# Of {escaped(name)}, all",
+        f"**{escaped(name)}**: x",
+        f"- x {escaped(name)}",
+        table([name], [[name]]),
+    ):
+        kinds = {
+            child.type
+            for token in MarkdownIt("commonmark").enable("table").parse(page)
+            for child in token.children or ()
+        }
+        assert kinds <= {"text", "text_special", "strong_open", "strong_close"}
+        assert shown in text_of(page)
+    assert shown in text_of(code(name))
+    assert text_of(table(["a", "b"], [[code(name, in_table=True), "1"]])).count(shown) == 1
+    assert shown in text_of(fenced(f"```\n{shown}", "text"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bar_and_a_figure_show_a_name_as_it_is(name: str, tmp_path: Path) -> None:
+    console = terminal(record=True, width=100, force_terminal=True)
+    with StageBar(console, 1.0, report=True) as bar:
+        bar(name, 1.0)
+    assert name in console.export_text()
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot([1, 2], [0.001, 1e5], label=name)
+        axes.set_yscale("log")
+        axes.set_xticks([1, 2], [name, name])
+        axes.legend(title=name)
+
+    drawing = Drawing("x", name, name, name, (5.0, 3.0), draw)
+    drawing.save(tmp_path / "x.png")
+    assert "mathdefault" not in drawing.svg()
+    assert ">100,000<" in drawing.svg()
+    with saved_figure(tmp_path / "x.pdf", (3.0, 2.0), name) as figure:
+        draw(figure)
+
+
+def test_a_name_is_one_line_that_can_be_printed() -> None:
+    name = Document("a\nb\x1b[31m\udcff\x00é 文", "text").name
+    assert (name.isprintable(), name[0], name[-3:]) == (True, "a", "é 文")
+
+
+def test_every_console_and_every_figure_come_from_one_place() -> None:
+    """The one that shows names as they are."""
+    makers = {r"(?<![\w.])Console\(": "ctxext/progress.py", r"(?<![\w.])Figure\(": "ctxext/evaluation/report/style.py"}
+    files = [*(ROOT / "ctxext").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    for pattern, where in makers.items():
+        found = [path.relative_to(ROOT).as_posix() for path in files if re.search(pattern, path.read_text("utf-8"))]
+        assert found == [where]
