@@ -112,18 +112,18 @@ class BoundedLayer(DynamicLayer):  # type: ignore[misc]
         self.newest_slot = self.cumulative_length - kept
         self.keys, self.values = (_held(part, columns.clamp(min=0), cut) for part in (self.keys, self.values))
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest tokens.
 
         Args:
             tokens_to_remove: their number, negative, as transformers wants it; before 5.18, a positive number is how
-                many stay.
+                many stay. Its assisted decoding gives it as a tensor there.
 
         Raises:
             IncompatibleError: if tokens that the last one left would see were dropped.
         """
-        length = self.cumulative_length
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
+        length, asked = self.cumulative_length, int(tokens_to_remove)
+        removed = -asked if asked <= 0 else max(0, length - asked)
         most = length - (self.newest_slot + self.reach.newest - 1)
         if self.first_slots is not None and removed > most:
             raise IncompatibleError(

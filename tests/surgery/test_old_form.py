@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausa
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.saved import with_old_form
 from ctxext.spec import RopeSpec
@@ -119,7 +120,7 @@ def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path: Path, monkeypatc
     model = ctxext.patch(tiny(), "yarn", factor=4.0)
     before = copy.deepcopy(vars(model.config))
     monkeypatch.setattr(type(model), "save_pretrained", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CheckpointError, match="no space"):
         ctxext.save(model, tmp_path / "saved")
     assert vars(model.config) == before
 
