@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
-from ctxext.files import hidden_beside, write_whole
+from ctxext.files import hidden_beside, read_json, write_whole
 from ctxext.saved import checked_extension, differences
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import ENCODING, encoding_weights, put_encoding_weights
@@ -36,6 +36,7 @@ __all__ = [
     "is_adapter",
     "keep_extension",
     "put_adapter",
+    "read_beside",
     "read_extension",
     "require_trained_on",
     "save_adapters",
@@ -314,6 +315,21 @@ def _is_guarded(value: object) -> bool:
     return isinstance(value, str) and value.startswith(GUARD)
 
 
+def read_beside(path: Path) -> dict[str, Any]:
+    """Read the file that ctxext writes beside an adapter.
+
+    Raises:
+        CheckpointError: if it holds anything else.
+    """
+    saved = read_json(path)
+    if not all(isinstance(saved.get(name), dict) for name in ("extension", "guarded")):
+        raise CheckpointError(
+            f"{path} does not hold what ctxext writes beside an adapter: it was changed or damaged. Save the adapter "
+            f"again with ctxext.save."
+        )
+    return saved
+
+
 def read_extension(directory: Path) -> SavedAdapter:
     """Read what was saved beside the weights of an adapter.
 
@@ -324,7 +340,7 @@ def read_extension(directory: Path) -> SavedAdapter:
     from peft import PeftConfig
 
     path = directory / EXTENSION_FILE
-    adapter = json.loads((directory / ADAPTER_FILE).read_text(encoding="utf-8"))
+    adapter = read_json(directory / ADAPTER_FILE)
     if not path.is_file() and any(_is_guarded(adapter.get(field)) for field in GUARDED_FIELDS):
         raise CheckpointError(
             f"{directory} is an adapter of an extended model without its {EXTENSION_FILE}: saving was interrupted, or "
@@ -341,7 +357,7 @@ def read_extension(directory: Path) -> SavedAdapter:
             f"{directory} has no {ADAPTER_WEIGHTS}; ctxext reads adapters from safetensors only. Save it again with "
             f"ctxext.save."
         )
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = read_beside(path)
     if not all(_is_guarded(adapter.get(field)) for field in saved["guarded"]):
         raise CheckpointError(
             f"{directory / ADAPTER_FILE} is not the one that {EXTENSION_FILE} was written for: saving was interrupted, "

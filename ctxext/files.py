@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and links that are followed no further than the folder they lie in."""
+"""Files that appear whole or not at all or hold what they should, and links that stay in the folder they lie in."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ __all__ = [
     "files_below",
     "followed",
     "hidden_beside",
+    "read_json",
+    "read_json_as",
     "refuse_existing",
     "whole_file",
     "whole_files",
@@ -198,3 +200,33 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of a checkpoint.
+
+    Raises:
+        CheckpointError: if the file holds anything else.
+    """
+    found: dict[str, Any] = read_json_as(path, dict, "a JSON object")
+    return found
+
+
+def read_json_as(path: Path, kind: type, said: str) -> Any:
+    """Read JSON of a kind from a file of a checkpoint; see ``read_json``.
+
+    Args:
+        path: the file.
+        kind: the Python type of what it should hold.
+        said: the same in words.
+
+    Raises:
+        CheckpointError: if the file holds anything else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, kind):
+        raise CheckpointError(f"{path} should hold {said}; found {json.dumps(found)[:40]}.")
+    return found

@@ -97,3 +97,21 @@ def test_what_the_refusal_says_helps(plain: Path, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / "merged" / name).unlink()
     assert torch.allclose(logits(ctxext.load(tmp_path / "merged").eval(), tokens()), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_config.json", "{"),
+        ("adapter_config.json", "[]"),
+        ("ctxext_config.json", '{"extension": '),
+        ("ctxext_config.json", "{}"),
+        ("ctxext_config.json", '{"extension": null, "guarded": {}}'),
+    ],
+)
+def test_a_damaged_file_is_named(name: str, content: str, plain: Path, tmp_path: Path) -> None:
+    adapted(plain, "yarn").save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    for read in (ctxext.load, inspect_adapter):
+        with pytest.raises(CheckpointError, match=name):
+            read(tmp_path)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
+from ctxext.methods.parameters import checked_tokens
 from ctxext.spec import Extension, Request
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import stated_length
@@ -91,7 +92,7 @@ class Architecture(ABC):
                 f"The config of this {model.config.model_type} does not say how long its texts were. Pass "
                 f"trained_length=..."
             )
-        return length
+        return checked_tokens("The trained length that the config names", length)
 
 
 def refuse_attention_choices(request: Request, leaves: str) -> None:

@@ -88,7 +88,7 @@ def unrotated(
 ) -> Rebuild:
     """The model as it is built without rotation."""
     text = text_of(model.config)
-    form = unrotated_rope_parameters(method, place.rope_dict(text)["rope_theta"])
+    form = unrotated_rope_parameters(method, float(place.rope_dict(text)["rope_theta"]))
     refusal: Exception | None = None
     for tried in (form, with_base(form)):
         fields = {"rope_parameters": place.rescaled(text.rope_parameters, tried), "max_position_embeddings": target}

@@ -150,6 +150,11 @@ def _check_rope(parameters: dict[str, Any], model_type: str, place: str) -> None
                 f"The config of {place} has {name}={value!r} in rope_parameters; it should be a finite number"
                 f"{'' if name in NUMBERS else ' above 0'}."
             )
+    if not isinstance(parameters.get("truncate"), bool | None):  # any other word is true to transformers
+        raise CheckpointError(
+            f"The config of {place} has truncate={parameters['truncate']!r} in rope_parameters; it should be true or "
+            f"false."
+        )
     for name in TABLES:
         values = parameters.get(name)
         if values is not None and not (isinstance(values, list) and all(is_number(v) and v > 0 for v in values)):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ctxext.adapters import EXTENSION_FILE, is_adapter
+from ctxext.adapters import EXTENSION_FILE, is_adapter, read_beside
 from ctxext.architectures import architecture_of
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
@@ -245,7 +245,7 @@ def inspect_adapter(directory: Path) -> Description:
             f"{directory} is an adapter without {EXTENSION_FILE}: it carries no extension. Inspect its base model."
         )
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
-    return describe_saved(read_json(path)["extension"], f"adapter for {base}")
+    return describe_saved(read_beside(path)["extension"], f"adapter for {base}")
 
 
 def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:

@@ -9,8 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ctxext.checkpoints.source import read_json
 from ctxext.errors import InvalidParameterError
+from ctxext.files import read_json
 
 __all__ = ["Limit", "copy_raised", "limits_in", "raise_limits", "refuse_tokenizer"]
 
@@ -76,10 +76,10 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
     """
     if place != path:
         shutil.copyfile(path, place)
-    short = [limit for limit in limits_in(place) if target is not None and limit.value < target]
+    short = [limit for limit in limits_in(path) if target is not None and limit.value < target]
     raised = [limit for limit in short if limit.is_bound or limit.value == trained]
     if raised:
-        settings = read_json(place)
+        settings = read_json(path)
         for limit in raised:
             inner = settings
             for part in limit.field[:-1]:

@@ -20,7 +20,7 @@ from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
-from ctxext.files import files_below, followed
+from ctxext.files import files_below, followed, read_json, read_json_as
 from ctxext.saved import checked_extension
 from ctxext.surgery.old_form import OLD_GUARD
 from ctxext.surgery.published import refuse_lost_fields
@@ -197,26 +197,6 @@ def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[
     return str(file.parent), named | loading
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a checkpoint.
-
-    Raises:
-        CheckpointError: if the file holds anything else.
-    """
-    found: dict[str, Any] = _parsed(path, dict, "a JSON object")
-    return found
-
-
-def _parsed(path: Path, kind: type, said: str) -> Any:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, kind):
-        raise CheckpointError(f"{path} should hold {said}; found {json.dumps(found)[:40]}.")
-    return found
-
-
 def refuse_source(source: Path) -> None:
     """Refuse what is not the directory of a whole model.
 
@@ -304,7 +284,7 @@ def _parts_of_sentence_transformers(source: Path) -> set[str]:
     path = source / "modules.json"
     if not path.is_file():
         return set()
-    modules = _parsed(path, list, "a list of modules")
+    modules = read_json_as(path, list, "a list of modules")
     return {str(module["path"]) for module in modules if isinstance(module, dict) and module.get("path")}
 
 

@@ -217,9 +217,11 @@ def _write_small_files(
     for path in contents.others:
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(followed(path, source), place)
-        if path.parent == source:
-            raised, stays = copy_raised(place, place, description.trained_length, description.target_length)
+        real = followed(path, source)
+        if path.parent != source:
+            shutil.copyfile(real, place)
+        else:
+            raised, stays = copy_raised(path, place, description.trained_length, description.target_length)
             changed, limits = changed + raised, limits + stays
     return changed, limits
 

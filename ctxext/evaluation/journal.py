@@ -162,7 +162,7 @@ class Journal:
         own = re.compile(rf"{re.escape(path.stem)}(\.\d+)?{re.escape(path.suffix)}")
         for file in sorted(self.folder.glob(f"*{path.suffix}")):
             if own.fullmatch(file.name):
-                for line in file.read_text(encoding="utf-8").split("\n")[:-1]:  # what has no newline was torn
+                for line in file.read_bytes().split(b"\n")[:-1]:  # what has no newline was torn
                     yield parsed_object(line)
 
     def _claimed(self, path: Path) -> dict[str, Any] | None:
@@ -172,7 +172,7 @@ class Journal:
             return None if empty else next((line for line in self._lines(path) if "made_by" in line), {})
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._identity.exists():
-            return parsed_object(self._identity.read_text(encoding="utf-8"))
+            return parsed_object(self._identity.read_bytes())
         if any(entry.name != LOSSES for entry in self.folder.iterdir()):
             raise ResultsError(
                 f"{str(self.folder)!r} is not empty and holds no earlier {self._identity.stem}; choose another "
@@ -209,8 +209,8 @@ def explain_disk_error(place: Path, kept: Callable[[], int], work: str) -> Itera
         ) from error
 
 
-def parsed_object(line: str) -> dict[str, Any]:
-    """A JSON object, or an empty one for what is none."""
+def parsed_object(line: bytes) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8; what is none gives an empty one."""
     try:
         value = json.loads(line)
     except ValueError:

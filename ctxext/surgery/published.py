@@ -63,6 +63,14 @@ SAID = (
     *("mscale", "mscale_all_dim", "short_factor", "long_factor", "truncate"),
 )
 UNSCALED = (None, "default", "mrope", "proportional", "axial")
+# By what a rope type scales positions.
+FACTORS = ("factor", "short_factor", "long_factor")
+# What published configs, trainers and other programs call the length; transformers reads what the class declares.
+LENGTH = "max_position_embeddings"
+LENGTHS = (
+    *(LENGTH, "n_positions", "n_ctx", "seq_length", "seq_len", "max_seq_len", "max_seq_length", "max_sequence_length"),
+    *("model_max_length", "max_context_length", "context_length"),
+)
 
 
 def published_json(config: Any) -> dict[str, Any]:
@@ -186,7 +194,34 @@ def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
     found = [*_lost_numbers(part, ropes, _declared(text)), *_lost_scaling(part, ropes)]
     if part is not published and "rope_parameters" not in _declared(config):  # or they are those of another part
         found += [*_lost_numbers(published, ropes, _declared(config)), *_lost_scaling(published, ropes)]
+    found += _lost_lengths(published, part, config, text)
     return list({str(lost): lost for lost in found}.values())
+
+
+def _lost_lengths(published: dict[str, Any], part: dict[str, Any], config: Any, text: Any) -> Iterator[Lost]:
+    """Lengths in places, or under names, that the class does not read, where it fills in a default of its own."""
+    built = getattr(text, LENGTH, None)
+    read = {LENGTH, text.attribute_map.get(LENGTH)} | (_declared(text) & set(LENGTHS))
+    if not isinstance(built, int) or part.keys() & read:
+        return
+    for where in (part, published):
+        for name in LENGTHS:
+            value = where.get(name)
+            if where is not part and name in _declared(config):
+                continue
+            if isinstance(value, int) and value > 0 and value != built:
+                yield Lost(name, value, built)
+
+
+def _refuse_idle_scaling(config: Any, place: str) -> None:
+    """Raise where a rope dict has factors, and a type that scales nothing: what they were meant for is built plain."""
+    for _, rope in rope_dicts(text_of(config)):
+        idle = [f"{name}={_short(rope[name])}" for name in FACTORS if rope.get(name) not in (None, 1)]
+        if idle and rope.get("rope_type", "default") == "default":
+            raise CheckpointError(
+                f"The config of {place} has {', '.join(idle)} in rope_parameters, and a rope_type of 'default', which "
+                f"scales nothing. Write the rope_type that they are for (yarn, linear), or take them out."
+            )
 
 
 def _declared(config: Any) -> set[str]:
@@ -245,6 +280,8 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any] | None
     """
     read_now = published is None
     published = published_json(config) if published is None else published
+    if getattr(config, "ctxext", None) is None:  # which has checks of its own
+        _refuse_idle_scaling(config, place)
     lost = lost_fields(published, config) if published else []
     if lost and read_now:  # what somebody changed in memory since is no mistake of the file
         try:
@@ -253,10 +290,16 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any] | None
             return
         lost = [one for one in lost if one in lost_fields(published, again)]
     if lost:
+        says = f"The config.json of {place} says {', '.join(map(str, lost))}, which transformers loses when it builds "
+        if all(one.name in LENGTHS for one in lost):
+            raise CheckpointError(
+                f"{says}the model: its class reads another field and fills in its own default. Write the length that "
+                f"the weights were trained for as {LENGTH} into the part of config.json that reads text."
+            )
         raise CheckpointError(
-            f"The config.json of {place} says {', '.join(map(str, lost))}, which transformers loses when it builds the "
-            f"model. A rope_scaling beside rope_parameters takes its place whole, and fields that its class does not "
-            f"read are dropped. Write all of it into rope_parameters of the part that reads text, rope_theta included."
+            f"{says}the model. A rope_scaling beside rope_parameters takes its place whole, and fields that its class "
+            f"does not read are dropped. Write all of it into rope_parameters of the part that reads text, rope_theta "
+            f"included."
         )
 
 

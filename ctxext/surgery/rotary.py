@@ -130,6 +130,11 @@ class RotaryPlace:
     def rope_dict(self, text: Any) -> dict[str, Any]:
         """What a text config says of these frequencies."""
         rope = text.rope_parameters
+        if not isinstance(rope, dict):
+            raise PatchStateError(
+                f"The config of this {text.model_type} has rope_parameters={rope!r}, and its model was built with "
+                f"some. A config that is changed after loading changes nothing: load the model anew."
+            )
         return dict(rope if self.layer_type is None else rope[self.layer_type])
 
     def rescaled(self, rope: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
@@ -362,7 +367,8 @@ def _unlike(place: RotaryPlace, live: nn.Module, built: nn.Module, text: Any, tr
         if has.shape != says.shape:
             return f"{name} has {len(has)} frequencies, and the config's {len(says)}"
         rounding = max(FLOAT32, 2 * torch.finfo(has.dtype).eps)
-        different = ~torch.isclose(has.double(), says.double(), rtol=rounding, atol=0.0)
+        rounded = says.to(has.dtype)  # float16 keeps few digits of what is below 6e-5, and nothing below 6e-8
+        different = ~torch.isclose(has.double(), rounded.double(), rtol=rounding, atol=0.0)
         if different.any():
             pair = int(different.nonzero()[-1])  # the slowest, which reaches furthest
             return f"{name}[{pair}] is {has[pair]:.4g} radians per token, and the config's {says[pair]:.4g}"

@@ -12,6 +12,7 @@ from transformers import BertConfig, BertModel
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.errors import CheckpointError
 from tests._tokenizer import make_tokenizer
 
 TRAINED, TARGET = 32, 128
@@ -104,3 +105,9 @@ def test_saving_raises_the_same(source: Path, tmp_path: Path) -> None:
         put(place, name, field, TRAINED)
     ctxext.save(model, place)
     assert [found(place, name, field) for name, field in LIMITS[::2]] == [TARGET] * 3
+
+
+def test_a_file_that_is_no_json_is_named_by_its_own_place(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=rf"^{source}/tokenizer_config.json is not valid JSON"):
+        patch_checkpoint(source, tmp_path / "long", "pi", factor=4)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
@@ -69,6 +69,10 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[s
     return write
 
 
+def without_length(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "max_position_embeddings"}
+
+
 # A config.json, the field that transformers loses when it builds a model from it, and what it builds instead.
 LOST: dict[str, tuple[dict[str, Any], str]] = {
     "a model card's block beside rope_parameters": (
@@ -89,6 +93,13 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "an original length beside the block": (
         LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, ORIGINAL: 8192},
         rf"{ORIGINAL}=8192 \(built: 32768\)",
+    ),
+    "a length under another program's name": (without_length(LLAMA) | {"model_max_length": 8192}, r"model_max_length=8192 \(built: 2048\)"),
+    "the same of an older class": (without_length(LLAMA) | {"n_positions": 4096}, r"n_positions=4096 \(built: 2048\)"),
+    "the same of a trainer": (without_length(QWEN2) | {"max_seq_length": 16384}, r"max_seq_length=16384 \(built: 32768\)"),
+    "a length beside the part that reads text": (
+        LLAVA | {"text_config": without_length(LLAVA["text_config"]), "max_position_embeddings": 32768},
+        r"max_position_embeddings=32768 \(built: 2048\)",
     ),
     "a base beside the part that reads text": (LLAVA | {"rope_theta": 1e6}, r"rope_theta=1000000\.0 \(built: 500000\.0\)"),
     "a flat block for layer types": (
@@ -124,6 +135,46 @@ def test_it_is_refused_on_the_loaded_model_too(written: Callable[..., Path]) -> 
     assert ctxext.describe(model).target_length == 262144
 
 
+# Rope dicts with a factor, and a type that scales nothing: transformers builds plain positions from them.
+IDLE: dict[str, dict[str, Any]] = {
+    "no type": LLAMA | {"rope_scaling": {"factor": 4.0}},
+    "a type of default": LLAMA | {"rope_scaling": {"type": "default", "factor": 8.0, ORIGINAL: 8192}},
+    "tables": LLAMA | {"rope_scaling": {"rope_type": "default", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}},
+    "axes of Qwen2.5-VL, YaRN's numbers beside them": {
+        **QWEN2,
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6], "factor": 4.0, ORIGINAL: 32768},
+    },
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_factor_without_a_type_that_scales_is_refused(name: str, written: Callable[..., Path]) -> None:
+    place = written(IDLE[name])
+    for read in (read_any_config, inspect_checkpoint):
+        with pytest.raises(CheckpointError, match=r"factor=.* rope_type of 'default', which scales nothing"):
+            read(place)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("value", ["false", 0, [True]])
+def test_a_word_that_is_no_truth_value_is_refused(value: Any, written: Callable[..., Path]) -> None:
+    """To transformers "false" is true, which moves YaRN's ramp."""
+    place = written(LLAMA | {"rope_scaling": YARN | {"truncate": value}})
+    with pytest.raises(CheckpointError, match=r"truncate=.* should be true or false"):
+        read_any_config(place)
+
+
+def test_such_a_factor_is_refused_in_memory() -> None:
+    config = LlamaConfig(**SMALL, rope_parameters=PARAMETERS | {"factor": 4.0})
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(CheckpointError, match="scales nothing"):
+        ctxext.patch(model, "pi", factor=2)
+    config.rope_parameters["factor"] = 1.0
+    ctxext.patch(model, "pi", factor=2)
+    assert ctxext.describe(model).target_length == 65536
+
+
 # What is written in two ways, or in an old one, and loses nothing.
 KEPT: dict[str, dict[str, Any]] = {
     "both forms": LLAMA | {"rope_parameters": PARAMETERS | YARN, "rope_scaling": PARAMETERS | YARN},
@@ -137,6 +188,8 @@ KEPT: dict[str, dict[str, Any]] = {
     },
     "Gemma 3": GEMMA3 | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
     "a base that is stated twice": LLAMA | {"rope_theta": 500000.0, "rope_parameters": PARAMETERS},
+    "a length that another field says, too": LLAMA | {"model_max_length": 1000000, "seq_length": 2048},
+    "the length of Llama 1": without_length(LLAMA) | {"max_sequence_length": 2048},
     "Pythia": {
         **{name: value for name, value in SMALL.items() if name != "num_key_value_heads"},
         "model_type": "gpt_neox",

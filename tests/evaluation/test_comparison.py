@@ -442,6 +442,9 @@ def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
     found = again.finished()
     assert set(found) == {"k0", "k1", "k2"}
     assert [found[key]["loss"] for key in ("k0", "k1")] == [0.1 + 0.2, math.pi]
+    with open(tmp_path / "cells.jsonl", "ab") as file:
+        file.write(b'\xff\xfe\n{"key": "k3"}\n')
+    assert set(journal().finished()) == {"k0", "k1", "k2", "k3"}
 
 
 def test_processes_share_all_cells_evenly(

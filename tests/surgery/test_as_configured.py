@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
-from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS
 from tests._models import TRAINED_LENGTH, tiny, tokens
 
@@ -74,6 +74,19 @@ def test_a_live_model_that_is_not_its_config_is_refused(kind: str, change: Calla
     assert model.config.to_dict() == config
 
 
+def test_a_config_without_its_rope_dict_is_refused() -> None:
+    model = tiny()
+    model.config.rope_parameters = None
+    with pytest.raises(PatchStateError, match=r"rope_parameters=None.*load the model anew"):
+        ctxext.patch(model, "pi", factor=2)
+
+
+def test_a_length_that_no_model_has_is_refused() -> None:
+    model = tiny(max_position_embeddings=10**30)
+    with pytest.raises(InvalidParameterError, match=r"The trained length that the config names must be at most"):
+        ctxext.patch(model, "pi", factor=2)
+
+
 def cast(dtype: torch.dtype) -> Callable[[PreTrainedModel], PreTrainedModel]:
     return lambda model: model.to(dtype)
 
@@ -93,6 +106,7 @@ LEGITIMATE = {
     "a copy": copy.deepcopy,
 }
 ROPES = {
+    "a large base": {"rope_type": "default", "rope_theta": 5e8},
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     "longrope": LONGROPE,
@@ -109,7 +123,7 @@ def test_states_that_a_model_may_be_in_are_not(rope: str, state: str) -> None:
     model = LEGITIMATE[state](model)
     rotary = rotary_of(model)
     before = {name: buffer.clone() for name, buffer in rotary.named_buffers()}
-    told = {} if rope == "default" else {"trained_length": longest}
+    told = {} if ROPES[rope]["rope_type"] == "default" else {"trained_length": longest}
     ctxext.patch(model, "pi", factor=2, **told)
     ctxext.unpatch(model)
     after = dict(rotary.named_buffers())
