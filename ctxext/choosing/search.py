@@ -30,6 +30,7 @@ from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.haystack import Haystack
 from ctxext.evaluation.passkey import ANSWER_ROOM, build
+from ctxext.evaluation.provenance import from_json
 from ctxext.evaluation.readings import Reading
 from ctxext.evaluation.survey import Answer
 from ctxext.methods.longrope import LongRoPE
@@ -249,7 +250,7 @@ class Search:
         states = [State.begin(len(start))]
         for step in range(self.sizes.steps):
             values = self.losses.values(self._cell(name, descent, plan, states[-1], step))
-            states.append(State(**{key: _tuples(value) for key, value in values["state"].items()}))
+            states.append(from_json(State, values["state"]))
         return states[1:], descent
 
     def _cell(self, start: str, descent: Descent, plan: str, before: State, step: int) -> RaceCell:
@@ -288,7 +289,3 @@ class Search:
         # Not the seed of the keys that candidates are judged by.
         seed = 10_000 + 1_000 * self.losses.seed + turn
         return hidden_key(tokenizer, text, length=self.losses.length, depth=DEPTHS[turn % len(DEPTHS)], seed=seed)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -30,6 +30,7 @@ from ctxext.evaluation.forward import pass_cost, turning_point
 from ctxext.evaluation.labels import label_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import PasskeyTrial, make_prompts
+from ctxext.evaluation.provenance import from_json
 from ctxext.evaluation.readings import Reader, Reading, chosen_methods, known_trained_length
 from ctxext.evaluation.report.comparison_figures import save_loss_figure
 from ctxext.evaluation.report.markdown import escaped, table
@@ -239,7 +240,7 @@ def _passkeys(keys: Survey[PromptJob] | None) -> tuple[PasskeyRow, ...]:
     return tuple(
         PasskeyRow(
             label_of((reader.reading.method or {}).get("method", UNPATCHED)),
-            tuple(PasskeyTrial(**trial) for trial in trials),
+            tuple(from_json(PasskeyTrial, trial) for trial in trials),
         )
         for reader, trials in (keys.trials() if keys else ())
     )

@@ -19,10 +19,26 @@ from torch import Tensor
 from ctxext.errors import ResultsError
 from ctxext.files import write_whole
 
-__all__ = ["Journal", "explain_disk_error", "parsed_object"]
+__all__ = ["Journal", "JournalLine", "explain_disk_error"]
 
 FORMAT = 1
 LOSSES = "losses"
+
+
+class JournalLine(dict[str, Any]):
+    """A JSON object out of a journal; a field that it lacks is an error that names the file and the line.
+
+    Args:
+        values: of the object.
+        place: the file and the line, to show.
+    """
+
+    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+        super().__init__(values)
+        self.place = place
+
+    def __missing__(self, field: str) -> Any:
+        raise _damaged(self.place, f"lacks the field {field!r}")
 
 
 class Journal:
@@ -76,7 +92,8 @@ class Journal:
                 f"{found.get('made_by')!r}, format={found.get('format')!r}). Choose another --output, or delete it."
             )
         for part in [name for name in identity if name != "made_by"]:
-            theirs, mine = found.get(part) or {}, identity[part]
+            theirs, mine = found.get(part), identity[part]
+            theirs = theirs if isinstance(theirs, dict) else {}
             if theirs.get("sha256") != mine["sha256"]:
                 raise ResultsError(
                     f"{place!r} holds {self.work} of another {part}: {theirs.get('name')} (sha256 "
@@ -88,13 +105,17 @@ class Journal:
         """The line of everything that is finished, in all processes, by its key.
 
         Raises:
-            ResultsError: a file cannot be read.
+            ResultsError: a file cannot be read, or a line of it is damaged.
         """
         if self.path is None:
             return dict(self._in_memory)
         with explain_disk_error(self.path, lambda: 0, self.work):
             lines = [line for line in self._lines(self.path) if "key" in line]
-        return {line["key"]: line for line in lines if "file" not in line or (self.folder / line["file"]).is_file()}
+            for line in lines:
+                for field in ("key", "file"):
+                    if not isinstance(line.get(field, ""), str):
+                        raise _damaged(line.place, f"holds {line[field]!r} as {field!r}")
+            return {one["key"]: one for one in lines if "file" not in one or (self.folder / one["file"]).is_file()}
 
     def keep(self, line: Mapping[str, Any], losses: Float[Tensor, " positions"] | None = None) -> None:
         """Keep what is finished: once this returns, it is on disk.
@@ -157,13 +178,14 @@ class Journal:
                     file.truncate(end)
                 raise
 
-    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _lines(self, path: Path) -> Iterator[JournalLine]:
         """Every whole line of all processes."""
         own = re.compile(rf"{re.escape(path.stem)}(\.\d+)?{re.escape(path.suffix)}")
         for file in sorted(self.folder.glob(f"*{path.suffix}")):
             if own.fullmatch(file.name):
-                for line in file.read_bytes().split(b"\n")[:-1]:  # what has no newline was torn
-                    yield parsed_object(line)
+                whole = file.read_bytes().split(b"\n")[:-1]  # what has no newline was torn
+                for number, line in enumerate(whole, start=1):
+                    yield _parsed(line, f"Line {number} of {str(file)!r}")
 
     def _claimed(self, path: Path) -> dict[str, Any] | None:
         """The identity that was claimed before; None where there is nothing yet."""
@@ -172,7 +194,7 @@ class Journal:
             return None if empty else next((line for line in self._lines(path) if "made_by" in line), {})
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._identity.exists():
-            return parsed_object(self._identity.read_bytes())
+            return _parsed(self._identity.read_bytes(), repr(str(self._identity)))
         if any(entry.name != LOSSES for entry in self.folder.iterdir()):
             raise ResultsError(
                 f"{str(self.folder)!r} is not empty and holds no earlier {self._identity.stem}; choose another "
@@ -209,10 +231,14 @@ def explain_disk_error(place: Path, kept: Callable[[], int], work: str) -> Itera
         ) from error
 
 
-def parsed_object(line: bytes) -> dict[str, Any]:
+def _damaged(place: str, how: str) -> ResultsError:
+    return ResultsError(f"{place} is damaged: it {how}. Delete it and run the same command again; all else is kept.")
+
+
+def _parsed(line: bytes, place: str) -> JournalLine:
     """Parse a JSON object in UTF-8; what is none gives an empty one."""
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_hook=lambda values: JournalLine(values, place))
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = {}
+    return value if isinstance(value, JournalLine) else JournalLine({}, place)

@@ -35,7 +35,7 @@ from ctxext.evaluation.forward import (
     ticking,
 )
 from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
-from ctxext.evaluation.provenance import Provenance, Report
+from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.statistics import check_finite, wilson_interval
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.evaluation.truncation import UNPATCHED
@@ -479,7 +479,7 @@ def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Pr
     """What a finished survey of passkeys found."""
     readings = [
         PasskeyResult(
-            trials=tuple(PasskeyTrial(**trial) for trial in trials),
+            trials=tuple(from_json(PasskeyTrial, trial) for trial in trials),
             haystack=haystack.name,
             reading=reader.reading.name,
             label=reader.reading.label,

@@ -23,7 +23,7 @@ from ctxext.evaluation import passkey, ruler
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import PasskeyReport, PasskeyResult, PasskeyTrial
-from ctxext.evaluation.provenance import provenance_of
+from ctxext.evaluation.provenance import from_json, provenance_of
 from ctxext.evaluation.readings import find_readers
 from ctxext.evaluation.report.retrieval import passkey_sentences, ruler_sentences, save_passkey_figure, show_passkeys
 from ctxext.evaluation.ruler import RulerReport, RulerResult, RulerTrial
@@ -230,6 +230,47 @@ def test_the_file_of_trials_belongs_to_one_measurement(tmp_path: Path, monkeypat
         again.keep({"key": "k2", "reading": "unpatched", "trial": {"loss": 2.0}})
     monkeypatch.undo()
     assert set(Journal(path).finished()) == {"k0", "k1"}
+
+
+GOOD = {"key": "k0", "reading": "unpatched", "seconds": 1.0, "trial": {"found": [True]}}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (json.dumps(GOOD | {"key": ["k0"]}).encode(), r"holds \['k0'\] as 'key'"),
+        (json.dumps(GOOD | {"file": 3}).encode(), "holds 3 as 'file'"),
+        (json.dumps({"key": "k0", "seconds": 1.0}).encode(), "lacks the field 'trial'"),
+        (json.dumps(GOOD | {"trial": {"length": 9}}).encode(), "lacks the field 'depth'"),
+        (json.dumps(GOOD).encode(), "lacks the field 'passes'"),
+    ],
+)
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path, line: bytes, says: str) -> None:
+    path = tmp_path / "keys.trials.jsonl"
+    journal = Journal(path)
+    journal.claim({"made_by": "ctxext eval passkey"})
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    place = rf"Line 2 of '.*keys\.trials\.jsonl' is damaged.*{says}.*Delete it and run the same command again"
+    with pytest.raises(ResultsError, match=place):
+        _used(Journal(path).finished()["k0"], says)
+
+
+def _used(line: Any, says: str) -> None:
+    """Read a line as a race does, or as passkeys do."""
+    if "passes" in says:
+        line["passes"]
+    from_json(PasskeyTrial, line["trial"])
+
+
+def test_a_damaged_identity_is_an_error_that_names_it(tmp_path: Path) -> None:
+    identity, mine = tmp_path / "comparison.json", {"name": "tiny", "sha256": "1"}
+    identity.write_bytes(b'{"made_by": "caf\xe9"}')
+    journal = Journal(tmp_path / "cells.jsonl", identity=identity)
+    with pytest.raises(ResultsError, match=r"holds no trials of"):
+        journal.claim({"made_by": "ctxext eval compare"})
+    identity.write_text(json.dumps({"made_by": "ctxext eval compare", "format": 1, "checkpoint": "tiny"}))
+    with pytest.raises(ResultsError, match="another checkpoint"):
+        journal.claim({"made_by": "ctxext eval compare", "checkpoint": mine})
 
 
 def test_ruler_is_that_of_the_evaluation(
