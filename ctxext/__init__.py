@@ -1,4 +1,13 @@
-"""Give an existing Hugging Face checkpoint a longer context, in place and in one line."""
+"""Give an existing Hugging Face checkpoint a longer context, in place and in one line.
+
+import ctxext
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B")
+ctxext.patch(model, method="yarn", factor=4)  # in place; ctxext.methods() lists the methods
+print(ctxext.describe(model))
+model.save_pretrained("llama-4x")
+"""
 
 import importlib
 import pathlib

@@ -60,7 +60,7 @@ class Rope(Architecture):
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(
                 f"Method {method.name!r} works neither on rotations nor on biases, and this {model.config.model_type} "
-                f"rotates. `ctxext inspect` lists the methods for it."
+                f"rotates. Take a method for rotations, such as yarn or self_extend."
             )
         scaling = scaling_of(model.config)
         sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)

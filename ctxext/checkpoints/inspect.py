@@ -68,6 +68,7 @@ class MethodCheck:
         stored_as: how the config would say it.
         stock: whether a process without ctxext loads the result.
         refused: why the method is refused; None where it applies.
+        needs_training: whether the model is useless with it until it has been trained so.
     """
 
     method: str
@@ -76,6 +77,7 @@ class MethodCheck:
     stored_as: str = ""
     stock: bool = False
     refused: str | None = None
+    needs_training: bool = False
 
     def of(self, method: Method) -> MethodCheck:
         """The same said of another method that is put in likewise, with the same factor."""
@@ -322,6 +324,7 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
         target_length=description.target_length,
         stored_as=description.stored_as,
         stock=description.stock,
+        needs_training=method.needs_training,
     )
 
 

@@ -171,9 +171,11 @@ def load(
     saved = saved_extension(config, place)
     if not has_method:
         if saved is None:
+            file = f", gguf_file={loading['gguf_file']!r}" if loading.get("gguf_file") else ""
             raise CheckpointError(
                 f"{place} carries no extension to restore. Say which one to apply, as in "
-                f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with AutoModelForCausalLM."
+                f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with "
+                f"AutoModelForCausalLM.from_pretrained({place!r}{file})."
             )
         model = _read_model(place, config, loading, auto_class, restored=True)
         leads_to_it = model.config._name_or_path

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,9 +41,15 @@ def frequencies(
             show_default="none: --rotary-dim, --base and --trained-length describe it",
         ),
     ] = None,
-    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
-        "frequencies.png"
-    ),
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            help="The picture to write: .png, .svg or .pdf.",
+            show_default="frequencies.png, or with a number where that exists",
+        ),
+    ] = None,
     factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
     method: Annotated[
         list[str] | None,
@@ -65,6 +73,7 @@ def frequencies(
 
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
+    output = output or _unused("frequencies")
     check_output(output)
     from ctxext.evaluation.readings import named_method
     from ctxext.pictures.frequencies import plot_spectrum, shown_by_default
@@ -81,9 +90,15 @@ def positions(
         str | None,
         Argument(help="A directory or a name on the hub.", show_default="none: --trained-length says all that counts"),
     ] = None,
-    output: Annotated[Path, Option("--output", "-o", help="The picture to write: .png, .svg or .pdf.")] = Path(
-        "positions.png"
-    ),
+    output: Annotated[
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            help="The picture to write: .png, .svg or .pdf.",
+            show_default="positions.png, or with a number where that exists",
+        ),
+    ] = None,
     factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 2.0,
     method: Annotated[
         list[str] | None,
@@ -108,6 +123,7 @@ def positions(
 
     [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
     """
+    output = output or _unused("positions")
     check_output(output)
     from ctxext.checkpoints.inspect import rope_of_checkpoint
     from ctxext.evaluation.readings import named_method
@@ -151,7 +167,7 @@ def show(
             "--output",
             "-o",
             help="The picture to write: .png, .svg or .pdf.",
-            show_default="show.png; with --json none",
+            show_default="show.png, or with a number where that exists; with --json none",
         ),
     ] = None,
     factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
@@ -168,7 +184,7 @@ def show(
 
     [bold]Example[/]: ctxext show yarn --model Llama-3-8B -o yarn.png
     """
-    picture = output or (None if as_json else Path("show.png"))
+    picture = output or (None if as_json else _unused("show"))
     if picture is not None:
         check_output(picture)
     from transformers.utils.logging import disable_progress_bar
@@ -207,6 +223,12 @@ def _text_of(given: str) -> str:
     if is_name and path.suffix:
         raise InvalidParameterError(f"--text {given}: there is no such file. Give a file, or a sentence in quotes.")
     return given
+
+
+def _unused(name: str) -> Path:
+    """Return a file name for a picture that nothing has yet: the default must not write over an earlier picture."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for one in names if not os.path.lexists(path := Path(f"{one}.png")))
 
 
 def _write_picture(output: Path, draw: Callable[[Path], None], *, quiet: bool = False) -> None:

@@ -116,7 +116,7 @@ def _verdict_table(verdicts: tuple[MethodCheck, ...]) -> Table:
             table.add_row(verdict.method, "refused", "", Text(in_flags(verdict.refused)), style="dim")
             continue
         loaded_by = "anyone" if verdict.stock else "ctxext.load"
-        reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)"
+        reaches = f"{verdict.target_length:,} ({verdict.factor:g}x)" + "\nonce trained" * verdict.needs_training
         table.add_row(Text(verdict.method, style="bold cyan"), reaches, loaded_by, Text(verdict.stored_as))
     return table
 

@@ -74,6 +74,11 @@ class Export:
         """The value that follows each flag."""
         return dict(zip(self.flags[::2], self.flags[1::2], strict=True))
 
+    def __str__(self) -> str:
+        same = "the same positions as in transformers" if self.exact else "not the same positions, or not proven"
+        wrote = [f"wrote {self.file}"] if self.file is not None else []
+        return "\n  ".join([self.told, *wrote, same, *(f"- {note}" for note in self.notes)])
+
     @property
     def told(self) -> str:
         """The flags in one line of a shell, and which file they are for where it is not any file of the model."""

@@ -376,3 +376,48 @@ def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
     result = cli("export", config, "--to", "vllm", "-m", "yarn", "-f", 4)
     assert result.exit_code == 1
     assert "--sliding-window lift" in result.stderr
+
+
+def test_pictures_without_a_name_never_write_over_each_other(
+    cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = {
+        "show": ["show", "yarn"],
+        "frequencies": ["plot", "frequencies", str(llama), "-m", "pi"],
+        "positions": ["plot", "positions", "-m", "self_extend"],
+    }
+    for name, words in asked.items():
+        (tmp_path / f"{name}.png").write_bytes(b"mine")
+        for number in (2, 3):
+            assert f"Wrote {name}-{number}.png" in cli(*words).stdout
+        assert (tmp_path / f"{name}.png").read_bytes() == b"mine"
+
+
+def test_inspect_says_what_must_be_trained_and_sends_nobody_in_a_circle(cli: Cli, llama: Path) -> None:
+    said = cli("inspect", str(llama))
+    assert "ctxext inspect" not in said.stdout
+    found = json.loads(cli("inspect", str(llama), "--json").stdout)["verdicts"]
+    trained = {one["method"] for one in found if one["needs_training"]}
+    assert {"fox", "fire", "path", "nope", "t5_bias"} <= trained
+    assert not trained & {"yarn", "self_extend", "pi"}
+    for name in ("fox", "yarn"):
+        row = said.stdout[
+            said.stdout.index(f"\n {name} ") if f"\n {name} " in said.stdout else said.stdout.index(f"\n{name} ") :
+        ]
+        assert ("once trained" in row.split("\n", 3)[1] + row.split("\n", 3)[2]) == (name == "fox")
+
+
+def test_an_export_prints_what_the_command_line_prints(cli: Cli, llama: Path) -> None:
+    printed = cli("export", str(llama), "--to", "vllm", "-m", "yarn", "-f", "2").stdout
+    said = str(ctxext.export(llama, to="vllm", method="yarn", factor=2))
+    flags = said.splitlines()[0]
+    assert flags.startswith("--")
+    assert flags in printed
+    assert [line.strip() for line in said.splitlines()[1:]] == [line.strip() for line in printed.splitlines()[1:]]
+
+
+def test_the_package_says_how_to_use_it() -> None:
+    assert all(
+        words in (ctxext.__doc__ or "") for words in ("from_pretrained(", "ctxext.patch(model, method=", "factor=")
+    )

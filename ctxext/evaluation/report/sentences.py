@@ -156,7 +156,8 @@ def _passkey_sentences(result: ComparisonResult, best: Row) -> list[str]:
     found = {row.reading.name: hidden_keys(row) for row in result.rows if row.passkeys}
     asked = max(trials for _, trials in found.values())
     if not asked:
-        return ["No passkey was hidden where truncation cuts it off; ask for smaller depths."]
+        window = tokens_label(result.trained_length)
+        return [f"Every passkey lies in the last {window} tokens, which truncation reads, too; ask for smaller depths."]
     competing = [row for row in result.candidates if found[row.reading.name][1] == asked]
     most = max((found[row.reading.name][0] for row in competing), default=0)
     winners = [row.reading.label for row in competing if found[row.reading.name][0] == most]
