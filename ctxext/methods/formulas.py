@@ -70,13 +70,19 @@ def index_that_turns(rope: RopeSpec, turns: float) -> float:
     beyond the slowest and the fastest the last step goes on.
 
     Raises:
-        InvalidParameterError: if only one pair of dimensions rotates, at a frequency that is no power of the base.
+        InvalidParameterError: if only one pair of dimensions rotates, at a frequency that is no power of the base; or
+            none does.
     """
     if rope.inv_freq is None:
         return rope.rotary_dim * math.log(rope.trained_length / (2 * math.pi * turns)) / (2 * math.log(rope.base))
     require(rope.rotary_dim > 2, "rotary_dim", rope.rotary_dim, "above 2 where the trained frequencies are scaled")
     # Searched factors (LongRoPE) may let a frequency be faster than the one before it: the first that is slow counts.
     logarithms = plain_inv_freq(rope).log().cummin(0).values
+    if logarithms[0] == -math.inf:
+        raise InvalidParameterError(
+            "All trained frequencies are zero: no pair of dimensions turns, so none turns often enough to be kept. "
+            "Take scaling='replace', or a method that does not count turns (ntk, pi)."
+        )
     wanted = math.log(2 * math.pi * turns / rope.trained_length)
     after = min(max(int((logarithms > wanted).sum()), 1), len(logarithms) - 1)
     step = float(logarithms[after] - logarithms[after - 1])

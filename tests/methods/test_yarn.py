@@ -13,6 +13,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import InvalidParameterError
+from ctxext.methods.base import RopeMethod
+from ctxext.methods.dynamic_yarn import DynamicYaRN
 from ctxext.methods.ntk_by_parts import NTKByParts
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
@@ -196,3 +198,11 @@ def test_stock_transformers_computes_a_divisor_of_its_own(rope: RopeSpec) -> Non
     inv_freq, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     assert torch.allclose(inv_freq.double(), method.frequencies(rope, 1).inv_freq, rtol=1e-6)
     assert scale == 1.0
+
+
+@pytest.mark.parametrize("method", [YaRN(factor=2.0), DynamicYaRN(factor=2.0)])
+def test_frequencies_that_are_all_zero_are_refused(method: RopeMethod) -> None:
+    """As a scaling by a factor without measure leaves them."""
+    rope = RopeSpec(rotary_dim=8, base=10000.0, trained_length=4096, inv_freq=(0.0,) * 4)
+    with pytest.raises(InvalidParameterError, match="no pair of dimensions turns"):
+        method.frequencies(rope, 8192)
