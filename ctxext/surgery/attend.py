@@ -16,7 +16,8 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
 from ctxext.surgery.probe import Layers, forward_without_data, reads_an_encoder
-from ctxext.surgery.rebuild import FAILURES, Rebuild, without_weights
+from ctxext.surgery.rebuild import FAILURES, Rebuild
+from ctxext.surgery.replaced import original_twin
 from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 from ctxext.surgery.texts import text_of
 
@@ -149,13 +150,13 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
     Proven by one forward pass without data: a model's own code may compute with the mask that a layout takes the place
     of, or may want attention that a layout cannot say.
     """
-    twin = without_weights(rebuild.model, rebuild.config).eval()
-    decoder, edits = decoder_of(twin, place), Edits()
-    install_attention(twin, place, None, edits)
-    witnesses = {path: _Witness() for path in _paths(decoder)}
-    for path, witness in witnesses.items():
-        edits.set(decoder.get_submodule(path), "_ctxext_attend", witness)
     try:
+        twin = original_twin(rebuild.model, rebuild.config).eval()
+        decoder, edits = decoder_of(twin, place), Edits()
+        install_attention(twin, place, None, edits)
+        witnesses = {path: _Witness() for path in _paths(decoder)}
+        for path, witness in witnesses.items():
+            edits.set(decoder.get_submodule(path), "_ctxext_attend", witness)
         forward_without_data(decoder)
     except IncompatibleError as error:
         return Tried(str(error).removesuffix(" Unpatch the model for such inputs.").rstrip("."))

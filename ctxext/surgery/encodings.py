@@ -24,7 +24,8 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.positions import LayoutMask, layout_of
 from ctxext.surgery.probe import forward_without_data
-from ctxext.surgery.rebuild import FAILURES, Rebuild, rotaries, without_weights
+from ctxext.surgery.rebuild import FAILURES, Rebuild, rotaries
+from ctxext.surgery.replaced import original_twin
 from ctxext.surgery.rotary import RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.travelling import Travelling
@@ -219,8 +220,8 @@ def install_encoding(
 
 def why_not_run(rebuild: Rebuild, place: RotaryPlace, method: EncodingMethod, spec: EncodingSpec) -> str | None:
     """Why a rebuilt model would not run with the encoding, seen on one that has no data; None if it would."""
-    twin = without_weights(rebuild.model, rebuild.config).eval()
     try:
+        twin = original_twin(rebuild.model, rebuild.config).eval()
         install_encoding(twin, place, method, spec, Backends(), Edits())
         forward_without_data(decoder_of(twin, place))
     except InvalidParameterError:  # it says itself which parameter to change

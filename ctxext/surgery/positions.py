@@ -531,8 +531,8 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,  # sixth, as in transformers' own functions: some programs pass it by position
     scaling: Any = None,  # a whole number in some
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     ctxext_layout: LayoutMask | None = None,
     **_: Any,

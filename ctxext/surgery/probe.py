@@ -9,8 +9,10 @@ windowed. So the answer is that of the model's own code, whatever its config cal
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ctxext.surgery.rebuild import FAILURES, without_weights
+from ctxext.errors import IncompatibleError
+from ctxext.surgery.rebuild import FAILURES
+from ctxext.surgery.replaced import original_twin
 
 __all__ = [
     "WIDTHS",
@@ -85,7 +89,7 @@ def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
         if key not in _SEEN:
             if len(_SEEN) == REMEMBERED:
                 _SEEN.pop(next(iter(_SEEN)))  # the oldest
-            _SEEN[key] = _watched(without_weights(model, model.config).eval(), paths)
+            _SEEN[key] = _watched(original_twin(model, model.config).eval(), paths)
         return _SEEN[key]
     except FAILURES as error:
         return Layers(failure=f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -278,9 +282,17 @@ def _places(index: Any) -> list[Any]:
 
 
 class _Lists(TorchFunctionMode):
-    """Python lists out of tensors without data: zeros, and what is split by them is given to the last part."""
+    """Python lists out of tensors without data: zeros, and what is split by them is given to the last part.
+
+    Their address is given to nobody: a kernel outside torch would be launched on it.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.data_ptr and args[0].is_meta:
+            raise IncompatibleError(
+                f"{_asking()} launches a kernel of its own, which cannot be tried out without data. Extend the model "
+                f"first and apply such kernels (Liger and its like) afterwards"
+            )
         if func is Tensor.tolist and args[0].is_meta:
             return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
         if func is Tensor.split and len(args) > 1 and args[0].is_meta and isinstance(args[1], list | tuple):
@@ -290,6 +302,18 @@ class _Lists(TorchFunctionMode):
                 sizes[-1] = args[0].shape[dim]
             args = (args[0], sizes, *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _asking() -> str:
+    """The module whose code asked torch, or a compiler of kernels, for something."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _package_of(frame) in {"ctxext", "jaxtyping", "torch", "triton"}:
+        frame = frame.f_back
+    return "A function" if frame is None else f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _probe_mask(
