@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +32,7 @@ from ctxext.surgery.generation import compile_nothing_in_generate
 from ctxext.surgery.positions import LayoutMask, cache_layer_of, replace_cache_layer
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.rebuild import FAILURES, Rebuild
+from ctxext.surgery.replaced import original_code, replaced_in
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 from ctxext.surgery.texts import text_of
 
@@ -327,7 +327,9 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
         IncompatibleError: if they are no rotation by the model's frequencies of each other.
     """
     decoder = decoder_of(model, site)
-    if any(weight.is_meta or not weight.numel() for weight in decoder.parameters()):  # offloaded, sharded, a dry run
+    # Offloaded, sharded, a dry run; or not yet moved to the device that another program's kernels are for.
+    out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
+    if out_of_reach or replaced_in(type(attention_layers(decoder)[0]).__module__):
         queries = _rotated_by_code(model, site, refusal)
     else:
         with Edits() as trial:
@@ -355,13 +357,13 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
 def _rotated_by_code(model: PreTrainedModel, site: RotarySite, refusal: str) -> Tensor:
     """What the function by which nearly all of transformers rotates makes of one vector at positions 0 and ``FAR``.
 
-    For models whose weights are not at hand.
+    For models whose weights are not at hand, or whose code another program replaced by kernels.
 
     Raises:
         IncompatibleError: if the model's code has no such function.
     """
     layer = attention_layers(decoder_of(model, site))[0]
-    rotate = vars(sys.modules[type(layer).__module__]).get("apply_rotary_pos_emb")
+    rotate = original_code(type(layer).__module__).get("apply_rotary_pos_emb")
     vector = torch.randn(site.spec.rotary_dim, generator=torch.Generator().manual_seed(0)).expand(1, 1, 2, -1)
     try:
         with torch.device("cpu"), torch.no_grad():

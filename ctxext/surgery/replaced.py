@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import restoring, without_weights
 
-__all__ = ["original_twin", "replaced_in"]
+__all__ = ["original_code", "original_twin", "replaced_in"]
 
 UNREPLACED = "_ctxext_unreplaced_"  # in front of the name of a module's second copy
 
@@ -43,8 +43,8 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
         return twin
     kind = type(model)
     if set(found) != {kind.__module__}:
-        names = [name for replaced in found.values() for name in replaced.items()]
-        listed = ", ".join(f"{name} by {program}" for name, program in names[:4])
+        pairs = [pair for names in found.values() for pair in names.items()]
+        listed = ", ".join(f"{name} by {program}" for name, program in pairs[:4])
         raise IncompatibleError(
             f"Code that {kind.__name__} is made of was replaced ({listed}), and cannot be tried out without data. "
             f"Extend the model first and apply such kernels afterwards"
@@ -75,6 +75,11 @@ def replaced_in(home: str) -> dict[str, str]:
         for name, package in suspects.items()
         if name in originals and _package(originals[name]) != package
     }
+
+
+def original_code(home: str) -> dict[str, Any]:
+    """What a module holds by name, as transformers has it where another program replaced something in it."""
+    return vars(_second_copy(home) if replaced_in(home) else sys.modules[home])
 
 
 def _code_of(module: ModuleType) -> Iterator[tuple[str, Any]]:

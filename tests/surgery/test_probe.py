@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
 
 import ctxext
 from ctxext.errors import IncompatibleError
@@ -114,14 +114,13 @@ class Untraceable(LlamaForCausalLM):
         return super().forward(input_ids, **kwargs)
 
 
-class UntraceableMlp(nn.Module):
+class UntraceableActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.from_numpy(x.detach().numpy())
 
 
 def untraceable(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> LlamaForCausalLM:
-    module = sys.modules[LlamaForCausalLM.__module__]
-    monkeypatch.setattr(module, "LlamaMLP", lambda config: UntraceableMlp())
+    monkeypatch.setitem(ACT2FN, "untraceable", UntraceableActivation)
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -129,6 +128,7 @@ def untraceable(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> LlamaForCaus
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=64,
+        hidden_act="untraceable",
     )
     for name, value in changes.items():
         setattr(config, name, value)

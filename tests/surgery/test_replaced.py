@@ -68,6 +68,19 @@ def test_a_kernel_in_the_models_module_changes_nothing(method: str, what: str, m
     assert torch.equal(logits(model, tokens(150)), expected)
 
 
+def test_a_model_that_its_kernels_cannot_run_yet_is_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is often extended on the CPU and moved afterwards to the device that the kernels are for."""
+
+    def rotate(*_: Any, **__: Any) -> Any:
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    expected = logits(ctxext.patch(tiny(), "self_extend", factor=4), tokens(150))
+    with monkeypatch.context() as replaced:
+        replaced.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+        model = ctxext.patch(tiny(), "self_extend", factor=4)
+    assert torch.equal(logits(model, tokens(150)), expected)
+
+
 def test_other_families_and_what_is_seen_of_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", kernel(modeling_qwen3.apply_rotary_pos_emb))
     model = tiny("qwen3")
