@@ -42,7 +42,8 @@ BOTH_WAYS = "its attention is not causal, and the pieces are for keys that come 
 
 NOT_ONE_GRAPH = (
     "ctxext: attention in pieces is cut at positions that it reads from the values of position_ids, which one "
-    "compiled, exported or traced graph cannot hold. Compile with fullgraph=False: the rest of each layer is compiled."
+    "compiled, exported or traced graph cannot hold. Compile with fullgraph=False: the rest of each layer is compiled. "
+    "torch.export with fixed lengths records a program for them alone; torch.jit.trace records none."
 )
 
 # On a layer of a cache: how many of its slots hold keys that are turned as the farthest piece has them.
@@ -70,6 +71,9 @@ class RemapAttend:
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
         """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if traced or any(isinstance(size, torch.SymInt) for size in (q.shape[2], k.shape[2])):
+            raise IncompatibleError(NOT_ONE_GRAPH)
         if dropout:
             raise IncompatibleError(
                 f"Attention in pieces has no dropout, found {dropout:g}. Set config.attention_dropout = 0."

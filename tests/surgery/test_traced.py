@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import ctxext
+from ctxext.errors import IncompatibleError
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)
@@ -28,3 +30,31 @@ def test_recording_leaves_nothing_without_data_in_the_live_model() -> None:
     model, again = (ctxext.patch(tiny("bloom"), "alibi", factor=4.0, trained_length=TRAINED_LENGTH) for _ in range(2))
     torch.export.export(model, (), {"input_ids": tokens(40), "use_cache": False}, strict=False)
     assert torch.equal(logits(model, tokens()), logits(again, tokens()))
+
+
+@pytest.mark.usefixtures("_for_compiling")
+@pytest.mark.parametrize("method", ["self_extend", "streaming", "rerope", "dual_chunk"])
+def test_pieces_in_a_program_for_every_length_are_refused_by_name(method: str) -> None:
+    model = ctxext.patch(tiny(), method, factor=4.0)
+    inputs = {"input_ids": tokens(96), "use_cache": False}
+    with pytest.raises(IncompatibleError, match="attention in pieces is cut at positions"):
+        torch.export.export(
+            model, (), inputs, strict=False, dynamic_shapes={"input_ids": {1: LENGTHS}, "use_cache": None}
+        )
+    with pytest.raises(IncompatibleError, match="attention in pieces is cut at positions"):
+        torch.jit.trace(_logits_of(model), tokens(96), check_trace=False)
+    program = torch.export.export(model, (), inputs, strict=False).module()
+    torch.testing.assert_close(program(**inputs).logits, logits(model, tokens(96)), atol=1e-5, rtol=0)
+
+
+def _logits_of(model: nn.Module) -> nn.Module:
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            found: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+            return found
+
+    return Logits()
