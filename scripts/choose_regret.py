@@ -34,7 +34,7 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.readings import Reader, Reading
-from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference
+from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference, mean_loss
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.progress import StageBar
 
@@ -87,11 +87,11 @@ class Judged:
 
     def beyond(self, name: str) -> float:
         """Mean loss beyond the window."""
-        return torch.cat([one[:, self.contest.trained :].flatten() for one in self.losses[name]]).mean().item()
+        return mean_loss([one[:, self.contest.trained :].flatten() for one in self.losses[name]])
 
     def inside(self, name: str) -> float:
         """Mean loss inside the window."""
-        return torch.cat([one[:, : self.contest.trained].flatten() for one in self.losses[name]]).mean().item()
+        return mean_loss([one[:, : self.contest.trained].flatten() for one in self.losses[name]])
 
     def best(self, *, harmless: bool) -> str:
         """The candidate with the lowest loss beyond the window."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ctxext.choosing.race import end_of
-from ctxext.evaluation.statistics import PairedDifference, document_difference
+from ctxext.evaluation.statistics import PairedDifference, document_difference, mean_loss
 from ctxext.evaluation.truncation import best_window
 
 __all__ = ["HeldOut", "by_document", "judge_held_out"]
@@ -130,7 +130,7 @@ def judge_held_out(
         window=window,
         damage=document_difference(inside(choice), plain),
         usual_damage=document_difference(inside(usual), plain),
-        loss=torch.cat(own).double().mean().item(),
+        loss=mean_loss(own),
         texts=len(documents),
         names=tuple(dict.fromkeys(documents)),
         same_documents=same_documents,
