@@ -73,12 +73,13 @@ PUBLISHED = _read()
 FAMOUS: dict[str, dict[str, Any]] = {name: entry.config for name, entry in PUBLISHED.items()}
 
 
-# What the oldest supported transformers, 5.17, cannot do itself with the config as it is published.
+# What the oldest supported transformers, from 5.16 on, do otherwise than the newest with the config as it is published.
 LATER = {
     "openbmb/MiniCPM3-4B": "its latent attention asks longrope for a factor, which this config does not have",
     "google/gemma-3-1b-pt": "its longrope by layer type fails at the second long text",
     "google/gemma-3-4b-it": "its longrope by layer type fails at the second long text",
     "allenai/Olmo-3.1-32B-Instruct": "its longrope by layer type fails at the second long text",
+    "zai-org/GLM-4.1V-9B-Thinking": "it reads what later ones lose of this config",
     "a form like decapoda-research/llama-7b-hf": "it does not save the pad_token_id of -1",
 }
 
@@ -96,7 +97,7 @@ def _why_not(name: str) -> str | None:
     model_type = FAMOUS[name]["model_type"]
     if model_type not in CONFIG_MAPPING:
         return f"transformers {transformers.__version__} has no {model_type}"
-    return None if RECENT or name not in LATER else f"5.17: {LATER[name]}"
+    return None if RECENT or name not in LATER else f"transformers {transformers.__version__}: {LATER[name]}"
 
 
 def famous_config(name: str, **changes: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -109,7 +110,8 @@ def test_factor_from_the_target_length(lengths: dict[str, Any], factor: float) -
     assert found.target_length == factor * (lengths.get("trained_length") or TRAINED_LENGTH)
 
 
-def test_describe() -> None:
+def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxext.saved.TESTED", {"transformers": transformers.__version__, "torch": torch.__version__})
     model = tiny()
     plain = ctxext.describe(model)
     assert (plain.method, plain.trained_length, plain.target_length) == (None, TRAINED_LENGTH, TRAINED_LENGTH)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.rotary import ProportionalSpec, RotarySite
+from ctxext.surgery.rotary import ProportionalSpec, RotarySite, takes_axes
 
 __all__ = ["LearnedForward", "LearnedRotation", "learn_rotation", "turns"]
 
@@ -138,7 +138,7 @@ def _layout(rotary: nn.Module, site: RotarySite, rotation: LearnedRotation) -> L
     device = getattr(rotary, f"{site.prefix}inv_freq").device
     # Not the first ones alone: at position 0 all layouts are the same.
     position_ids = torch.arange(1, PROBED + 1, device=device)[None]
-    planes = getattr(rotary, "mrope_section", None) is not None
+    planes = takes_axes(rotary)
     given = position_ids[None].expand(3, -1, -1) if planes else position_ids
     x = torch.zeros(1, PROBED, 1, device=device)
     out = rotary.forward(x, given, **site.arguments)

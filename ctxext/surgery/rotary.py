@@ -37,6 +37,7 @@ __all__ = [
     "require_as_configured",
     "rotating",
     "survey",
+    "takes_axes",
 ]
 
 Output = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -78,6 +79,15 @@ class LatentSpec(RopeSpec):
     temperature: float = 1.0
 
 
+def takes_axes(rotary: nn.Module) -> bool:
+    """Whether a rotary module takes three rows of positions: of time, height and width."""
+    if getattr(rotary, "mrope_section", None) is not None:
+        return True
+    # Qwen2-VL's keeps the sections in its config alone before transformers 5.17.
+    rope = getattr(getattr(rotary, "config", None), "rope_parameters", None)
+    return isinstance(rope, dict) and rope.get("mrope_section") is not None
+
+
 def rotating(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
     """What a model of this spec makes of a method's frequencies.
 
@@ -116,7 +126,7 @@ class RotaryPlace:
 
         def cos_and_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
             position_ids = positions[None].to(device)
-            if getattr(rotary, "mrope_section", None) is not None:
+            if takes_axes(rotary):
                 position_ids = position_ids[None].expand(3, -1, -1)
             with running(type(rotary)):
                 out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)

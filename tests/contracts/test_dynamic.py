@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -191,6 +193,10 @@ def test_the_positions_of_an_image_count_and_not_its_tokens(text: int) -> None:
 @pytest.mark.parametrize("growth", ["exact", "doubling"])
 @pytest.mark.parametrize("method", DYNAMIC)
 def test_generating_from_an_image_equals_decoding_without_a_cache(method: str, growth: str) -> None:
+    if (method, growth) == ("dynamic_ntk", "exact") and Version(transformers.__version__) < Version("5.17"):
+        with pytest.raises(IncompatibleError, match="a reload would not give the same model"):
+            ctxext.patch(qwen2_vl(), method, factor=4.0, growth=growth)
+        return
     model = ctxext.patch(qwen2_vl(), method, factor=4.0, growth=growth)
     for text in (34, 45):  # across the window, and beyond it from the start
         ids = with_image(text)

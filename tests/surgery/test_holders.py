@@ -21,7 +21,7 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS
-from tests._models import TRAINED_LENGTH, tiny
+from tests._models import RECENT, TRAINED_LENGTH, tiny
 from tests._tokenizer import make_tokenizer
 
 TRAINED, TARGET = 32, 128
@@ -52,6 +52,8 @@ def encoder(place: Path, kind: str = "bert", limit: int = TRAINED) -> Any:
 
 @pytest.mark.parametrize(("kind", "method"), [("bert", "hierarchical"), ("modernbert", "yarn")])
 def test_a_sentence_transformer_is_extended_and_given_back(kind: str, method: str, tmp_path: Path) -> None:
+    if kind == "modernbert" and not RECENT:
+        pytest.skip("transformers 5.16 cannot build a ModernBertConfig without sliding windows")
     model = encoder(tmp_path / "plain", kind)
     texts = ["a" * 100 + "b", "a" * 100 + "c"]
     before = model.encode(texts)
