@@ -120,7 +120,8 @@ def _read(
         checked_path(place, {})
     if is_adapter(place):
         raise CheckpointError(
-            f"{place} is an adapter. Merge it into its base model first: "
+            f"{place} is an adapter. A runtime's own LoRA does not read its extension, and "
+            f"vLLM's refuses it. Merge it into its base model first: "
             f"ctxext.load({place!r}).merge_and_unload().save_pretrained(NEW), then export NEW."
         )
     file = {name: value for name, value in inside.items() if name == "gguf_file"}
