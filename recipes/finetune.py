@@ -24,6 +24,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 import ctxext
 from ctxext.checkpoints.load import require_padding
 from ctxext.errors import CtxextError
+from ctxext.evaluation.documents import require_sources
 from ctxext.evaluation.provenance import command, git_state, machine, now, versions
 from ctxext.files import write_json
 from ctxext.progress import saying_what_is_left_out
@@ -72,6 +73,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     if settings.memory.return_freed is not None and arguments.device.type == "cpu":
         return_freed_memory(above=settings.memory.return_freed * 2**20)
     set_seed(settings.seed)
+
+    require_sources([*settings.data.train, *settings.evaluation.text])
 
     # 1. The model, extended, then its adapter.
     loaded = load_base(settings, arguments.device)

@@ -108,8 +108,10 @@ def choose(
 
     [bold]Example[/]: ctxext choose Llama-3-8B -t mine.txt --target 32768 -o choice.json -o choice.png -o choice.md
     """
+    from ctxext.choosing.budget import parse_budget
     from ctxext.choosing.run import prepare
 
+    parse_budget(budget)
     _refuse_save(save, source.checkpoint)
     session = Session(source, results)
     if session.group.processes > 1:

