@@ -221,8 +221,8 @@ def test_plan_says_what_is_missing_before_it_works(cli: Cli, llama: Path, tmp_pa
 def test_plan_says_how_far_the_model_reaches(cli: Cli, llama: Path) -> None:
     printed = cli("plan", llama, "--length", TRAINED + 256).stdout
     assert f"made for {TRAINED} tokens" in printed
-    assert "extend it first" in printed
-    assert "extend it first" not in cli("plan", llama, "--length", TRAINED).stdout
+    assert "Extend it first" in printed
+    assert "Extend it first" not in cli("plan", llama, "--length", TRAINED).stdout
 
 
 @pytest.mark.parametrize(("model_type", "window"), [("gemma3_text", 16), ("mistral", 16)])

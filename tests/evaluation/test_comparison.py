@@ -184,10 +184,10 @@ def test_the_verdict_follows_the_losses(
     many = {f"other{n}": far for n in range(3000)}
     assert (told(slight=slight).beats, told(slight=slight, **many).beats) == ("yes", "undecided")
     # Luck cannot make the best of many look worse than truncation; but which truncation is the best may be luck.
-    assert told(slight=base + 0.0045 + 0.5 * noise[1], **many).beats == "no"
+    assert told(slight=base + 0.006 + 0.5 * noise[1], **many).beats == "no"
     lost = base + 0.5 * noise[1]
     gap = document_difference([*lost], [*base])
-    lost += 2.2 * gap.standard_error - gap.mean
+    lost += 2.7 * gap.standard_error - gap.mean
     assert told(slight=lost).beats == "undecided"
     assert judge(TARGET, {"slight": lost}, {512: base}).beats == "no"
     result = measured(model, bos_tokenizer, tmp_path, methods=["yarn"])
