@@ -40,9 +40,11 @@ def _load() -> Any:
 recipe = _load()
 
 
-def words_of(settings: Mapping[str, object]) -> list[str]:
-    """Settings as words of the command line."""
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+def words_of(settings: Mapping[str, object], *overrides: str) -> list[str]:
+    """Settings as words of the command line, but for those that the overrides after them name, in full or in short."""
+    named = {word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--")}
+    kept = {key: value for key, value in settings.items() if named.isdisjoint((key, key.rpartition(".")[2]))}
+    return [word for key, value in kept.items() for word in (f"--{key}", str(value))] + [*overrides]
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -67,7 +67,6 @@ def settings(checkpoint: Path, corpus: Path, tmp_path: Path) -> Any:
     def make(*overrides: str, config: Path = CONFIG) -> Settings:
         own = {"checkpoint": checkpoint, "data.train": corpus, "output": tmp_path / "run"}
         small = SMALL | own | {"training.steps": 4, "training.warmup": 1}
-        kept = {key: value for key, value in small.items() if f"--{key}" not in overrides}
-        return read_settings(config, [*words_of(kept), *overrides])
+        return read_settings(config, words_of(small, *overrides))
 
     return make

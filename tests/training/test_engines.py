@@ -66,9 +66,9 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
         checkpoint, own = SETUPS[setup]
         given = {"checkpoint": root / checkpoint, "data.train": corpus, "output": root / "runs" / name}
         plain = {"training.steps": STEPS, "training.warmup": 0, "training.clip": 0, "merge": "false"}
-        known = words_of(SMALL | given | plain)
+        known = words_of(SMALL | given | plain, *own, *words)
         flags = {"interrupted": interrupted, "resumed": resumed}
-        return {"name": name, "engine": engine, "config": str(CONFIG), "words": [*known, *own, *words], **flags}
+        return {"name": name, "engine": engine, "config": str(CONFIG), "words": known, **flags}
 
     two, four = (("--training.accumulation", count) for count in "24")  # sequences in a step, as so many processes read
     ones = [case(f"one-{setup}", "none", setup, *two) for setup in SETUPS]

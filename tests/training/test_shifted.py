@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.lora import attach_lora
 from ctxext.training.shifted import ShiftedAttention
 from tests._models import logits, tiny, tokens
-from tests.training._recipe import losses, recipe
+from tests.training._recipe import losses, recipe, words_of
 
 LENGTH, GROUPS = 48, 3
 
@@ -171,7 +171,7 @@ def test_gradients_with_checkpointing_are_those_without() -> None:
 )
 def test_what_does_not_fit_is_refused_before_anything_is_read(words: list[str], named: str, settings: Any) -> None:
     with pytest.raises(InvalidParameterError, match=named):
-        settings("--data.positions", "consecutive", "--training.shifted_groups", "4", *words)
+        settings(*words_of({"data.positions": "consecutive"}, *words), "--training.shifted_groups", "4")
 
 
 @pytest.mark.parametrize(
