@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import logging
 import math
@@ -71,11 +72,11 @@ def test_every_public_file_holds_a_method_and_has_a_test_file() -> None:
 def test_class_explains_itself(cls: type[Method]) -> None:
     module = importlib.import_module(cls.__module__)
     assert module.__all__ == [cls.__name__]
-    doc = cls.__doc__ or ""
+    doc = inspect.getdoc(cls) or ""  # Python 3.13 takes the indentation away itself
     for part in ("Pick it", "Args:", "Source:", cls.source):
         assert part in doc, f"{cls.__name__} does not say {part!r}"
     for field in dataclasses.fields(cls):
-        assert f"        {field.name}: " in doc, f"{cls.__name__} does not document {field.name}"
+        assert f"    {field.name}: " in doc, f"{cls.__name__} does not document {field.name}"
     assert 0 < len(cls.summary) <= 72
     assert METHODS[cls.name] is cls
 
