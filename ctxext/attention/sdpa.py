@@ -17,6 +17,7 @@ from ctxext.attention.base import AttentionBackend, Call, Need, capability_of, e
 from ctxext.attention.columns import with_columns, with_place_columns, with_score_columns
 from ctxext.attention.layout import Layout, Span
 from ctxext.attention.near_far import attend_near_far, has_far_keys
+from ctxext.attention.reference import Reference
 from ctxext.spec import OwnAttention, ScoreForm
 
 __all__ = ["Sdpa", "kernel_order"]
@@ -130,6 +131,10 @@ class Sdpa(AttentionBackend):
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
+        if q.device.type == "cpu" and torch.compiler.is_exporting():
+            # torch 2.13.0 decomposes the CPU's kernel into a formula that returns the weights of attention in the place
+            # of the log-sum-exp (torch/_decomp/decompositions.py), so that a program for others gets a formula of ours.
+            return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)
         heads, kv_heads = q.shape[1], k.shape[1]
         if not causal and mask is None and q.shape[2] <= self.dense_rows and heads > kv_heads:
             # Query heads that share a key head become rows of one block of queries: keys are read once for all of them.
