@@ -27,6 +27,7 @@ from ctxext.evaluation.forward import Progress
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.provenance import command, machine, now, versions
+from ctxext.evaluation.statistics import check_finite
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
 from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Subject, subject_named, subjects
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text, task_named
@@ -161,12 +162,20 @@ class LabCell:
         return float(self.steps * one)
 
     def measure(self, text: ByteText | None) -> dict[str, Any]:
-        """Train and test; what came of it as JSON values."""
+        """Train and test; return what was measured as JSON values.
+
+        Raises:
+            IncompatibleError: a loss or a share is no number.
+        """
         with _one_thread():
             began = time.process_time()
-            return (self._on_text(text) if text is not None else self._on_puzzles()) | {
-                "seconds": round(time.process_time() - began, 1)
-            }
+            answer = self._on_text(text) if text is not None else self._on_puzzles()
+            for extension, reading in answer["readings"].items():
+                for values in reading.values():
+                    check_finite(
+                        torch.tensor(values), f"{self.name}, extended by {extension}" if extension else self.name
+                    )
+            return answer | {"seconds": round(time.process_time() - began, 1)}
 
     def _on_text(self, text: ByteText) -> dict[str, Any]:
         settings = self.settings
@@ -225,6 +234,7 @@ class LabCell:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            check_finite(loss, f"{self.name}, while it is trained")
             losses.append(loss.item())
         model.eval()
         latest = losses[-max(1, self.steps // 10) :]

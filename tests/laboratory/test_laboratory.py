@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import Result
 
-from ctxext.errors import CtxextError, InvalidParameterError, ResultsError, UnknownNameError
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, ResultsError, UnknownNameError
 from ctxext.laboratory import run as work
 from ctxext.laboratory.report import page, write_page
 from ctxext.laboratory.result import LabResult
@@ -60,6 +60,20 @@ def found(result: LabResult) -> Any:
     """Everything but what a clock says."""
     readings = [replace(reading, seconds=0.0) for reading in result.readings]
     return readings, result.settings, result.text_sha256, result.provenance | {"date": ""}
+
+
+def test_a_cell_whose_losses_are_no_numbers_is_refused_by_name(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is trained, or when it is tested; nothing of it is written down."""
+    torn = laboratory(tmp_path, text, replace(TINY, rate=1e30), only=("rope",), tasks=("text",))
+    with pytest.raises(IncompatibleError, match="no numbers: rope, text, seed 0, while it is trained"):
+        torn.run()
+    tested = laboratory(tmp_path, text, only=("rope",), seeds=1)
+    monkeypatch.setattr("ctxext.laboratory.run._right", lambda *_: torch.full((4,), torch.nan))
+    with pytest.raises(IncompatibleError, match="no numbers: rope, parity, seed 0"):
+        tested.run()
+    assert {cell.task for cell in tested.left} == {"parity", "text"}
 
 
 def readable(result: LabResult) -> str:

@@ -52,7 +52,9 @@ def test_pieces_in_a_program_for_one_length_are_exact_and_so_is_what_it_is_decom
     inputs = {"input_ids": tokens(3 * TRAINED_LENGTH), "use_cache": False}
     program = torch.export.export(model, (), inputs, strict=False)
     for each in (program, program.run_decompositions()):  # by a formula: its sums are rounded in another order
-        torch.testing.assert_close(each.module()(**inputs).logits, logits(model, inputs["input_ids"]), atol=3e-5, rtol=0)
+        torch.testing.assert_close(
+            each.module()(**inputs).logits, logits(model, inputs["input_ids"]), atol=3e-5, rtol=0
+        )
 
 
 def _logits_of(model: nn.Module) -> nn.Module:
