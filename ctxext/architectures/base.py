@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -17,6 +14,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
 from ctxext.methods.parameters import checked_tokens
 from ctxext.spec import Extension, Request
+from ctxext.surgery.code import names_of, own_bases, source_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import stated_length
 from ctxext.surgery.texts import text_of
@@ -104,7 +102,7 @@ def refuse_attention_choices(request: Request, leaves: str) -> None:
 
 def rotates_by_table(model: nn.Module) -> bool:
     """Whether a model rotates by a table of sinusoids, which other models add to their input."""
-    code = vars(sys.modules[type(model).__module__])
+    code = names_of(type(model))
     buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
     verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
     return any("embed_positions" in name for name in buffers) and any(name.startswith("apply_rotary") for name in verbs)
@@ -119,7 +117,7 @@ SOME_POSITION = re.compile(
 
 def why_absent(model: nn.Module) -> str:
     """The likeliest reason, read off the model's modules and the code of their classes."""
-    code = vars(sys.modules[type(model).__module__])
+    code = names_of(type(model))
     if rotates_by_table(model):
         return (
             "it rotates by a sinusoid table that its own code computes once, and no field of its config (no "
@@ -179,13 +177,12 @@ def _table(model: nn.Module) -> str | None:
 
 def _none_at_all(model: nn.Module) -> str | None:
     """What is said of a model whose order of tokens comes from recurrence and the causal mask alone."""
-    classes: set[Any] = {type(module) for module in model.modules()}  # mypy thinks these have no hash
-    if any(_speaks_of_positions(kind) for kind in classes if not kind.__module__.startswith("torch.")):
+    kinds: set[Any] = {type(module) for module in model.modules()}  # mypy thinks these have no hash
+    if any(_speaks_of_positions(base) for kind in kinds for base in own_bases(kind)):
         return None
     return "it has no positions at all, so nothing needs extending: it reads as far as memory and its training carry"
 
 
-@functools.lru_cache(maxsize=1024)  # Python parses a whole file to find one class in it
 def _speaks_of_positions(kind: type) -> bool:
-    lines = inspect.getsource(kind).splitlines()
+    lines = source_of(kind).splitlines()
     return any(SOME_POSITION.search(line) for line in lines if not line.lstrip().startswith("@"))  # those only offer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ctxext.attention import AttentionBackend, Call, Need, named, require_usable, select
 from ctxext.errors import IncompatibleError
+from ctxext.surgery.code import names_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, SharedForward
 from ctxext.surgery.probe import Layers, forward_without_data, reads_an_encoder
@@ -90,7 +90,7 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
         for module in decoder.modules()
         if hasattr(module, "scaling")
         and (isinstance(getattr(module, "layer_idx", None), int) or hasattr(module, "is_causal"))
-        and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+        and "ALL_ATTENTION_FUNCTIONS" in names_of(type(module))
     ]
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.surgery.code import source_of_home
 from ctxext.surgery.old_form import REFUSALS, rope_dicts
 from ctxext.surgery.texts import text_of
 
@@ -325,7 +324,7 @@ def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
     Raises:
         IncompatibleError: with the field and what to do.
     """
-    code = inspect.getsource(sys.modules[type(model).__module__])
+    code = source_of_home(type(model))
     for config in {id(config): config for config in (model.config, text_of(model.config))}.values():
         for name, value in vars(config).items():
             asked = _asked_kind(name, value)

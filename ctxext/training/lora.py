@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ctxext.adapters import keep_extension, put_adapter, read_extension, require_trained_on
 from ctxext.errors import IncompatibleError
 from ctxext.methods.encoding import Encoding
+from ctxext.surgery.code import own_bases, source_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.wrappers import base_model
 
@@ -213,9 +214,8 @@ def _read_past(kind: Any) -> frozenset[str]:
     The fused kernels of state spaces (Mamba and hybrids with it) are handed ``self.out_proj.weight``; PEFT refuses an
     adapter there for the model types that it knows of.
     """
-    if kind.__module__.startswith("torch."):
-        return frozenset()
-    code = [inspect.getsource(value) for name, value in vars(kind).items() if inspect.isfunction(value)]
+    functions = [value for base in own_bases(kind) for value in vars(base).values() if inspect.isfunction(value)]
+    code = [source_of(function) for function in functions]
     return frozenset(name for text in code for name in WEIGHT_READ.findall(text))
 
 

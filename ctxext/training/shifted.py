@@ -14,7 +14,6 @@ text's end.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.attend import attention_layers
+from ctxext.surgery.code import names_of
 from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.windows import is_windowed
 from ctxext.surgery.wrappers import base_model
@@ -140,7 +140,7 @@ class ShiftedAttention:
 
 def _interface(layer: nn.Module) -> Any:
     """Where a layer's class looks up attention functions: models may have a table of their own."""
-    return sys.modules[type(layer).__module__].ALL_ATTENTION_FUNCTIONS
+    return names_of(type(layer))["ALL_ATTENTION_FUNCTIONS"]
 
 
 def _folded(heads: Tensor, groups: int) -> Tensor:
