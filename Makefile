@@ -15,7 +15,7 @@ demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 mi
 test: $(INSTALLED) ## the test suite: CPU, offline
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow"
 
-slow: $(INSTALLED) ## the long tests: the demo itself, the real checkpoint
+slow: $(INSTALLED) ## the long tests: the demo, the real checkpoint, products of which make test runs each value once
 	$(BIN)/python -m pytest -m slow
 
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)

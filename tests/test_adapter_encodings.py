@@ -22,6 +22,7 @@ from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.training import ExtensionCallback
 from ctxext.training.lora import attach_lora
 from tests._models import logits, tokens
+from tests._products import crossed
 
 ENCODINGS = sorted(name for name, kind in METHODS.items() if issubclass(kind, EncodingMethod))
 SOME = ["t5_bias", "fox", "learned", "path"]
@@ -64,9 +65,8 @@ def test_there_are_encodings() -> None:
     assert set(SOME) < set(ENCODINGS)
 
 
-@pytest.mark.parametrize("method", ENCODINGS)
 @pytest.mark.parametrize(
-    "order", [patched_then_wrapped, wrapped_then_patched, patched_inside], ids=lambda order: order.__name__
+    ("order", "method"), crossed([patched_then_wrapped, wrapped_then_patched, patched_inside], list(ENCODINGS))
 )
 def test_the_encoding_travels_with_the_adapter(
     order: Callable[..., Any], method: str, plain: Path, tmp_path: Path

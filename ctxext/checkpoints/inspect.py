@@ -34,6 +34,7 @@ from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.sides import sides_of
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
+from ctxext.surgery.wrappers import owns_its_config
 
 __all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
 
@@ -137,6 +138,7 @@ def inspect_checkpoint(
     checked_path(place, location)
     config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
     model = _shortest(config, trust_remote_code)
+    owns_its_config(model)  # which was read here
     text = config.get_text_config(decoder=True)
     extended = already_extended(config)
     known = trained_length or trained_length_of(model)

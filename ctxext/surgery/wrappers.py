@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "is_zero3",
     "lead_nowhere",
     "length_limits",
+    "owns_its_config",
     "unwrapped",
 ]
 
@@ -105,13 +107,24 @@ def _beside_a_tokenizer(holder: Any) -> Any:
     return first if first is not None and _beside_a_tokenizer(first) is not None else None
 
 
+_OWNERS: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def owns_its_config(model: PreTrainedModel) -> None:
+    """Note that no other model was built from this one's config, so that none is looked for at each extension.
+
+    To look for one takes a second in a process of many objects, and ``inspect`` tries dozens of methods on one model.
+    """
+    _OWNERS.add(model)
+
+
 def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     """Give a model a copy of its config where another live model, built from the same object, would change with it.
 
     ``LlamaForCausalLM(config)`` keeps the object that it is given, and so do all its modules. A model that shares it
     with none keeps it: whoever holds that object (PEFT, the Trainer) sees the extension.
     """
-    if _holds_config_alone(model):
+    if model in _OWNERS or _holds_config_alone(model):
         return
     config = model.config
     text = text_of(config)

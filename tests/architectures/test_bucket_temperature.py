@@ -21,6 +21,7 @@ from ctxext.saved import differences
 from scripts.walk.check import Stock
 from scripts.walk.stock import logits_of
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+from tests._products import crossed
 
 LONG = 6 * TRAINED_LENGTH  # more than the last bucket of a stretched T5 begins at
 WITH_PADDING = 20
@@ -105,8 +106,10 @@ def test_every_self_attention_is_the_papers_and_no_other_is_touched(model_type: 
     assert len([name for name in heard if name.endswith("SelfAttention")]) >= 4
 
 
-@pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "switch_transformers"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "model_type"),
+    crossed([torch.bfloat16, torch.float32, torch.float16], ["t5", "mt5", "umt5", "switch_transformers"]),
+)
 def test_stock_code_reads_it_bit_for_bit_and_unpatching_brings_the_very_weights_back(
     model_type: str, dtype: torch.dtype, stock: Stock, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from ctxext.evaluation.checkpoint import load_checkpoint
 from scripts.walk.special import SPECIAL
 from scripts.walk.tiny import _shrunk
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._products import crossed
 from tests._tokenizer import make_tokenizer
 
 
@@ -40,8 +41,7 @@ def vision_language(model_type: str) -> PreTrainedModel:
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model", "ForCausalLM"]
 
 
-@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "alibi"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("head", "name"), crossed(HEADS, ["yarn", "dynamic_ntk", "alibi"]))
 def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, f"Llama{head}")

@@ -24,6 +24,7 @@ from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
 from scripts.walk.check import Stock, check_model
 from tests._models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
+from tests._products import some
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]
 
@@ -50,18 +51,25 @@ def test_the_work_list_is_not_empty() -> None:
 NOT_REMAPPED = {"gemma3_text": "its positions differ by layer type", "deepseek_v3": "multi-head latent attention"}
 
 
+# One of each kind: static, of two sets, following the text, remapped.
+A_FEW = [METHODS[name] for name in ("yarn", "longrope", "dynamic_yarn", "self_extend")]
+
+
+@pytest.mark.parametrize("methods", [pytest.param(ROPE_METHODS, marks=pytest.mark.slow, id="all"), A_FEW])
 @every_model
-def test_saved_then_reloaded_by_stock_code_and_unpatched(model_type: str, stock: Stock, tmp_path: Path) -> None:
-    findings = check_model(tiny(model_type), ROPE_METHODS, stock, tmp_path)
-    assert len(findings) == len(ROPE_METHODS)
+def test_saved_then_reloaded_by_stock_code_and_unpatched(
+    model_type: str, methods: list[type[RopeMethod]], stock: Stock, tmp_path: Path
+) -> None:
+    findings = check_model(tiny(model_type), methods, stock, tmp_path)
+    assert len(findings) == len(methods)
     problems = [finding for finding in findings if finding.outcome != "right"]
     if model_type in NOT_REMAPPED:
         remapped = [finding for finding in problems if issubclass(METHODS[finding.method], RemapMethod)]
-        assert len(remapped) == sum(issubclass(method, RemapMethod) for method in ROPE_METHODS)
+        assert len(remapped) == sum(issubclass(method, RemapMethod) for method in methods)
         assert all(found.outcome == "refused" and NOT_REMAPPED[model_type] in found.detail for found in remapped)
         problems = [finding for finding in problems if finding not in remapped]
     if not RECENT and model_type == "gemma3_text":  # 5.16 and 5.17 cannot run longrope with frequencies per layer type
-        assert {finding.method for finding in problems} == {"longrope", "table"}
+        assert {finding.method for finding in problems} == {"longrope", "table"} & {method.name for method in methods}
         refusal = "cannot be asked for its positions"
         assert all(finding.outcome == "refused" and refusal in finding.detail for finding in problems)
         return
@@ -71,7 +79,8 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(model_type: str, stock:
         assert "follows the length of the text" in refused.detail
     assert problems == []
     loaded_by_stock = {finding.method for finding in findings if finding.stock}
-    assert loaded_by_stock >= {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "table"}
+    stored = {"pi", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "longrope", "llama3", "abf", "table"}
+    assert loaded_by_stock >= stored & {method.name for method in methods}
 
 
 @every_method
@@ -191,7 +200,7 @@ def test_a_row_does_not_depend_on_padding_or_its_batch(method: type[RopeMethod])
     torch.testing.assert_close(found[:1], logits(model, long), atol=2e-4, rtol=0)
 
 
-@every_method
+@pytest.mark.parametrize("method", some(ROPE_METHODS, *A_FEW, ids=lambda method: method.name))
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_code_computes_the_same(method: type[RopeMethod]) -> None:
     model = patched(method)

@@ -491,7 +491,7 @@ def test_inspect_says_what_patching_does(name: str, inspected: dict[str, dict[st
     found = inspected["llama"][name]
     said = ctxext.describe(ctxext.patch(tiny(), name, factor=found.factor))
     about = {"target_length": said.target_length, "stored_as": said.stored_as, "stock": said.stock}
-    assert found == MethodCheck(method=name, factor=found.factor, **about)
+    assert found == MethodCheck(method=name, factor=found.factor, needs_training=METHODS[name].needs_training, **about)
     with pytest.raises(IncompatibleError) as refusal:
         ctxext.patch(tiny("gemma2"), name, factor=found.factor)
     assert inspected["gemma2"][name].refused == str(refusal.value)

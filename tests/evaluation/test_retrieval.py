@@ -84,6 +84,7 @@ def test_passkeys_are_those_of_the_evaluation(
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
 
 
+@pytest.mark.slow  # the same survey as that of test_comparison_command
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from ctxext.planning.plan import STEP, longest, plan_serving, plan_training
 from ctxext.training import Memory
 from ctxext.training.lora import attach_lora
 from tests._models import tiny, tokens
+from tests._products import crossed
 
 HIDDEN, INNER, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 64, 96, 128, 4, 2, 16, 1024
 # Weights of one layer's linear layers, as (inputs, outputs).
@@ -60,18 +61,18 @@ def test_by_hand_in_training() -> None:
 
 
 def test_by_hand_what_memory_does() -> None:
-    def at(**memory: Any) -> Any:
-        return [plan_training(llama(layers), memory=Memory(**memory)).at(LENGTH) for layers in (3, 5)]
+    def at(layers: int = 5, **memory: Any) -> Any:
+        return plan_training(llama(layers), memory=Memory(**memory)).at(LENGTH)
 
-    usual, fewer = at()[1], at()[0]
-    three, kept = at(save_attention=True)
+    usual, fewer = at(), at(3)
+    three, kept = (at(layers, save_attention=True) for layers in (3, 5))
     attention = LENGTH * (2 * HIDDEN + 4 * HEADS)  # its output, and a float32 per head
     assert kept.kept - three.kept == (usual.kept - fewer.kept) + 2 * attention
-    assert at(checkpointing=False)[1].kept > 5 * usual.kept
-    offloaded = at(offload=True)[1]
+    assert at(checkpointing=False).kept > 5 * usual.kept
+    offloaded = at(offload=True)
     assert (offloaded.host, offloaded.kept + offloaded.host) == (5 * 2 * HIDDEN * LENGTH, usual.kept)
-    assert at(mlp_tile=64)[1].layer < usual.layer
-    assert at(loss_chunk=None)[1].loss >= 10 * VOCABULARY * LENGTH > 5 * at(loss_chunk=64)[1].loss
+    assert at(mlp_tile=64).layer < usual.layer
+    assert at(loss_chunk=None).loss >= 10 * VOCABULARY * LENGTH > 5 * at(loss_chunk=64).loss
 
 
 def test_by_hand_quantised() -> None:
@@ -132,8 +133,13 @@ def test_a_prompt_holds_what_is_planned(name: str) -> None:
     assert planned.total - planned.fixed == pytest.approx(found, rel=0.05)
 
 
-@pytest.mark.parametrize("memory", [Memory(), Memory(save_attention=True, mlp_tile=128), Memory(checkpointing=False)])
-@pytest.mark.parametrize("name", ["llama", "sliding", "bloom extended"])
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    crossed(
+        ["llama", "sliding", "bloom extended"],
+        [Memory(), Memory(save_attention=True, mlp_tile=128), Memory(checkpointing=False)],
+    ),
+)
 def test_a_step_holds_what_is_planned(name: str, memory: Memory) -> None:
     model, ids = MODELS[name](), tokens(LENGTH)
     small = {"norms": False, "embeddings": False}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import ctxext
 from ctxext.errors import IncompatibleError
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._products import some
 
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)
 
@@ -46,7 +47,7 @@ def test_pieces_in_a_program_for_every_length_are_refused_by_name(method: str) -
 
 
 @pytest.mark.usefixtures("_for_compiling")
-@pytest.mark.parametrize("method", ["self_extend", "streaming", "rerope", "dual_chunk"])
+@pytest.mark.parametrize("method", some(["self_extend", "streaming", "rerope", "dual_chunk"], "self_extend"))
 def test_pieces_in_a_program_for_one_length_are_exact_and_so_is_what_it_is_decomposed_into(method: str) -> None:
     model = ctxext.patch(tiny(), method, factor=4.0)
     inputs = {"input_ids": tokens(3 * TRAINED_LENGTH), "use_cache": False}

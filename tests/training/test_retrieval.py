@@ -162,6 +162,7 @@ def test_the_recipe_reads_them(settings: Any, tmp_path: Path) -> None:
     assert "50% of the sequences, where there is room, hold keys, copies, chains to find again" in report["data"]
 
 
+@pytest.mark.slow
 def test_trained_on_keys_a_model_loses_less_on_their_answers(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     """In sequences that it never saw, than one that had the same steps of the same prose without keys."""
     book = tmp_path / "book.txt"
