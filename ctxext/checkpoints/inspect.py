@@ -315,8 +315,8 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
     try:
         patch(model, method, trained_length=trained_length, sliding_window="lift" if caps else None)
     except CtxextError as error:
-        extended = isinstance(error, PatchStateError)
-        why = "say --trained-length first: already extended" if extended else str(error)
+        is_asked = isinstance(error, PatchStateError) and already_extended(model.config) is not None
+        why = "say --trained-length first: already extended" if is_asked else str(error)
         return MethodCheck(method=method.name, factor=method.factor, refused=why)
     description = describe(model)
     unpatch(model)

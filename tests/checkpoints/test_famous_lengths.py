@@ -19,14 +19,16 @@ from torch import Tensor, nn
 import ctxext
 from ctxext.checkpoints.inspect import Inspection, inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import CtxextError
+from ctxext.errors import CheckpointError, CtxextError
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from tests._famous import PUBLISHED, Rope, able, famous_checkpoint, famous_config, famous_model
 
 # Read only with the code that the checkpoint brings along, or by no transformers 5 any more.
 REFUSED = {name for name, entry in PUBLISHED.items() if entry.method in ("own code", "outdated")}
-NATIVE = [name for name in PUBLISHED if name not in REFUSED]
+# Written before its config class had parts: transformers 5 loses the length, and how much of a head turns.
+LOST = {"zai-org/GLM-4.1V-9B-Thinking"}
+NATIVE = [name for name in PUBLISHED if name not in REFUSED | LOST]
 KINDS = ("linear", "dynamic", "dynamic with alpha", "yarn", "longrope", "llama3")
 SCALED = {name for name in NATIVE if PUBLISHED[name].method in KINDS}
 # Rotary positions only in layers that have a window: an extension has nothing to do there.
@@ -36,8 +38,6 @@ NO_REACH = {
     "LGAI-EXAONE/EXAONE-4.0-32B",
     "huihui-ai/c4ai-command-r7b-12-2024-abliterated",
 }
-# Written before its config class had parts: transformers 5 loses the length, and how much of a head turns.
-LOST = {"zai-org/GLM-4.1V-9B-Thinking"}
 # DeepSeek's own code multiplies nothing by the temperature of YaRN; transformers says so beside its config class.
 UNTEMPERED = {"deepseek-ai/DeepSeek-V4-Flash"}
 # transformers 5.24 takes the set for short texts at every length here, and ctxext refuses to extend it.
@@ -73,9 +73,6 @@ def test_at_least_sixty_are_the_published_file() -> None:
 @pytest.mark.parametrize("name", able(NATIVE))
 def test_its_lengths_are_those_of_its_documentation(name: str, inspected: Inspect) -> None:
     found, entry = inspected(name), PUBLISHED[name]
-    if name in LOST:  # its refusal names both lengths: see below
-        assert found.trained_length != entry.window
-        return
     assert found.trained_length == (None if entry.asked else entry.window)
     assert (found.extended is not None) == (name in SCALED)
     if found.extended is not None and entry.method in ("yarn", "llama3", "longrope"):
@@ -85,7 +82,7 @@ def test_its_lengths_are_those_of_its_documentation(name: str, inspected: Inspec
 @pytest.mark.parametrize("name", able(NATIVE))
 def test_its_rotation_is_read(name: str, inspected: Inspect) -> None:
     found = [Rope(one.layer_type, one.rope_type, one.base, one.rotary_dim) for one in inspected(name).positions]
-    assert found == ([] if name in NO_REACH | LOST | SHORT_ALONE else list(PUBLISHED[name].ropes))
+    assert found == ([] if name in NO_REACH | SHORT_ALONE else list(PUBLISHED[name].ropes))
 
 
 @pytest.mark.parametrize("name", able(sorted(SCALED)))
@@ -226,7 +223,7 @@ def computed(rotary: nn.Module, rope: Rope, length: int) -> Expected:
     return Expected(getattr(rotary, f"{prefix}inv_freq").double(), getattr(rotary, f"{prefix}attention_scaling"))
 
 
-@pytest.mark.parametrize("name", able(name for name in NATIVE if PUBLISHED[name].ropes and name not in LOST))
+@pytest.mark.parametrize("name", able(name for name in NATIVE if PUBLISHED[name].ropes))
 def test_its_frequencies_are_those_of_the_formula(name: str) -> None:
     entry, rotary = PUBLISHED[name], rotary_of(name)
     for rope in entry.ropes:
@@ -244,14 +241,21 @@ def test_what_stock_code_cannot_read_is_refused_by_name(name: str, inspected: In
         inspected(name)
 
 
-@pytest.mark.parametrize("name", able(sorted(LOST | SHORT_ALONE)))
-def test_what_stock_code_reads_wrongly_is_not_extended(name: str, inspected: Inspect, tmp_path: Path) -> None:
-    """The refusal says what is wrong: two lengths, or a rotation that is not the config's."""
+@pytest.mark.parametrize("name", able(sorted(LOST)))
+def test_a_length_that_stock_code_loses_is_refused_naming_both(name: str, inspected: Inspect, tmp_path: Path) -> None:
+    place = famous_checkpoint(name, tmp_path / "model")
+    said = rf"max_position_embeddings={PUBLISHED[name].window} \(built: \d+\), which transformers loses"
+    with pytest.raises(CheckpointError, match=said):
+        patch_checkpoint(place, tmp_path / "extended", "yarn", factor=2)
+    with pytest.raises(CheckpointError, match=said):
+        inspected(name)
+
+
+@pytest.mark.parametrize("name", able(sorted(SHORT_ALONE)))
+def test_what_stock_code_turns_otherwise_is_not_extended(name: str, inspected: Inspect, tmp_path: Path) -> None:
     place, window = famous_checkpoint(name, tmp_path / "model"), PUBLISHED[name].window
-    said = str(window) if name in LOST else "does not rotate by the frequencies that it holds"
-    trained = None if name in LOST else window
-    with pytest.raises(CtxextError, match=said):
-        patch_checkpoint(place, tmp_path / "extended", "yarn", factor=2, trained_length=trained, sliding_window="lift")
+    with pytest.raises(CtxextError, match="does not rotate by the frequencies that it holds"):
+        patch_checkpoint(place, tmp_path / "extended", "yarn", factor=2, trained_length=window, sliding_window="lift")
     assert inspected(name).no_positions is not None
 
 
