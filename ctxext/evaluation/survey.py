@@ -89,7 +89,7 @@ def launched_processes() -> ProcessGroup:
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=PATIENCE)
         atexit.register(distributed.destroy_process_group)
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)  # or a build names what is not there
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = f"{found.type}:{local % torch.accelerator.device_count()}" if found else "cpu"
     barrier: Callable[[], None] = distributed.barrier

@@ -1,0 +1,34 @@
+"""What `make test` runs of a product of cases: each value once; `make slow` runs all the others as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def some(values: Iterable[Any], *kept: Any, ids: Any = None) -> list[Any]:
+    """All values as cases; those that are not ``kept`` are slow."""
+    name = ids or str
+    listed = list(values)
+    assert all(value in listed for value in kept), "what is kept is one of them"
+    return [pytest.param(one, marks=[] if one in kept else pytest.mark.slow, id=name(one)) for one in listed]
+
+
+def crossed(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
+    """All pairs as cases; those with neither the first row nor the first column are slow."""
+    return [
+        pytest.param(
+            row,
+            column,
+            marks=[] if row == rows[0] or column == columns[0] else pytest.mark.slow,
+            id=f"{_name(row)}-{_name(column)}",
+        )
+        for row in rows
+        for column in columns
+    ]
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__name__", value))

@@ -1,0 +1,29 @@
+"""Which device each of several processes takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from ctxext.evaluation.survey import launched_processes
+
+
+@pytest.mark.parametrize(("present", "device"), [(2, "cuda:1"), (0, "cpu")])
+def test_a_torch_built_for_gpus_takes_the_cpu_where_there_is_none(
+    present: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pip install torch`` brings such a build to every Linux machine."""
+
+    def current(check_available: bool = False) -> Any:
+        return torch.device("cuda") if present or not check_available else None
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: present)
+    for name, value in (("is_initialized", True), ("get_rank", 3), ("get_world_size", 4)):
+        monkeypatch.setattr(distributed, name, lambda value=value: value)
+    assert launched_processes().device == device
