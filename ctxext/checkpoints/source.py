@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import os
@@ -21,8 +22,8 @@ from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
 from ctxext.files import files_below, followed, read_json, read_json_as
-from ctxext.saved import checked_extension
-from ctxext.surgery.old_form import OLD_GUARD
+from ctxext.saved import checked_extension, extended_texts
+from ctxext.surgery.old_form import OLD_GUARD, same_rope
 from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rope_types import GUARD
 
@@ -40,8 +41,6 @@ __all__ = [
 
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
-# What the old form of a rope dict holds beside it, in fields of their own.
-BESIDE = frozenset({"rope_theta", "partial_rotary_factor"})
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
 # What save_pretrained calls one file of several; those of a variant (model.fp16-...) have an index of another name.
@@ -105,7 +104,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
         raise CheckpointError(_unreadable(place, error)) from error
     check_config(config, os.fspath(place))
     if "ctxext" in raw:
-        _refuse_two_stories(raw, place)
+        _refuse_two_stories(config, raw, place)
     elif not location.get("gguf_file"):
         refuse_lost_fields(config, os.fspath(place), raw)
     return config
@@ -136,20 +135,37 @@ def _nearest(path: Path) -> str:
     return f" Did you mean {path.with_name(close[0])}?" if close else ""
 
 
-def _refuse_two_stories(raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
-    """Refuse an extended config whose old form says something else than its new one: transformers believes the old."""
-    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
-    if isinstance(new, dict) and isinstance(old, dict):
-        main = new.get("full_attention") or new
-        said = {name: value for name, value in old.items() if name != "type"}
-        if any(main.get(name) != value for name, value in said.items()) or len(said) < len(main.keys() - BESIDE):
+def _refuse_two_stories(config: Any, raw: dict[str, Any], place: str | os.PathLike[str]) -> None:
+    """Refuse an extended config whose old form says something else than its new one: transformers believes the old.
+
+    Args:
+        config: as transformers reads it.
+        raw: as the file holds it.
+        place: where it was read, to show.
+
+    Raises:
+        VerificationError: the message shows both forms.
+    """
+    new_form = _without_old_scaling(raw)
+    if new_form == raw:
+        return
+    for text, alone in zip(extended_texts(config), extended_texts(type(config).from_dict(new_form)), strict=True):
+        old, new = text.rope_parameters, alone.rope_parameters
+        if not same_rope(old, new):
             raise VerificationError(
-                f"The config of {place} contradicts itself: rope_scaling={old} is not what rope_parameters={new} says, "
-                f"and transformers follows the first. Load the original checkpoint and extend that."
+                f"The config of {place} contradicts itself: rope_scaling and the fields beside it say {old}, and "
+                f"rope_parameters={new}. transformers follows the first. Load the original checkpoint and extend that."
             )
-    for part in raw.values():
-        if isinstance(part, dict) and "rope_parameters" in part:
-            _refuse_two_stories(part, place)
+
+
+def _without_old_scaling(raw: dict[str, Any]) -> dict[str, Any]:
+    """Copy a config as its file holds it, without the ``rope_scaling`` beside ``rope_parameters`` in any part."""
+    parts = {
+        name: _without_old_scaling(part) if isinstance(part, dict) and name != "ctxext" else part
+        for name, part in raw.items()
+    }
+    has_both = all(isinstance(raw.get(name), dict) for name in ("rope_parameters", "rope_scaling"))
+    return {name: copy.deepcopy(part) for name, part in parts.items() if name != "rope_scaling" or not has_both}
 
 
 def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:

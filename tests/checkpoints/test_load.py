@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import ctxext
+from ctxext.checkpoints.export import export_config
+from ctxext.checkpoints.source import read_any_config
 from ctxext.errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -171,6 +173,32 @@ def test_saving_again_and_again(tmp_path: Path) -> None:
     with pytest.raises(CtxextError, match=r"is not extended; save it with save_pretrained"):
         ctxext.save(ctxext.unpatch(model), tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
+
+
+STOCK_FORMS: list[tuple[str, str, dict[str, Any]]] = [
+    *(("llama", name, {}) for name in ("yarn", "pi", "llama3", "dynamic_ntk", "abf")),
+    ("llama", "longrope", {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}),
+    ("gemma3_text", "yarn", {}),
+    ("gpt_neox", "pi", {}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "name", "parameters"), STOCK_FORMS)
+def test_what_transformers_loaded_is_saved_and_loads_again(
+    model_type: str, name: str, parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers keeps the old name of ``rope_type`` in the configs that it reads; that contradicts nothing."""
+    model = ctxext.patch(tiny(model_type), name, factor=4, **parameters)
+    expected = logits(model, tokens())
+    ctxext.save(model, tmp_path / "first")
+    by_stock = AutoModelForCausalLM.from_pretrained(tmp_path / "first").eval()
+    ctxext.save(by_stock, tmp_path / "second")
+    ctxext.save(
+        get_peft_model(by_stock, LoraConfig(target_modules="all-linear")).merge_and_unload(), tmp_path / "third"
+    )
+    for place in (tmp_path / "second", tmp_path / "third"):
+        assert torch.equal(logits(ctxext.load(place), tokens()), expected)
+        export_config(read_any_config(place), to="vllm")
 
 
 @pytest.mark.slow

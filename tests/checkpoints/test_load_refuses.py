@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ctxext
+from ctxext.checkpoints.source import read_any_config
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
@@ -151,6 +152,27 @@ def test_tampered_extensions(change: Callable[[Any], object], said: str, edited:
     with pytest.raises(VerificationError) as caught:
         ctxext.load(edited(change))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config["rope_scaling"].update(factor=8.0),
+        lambda config: config["rope_scaling"].update(type="linear", rope_type="linear"),
+        lambda config: config["rope_scaling"].update(beta_fast=16.0),
+        lambda config: config["rope_scaling"].pop("original_max_position_embeddings"),
+        lambda config: config["rope_parameters"].update(attention_factor=2.0),
+        lambda config: config["rope_parameters"].update(rope_theta=5e5),
+        lambda config: config.update(rope_theta=5e5),
+    ],
+)
+def test_two_forms_of_the_positions_that_differ(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    ctxext.save(ctxext.patch(tiny(), "yarn", factor=4), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(VerificationError, match=r"contradicts itself: rope_scaling .* rope_parameters="):
+        read_any_config(tmp_path)
 
 
 @pytest.mark.parametrize(
