@@ -38,6 +38,21 @@ __all__ = [
 ]
 
 MOST_SHOWN = 80
+# What transformers (its rope types) and papers call a method, and ctxext's name of it.
+NAMED_ELSEWHERE = {
+    "linear": "pi",
+    "interpolation": "pi",
+    "position_interpolation": "pi",
+    "positional_interpolation": "pi",
+    "dynamic": "dynamic_ntk",
+    "dynamic_scaling": "dynamic_ntk",
+    "dynamic_linear": "dynamic_pi",
+    "ntk_aware": "ntk",
+    "su": "longrope",
+    "rope_theta": "abf",
+    "adjusted_base_frequency": "abf",
+    "dca": "dual_chunk",
+}
 _SHORT = reprlib.Repr()
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 8
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MOST_SHOWN
@@ -67,7 +82,9 @@ class UnknownNameError(CtxextError, LookupError):
         """Build the message ``Unknown <kind> '<name>'. Did you mean ...? Known: ...``."""
         names = sorted(known)
         by_lower = {one.lower(): one for one in names}
-        close = difflib.get_close_matches(str(name).lower()[:MOST_SHOWN], by_lower, n=1)
+        asked = str(name).lower()[:MOST_SHOWN]
+        elsewhere = NAMED_ELSEWHERE.get(asked.replace("-", "_").replace(" ", "_"))
+        close = [elsewhere] if elsewhere in by_lower else difflib.get_close_matches(asked, by_lower, n=1)
         hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
         return cls(f"Unknown {kind} {shown(name)}.{hint} Known: {', '.join(names)}.")
 

@@ -192,6 +192,10 @@ def test_through_wrappers(wrap: Callable[[nn.Module], Any]) -> None:
     [
         ("yran", {"factor": 4}, "Unknown method 'yran'. Did you mean 'yarn'? Known: abf, alibi,"),
         ("zzz", {}, "Unknown method 'zzz'. Known: abf,"),
+        ("linear", {"factor": 4}, "Unknown method 'linear'. Did you mean 'pi'?"),  # rope types of transformers
+        ("dynamic", {"factor": 4}, "Unknown method 'dynamic'. Did you mean 'dynamic_ntk'?"),
+        ("su", {}, "Unknown method 'su'. Did you mean 'longrope'?"),
+        ("NTK-aware", {}, "Unknown method 'NTK-aware'. Did you mean 'ntk'?"),
         ("", {}, "Unknown method ''."),
         ("yarn", {"beta_fats": 3}, "Unknown parameter of method 'yarn' 'beta_fats'. Did you mean 'beta_fast'?"),
         ("pi", {"beta_fast": 3}, "Unknown parameter of method 'pi' 'beta_fast'."),

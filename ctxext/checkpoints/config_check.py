@@ -14,15 +14,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.parameters import is_number
 from ctxext.saved import extended_texts, rope_dicts, saved_extension, saved_method, saved_sides
+from ctxext.surgery.rebuild import FAILURES
 from ctxext.surgery.rope_types import GUARD
 
-__all__ = ["UNFIT", "building", "check_config", "check_sizes"]
+__all__ = ["UNFIT", "building", "check_config", "check_sizes", "running_code"]
 
-# What transformers' own code ends in when a value is of another kind than it takes for granted.
-UNFIT = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-    StrictDataclassError,
-)
+# What code ends in when a value is of another kind than it takes for granted.
+UNFIT = (*FAILURES, StrictDataclassError)
 # Of a rope dict: above zero, and not below it.
 POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor")
 NUMBERS = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim")
@@ -48,16 +46,33 @@ def building(what: str) -> Iterator[None]:
         CheckpointError: in the place of what transformers ends in.
     """
     try:
-        yield
+        with running_code(what):
+            yield
     except CtxextError:
         raise
-    except ImportError as error:  # of a package that only some models need; transformers says how to install it
-        raise CheckpointError(f"transformers cannot build {what} here: {' '.join(str(error).split())}") from error
     except UNFIT as error:
         said = str(error).strip().splitlines()
         raise CheckpointError(
             f"transformers cannot build {what} from its config: {type(error).__name__}: {' '.join(said)[:300]}. "
             f"Compare config.json with the published one of its model type."
+        ) from error
+
+
+@contextlib.contextmanager
+def running_code(what: str) -> Iterator[None]:
+    """While the code of ``what`` runs, which may be its own: what no value of a config could mend becomes sentences.
+
+    Raises:
+        CheckpointError: in the place of what the code ends in.
+    """
+    try:
+        yield
+    except ImportError as error:  # of a package that only some models need; transformers says how to install it
+        raise CheckpointError(f"transformers cannot build {what} here: {' '.join(str(error).split())}") from error
+    except (NameError, StopIteration, SyntaxError, SystemExit) as error:
+        raise CheckpointError(
+            f"The code of {what} cannot be run: {type(error).__name__}: {' '.join(str(error).split())[:300]}. The "
+            f"mistake is in that code (auto_map in its config.json names the files): mend it there, or ask its authors."
         ) from error
 
 

@@ -31,7 +31,7 @@ from ctxext.adapters import (
 from ctxext.architectures import architecture_of, find_architecture
 from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
-from ctxext.checkpoints.config_check import building
+from ctxext.checkpoints.config_check import building, running_code
 from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.source import check_weights, checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
@@ -275,7 +275,7 @@ def _read_model(
             check_weights(Path(place) / loading.get("subfolder", ""))
     telling = {"output_loading_info": True} if auto_class is None else {}
     try:
-        with restoring():
+        with restoring(), running_code(f"a {config.model_type}"):
             found = chosen.from_pretrained(place, config=config, **telling, **loading)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error

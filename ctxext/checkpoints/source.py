@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ctxext.adapters import is_adapter
-from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes
+from ctxext.checkpoints.config_check import UNFIT, check_config, check_sizes, running_code
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.errors import CheckpointError, CtxextError, VerificationError
@@ -95,7 +95,8 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
             raw = raw | {name: original[name] for name in guarded}
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         else:
-            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
+            with running_code(f"the config of {place}"):
+                config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **location)
         if file is not None:
             read_positions(config, file)
     except CtxextError:
@@ -125,7 +126,7 @@ def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> boo
 def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
     """Why a config could not be read; a name that is no directory may be a directory's name misspelt."""
     if Path(place).exists():
-        return f"transformers cannot read the config of {place}: {error}"
+        return f"transformers cannot read the config of {place}: {str(error) or type(error).__name__}"
     return f"There is no directory {place}.{_nearest(Path(place))} The hub did not give it either: {error}"
 
 

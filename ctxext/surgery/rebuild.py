@@ -49,7 +49,10 @@ FAILURES = (
     ImportError,
     LookupError,
     NameError,
+    OSError,
     RuntimeError,
+    StopIteration,
+    SyntaxError,
     TypeError,
     ValueError,
 )

@@ -1,0 +1,118 @@
+"""Checkpoints with Python code of their own, which somebody allowed to run: whatever it does, a sentence comes back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ctxext
+from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.errors import CheckpointError
+
+CONFIG = """
+from transformers import PretrainedConfig
+{top}
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own_code"
+
+    def __init__(self, hidden_size=8, vocab_size=16, max_position_embeddings=64, **other):
+        {init}
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**other)
+"""
+MODEL = """
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_own import OwnConfig
+{top}
+
+class OwnModel(PreTrainedModel, GenerationMixin):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.mix = nn.Linear(config.hidden_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        {init}
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, **other):
+        x = self.embed(input_ids)
+        x = {forward}
+        return CausalLMOutputWithPast(logits=self.head(x))
+"""
+
+
+def checkpoint(
+    place: Path,
+    *,
+    config: tuple[str, str] = ("", "pass"),
+    model: tuple[str, str, str] = ("", "pass", "self.mix(x)"),
+    fields: dict[str, object] | None = None,
+) -> Path:
+    """Write a checkpoint with code of its own: lines at the top of each file, of ``__init__``, and of ``forward``."""
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    names = {"model_type": "own_code", "architectures": ["OwnModel"], "auto_map": auto_map}
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(names | (fields or {})))
+    (place / "configuration_own.py").write_text(CONFIG.format(top=config[0], init=config[1]))
+    (place / "modeling_own.py").write_text(MODEL.format(top=model[0], init=model[1], forward=model[2]))
+    shapes = {
+        "embed.weight": (16, 8),
+        "mix.weight": (8, 8),
+        "mix.bias": (8,),
+        "head.weight": (16, 8),
+        "head.bias": (16,),
+    }
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, place / "model.safetensors")
+    return place
+
+
+# Lines at the top and in __init__, and what is said of them.
+BROKEN = {
+    "a name that is missing": ("", "self.norm = apex_norm(8)", r"NameError: name 'apex_norm' is not defined"),
+    "a name that is missing at the top": ("Norm = apex_norm", "pass", r"NameError: name 'apex_norm' is not defined"),
+    "a name that is bound too late": ("", "self.size = size; size = 8", r"UnboundLocalError: .*'size'"),
+    "a syntax error": ("def (:", "pass", "SyntaxError: invalid syntax"),
+    "an indentation error": ("if True:\nx = 1", "pass", "IndentationError: expected an indented block"),
+    "an import of what is gone": ("from transformers.pytorch_utils import Gone", "pass", "cannot import name 'Gone'"),
+    "an exit": ("", "raise SystemExit('needs a GPU')", "SystemExit: needs a GPU"),
+    "a package's data that is missing": ("", "open('/no/such/file')", "No such file"),
+    "an empty iterator": ("", "self.first = next(iter(()))", "StopIteration"),
+    "a check of its own": ("", "assert config.hidden_size > 8, 'too small'", "AssertionError: too small"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what transformers copies of such code in the test's own folder."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("where", ["config", "model"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_code_that_cannot_be_run_is_a_refusal(name: str, where: str, tmp_path: Path) -> None:
+    top, init, said = BROKEN[name]
+    if where == "config":
+        place = checkpoint(tmp_path / "own", config=(top, init.replace("config.", "")))
+        said = said.rpartition(": ")[2]
+    else:
+        place = checkpoint(tmp_path / "own", model=(top, init, "self.mix(x)"))
+    with pytest.raises(CheckpointError, match=said):
+        inspect_checkpoint(place, trust_remote_code=True)
+    with pytest.raises((CheckpointError, AssertionError), match=said.rpartition(": ")[2]):
+        ctxext.load(place, "yarn", factor=2, trust_remote_code=True)
