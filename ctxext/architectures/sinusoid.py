@@ -62,6 +62,7 @@ class Sinusoids(Architecture):
     """
 
     name: ClassVar[str] = "sinusoid"
+    positions: ClassVar[str] = "sinusoids"
 
     def matches(self, model: PreTrainedModel) -> bool:
         return twins_of(model).has_sinusoids and not rotates_by_table(model)

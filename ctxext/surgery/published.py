@@ -313,29 +313,50 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any] | None
 ASKED = {
     "alibi": re.compile(r"alibi", re.I),
     "relative": re.compile(r"^(rel_pos|relative_(attention|position))", re.I),
-    "rotary": re.compile(r"^(use_rotary|use_rope|rotary$|rotary_emb_fraction|rotary_emb_base|rope_theta)", re.I),
+    "rotary": re.compile(
+        r"^((use_|with_)?(rotary|rope)$|use_(rotary|rope)|rotary_emb_(fraction|base)|rope_(theta|scaling|parameters)$)",
+        re.I,
+    ),
 }
-TYPE_FIELD = "position_embedding_type"
+# Fields that turn a kind on or off; where one says no, its other fields are left over and ask for nothing.
+SWITCHES = {
+    "alibi": re.compile(r"^((use|with)_)?alibi$", re.I),
+    "rotary": re.compile(r"^((use|with)_)?(rope|rotary)((_pos(ition(al)?)?)?_emb(ed(ding)?s?)?)?$", re.I),
+    "table": re.compile(r"^(use|with|add)_(abs(olute)?_)?pos(ition(al)?)?_(emb(ed(ding)?s?)?|enc(oding)?s?)$", re.I),
+}
+# Fields that name the kind, as position_embedding_type does, and what they call each.
+NAMES_KIND = re.compile(
+    r"^(pos(ition(al)?)?_(emb(ed(ding)?s?)?|enc(oding)?s?)(_type)?|pos(ition(al)?)?_type|pe_type)$", re.I
+)
+KINDS = {"alibi": "alibi", "rel": "relative", "rot": "rotary", "rope": "rotary", "sin": "sinusoids"}
+NO_KIND = ("none", "nope", "no", "false")
+# Fields that scale rotation, under names that transformers' rope dicts do not have.
+SCALES = re.compile(
+    r"^(rope|rotary)_(emb_)?(ratio|scale|((freq|linear|ntk)_)?(scaling_|scale_)?factor)$|^compress_pos_emb$", re.I
+)
 
 
 def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
     """Raise where a config asks for positions of a kind that the built model does not have.
 
     Checkpoints with code of their own may stand under a model type of transformers, whose class then takes their
-    weights and ignores what it does not know.
+    weights and ignores what it does not know. A model that was built from that code has what its weights know.
 
     Args:
         model: as it was built.
-        kind: what its positions are: "rotary", "alibi", "relative", or anything else.
+        kind: what its positions are: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
         IncompatibleError: with the field and what to do.
     """
+    home = type(model).__module__
+    if home.startswith("transformers_modules."):
+        return
     code = source_of_home(type(model))
     for config in {id(config): config for config in (model.config, text_of(model.config))}.values():
-        for name, value in vars(config).items():
-            asked = _asked_kind(name, value)
-            if asked is None or asked == kind or re.search(rf"\b{name}\b", code):
+        for place, name, value in _asking(config, kind):
+            reads = re.compile(rf"(\.|['\"]){re.escape(name)}\b")  # of an object, or as a string
+            if reads.search(code) or (place == "" and reads.search(source_of_home(type(config)))):
                 continue
             own = getattr(config, "auto_map", None)
             remedy = (
@@ -343,19 +364,44 @@ def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
                 if own
                 else "Load it with the code that it was trained with."
             )
+            of_transformers = " of transformers" if home.startswith("transformers.") else ""
             raise IncompatibleError(
-                f"The config of this {config.model_type} has {name}={value!r}, and {type(model).__name__} of "
-                f"transformers does not read it: the model that is built has other positions than its weights were "
-                f"trained with. {remedy}"
+                f"The config of this {config.model_type} has {place}{name}={value!r}, and {type(model).__name__}"
+                f"{of_transformers} does not read it: the model that is built has other positions than its weights "
+                f"were trained with. {remedy}"
             )
 
 
-def _asked_kind(name: str, value: Any) -> str | None:
+def _asking(config: Any, kind: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield each field that asks for other positions than those of a kind: where it stands, its name and value."""
+    for place, where in _mappings(config):
+        off = {
+            each for each, switch in SWITCHES.items() for name in where if switch.match(name) and where[name] is False
+        }
+        for name, value in where.items():
+            asked = _asked_kind(name, value, kind)
+            if asked is not None and asked != kind and asked not in off:
+                yield place, name, value
+
+
+def _mappings(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The fields of a config, and those of the blocks of it that speak of attention or positions."""
+    yield "", vars(config)
+    for name, value in vars(config).items():
+        block = vars(value) if isinstance(value, PreTrainedConfig) else value
+        if isinstance(block, dict) and NESTED.search(name) and name not in BLOCKS:
+            yield f"{name}.", block
+
+
+def _asked_kind(name: str, value: Any, kind: str) -> str | None:
     """The kind of positions that a field asks for; None where it asks for none, or for those of a table."""
-    if name == TYPE_FIELD:
-        said = str(value).lower()
-        words = {"alibi": "alibi", "rel": "relative", "rot": "rotary", "rope": "rotary"}
-        return next((kind for word, kind in words.items() if word in said), None)
+    if NAMES_KIND.match(name) and isinstance(value, str):
+        said = value.lower()
+        return "none" if said in NO_KIND else next((each for word, each in KINDS.items() if word in said), None)
+    if value is False and kind in SWITCHES and SWITCHES[kind].match(name):
+        return "none"
     if not value:
         return None
-    return next((kind for kind, pattern in ASKED.items() if pattern.search(name)), None)
+    if kind == "rotary" and SCALES.match(name) and _is_number(value) and value != 1:
+        return "scaled"
+    return next((each for each, pattern in ASKED.items() if pattern.search(name)), None)
