@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -113,6 +115,11 @@ BUCKETS = re.compile(r"relative_attention_bias|rel_pos_bias")
 SOME_POSITION = re.compile(
     r"rotary|alibi|sinus|wpe|relative|rel_|position_?(bias|emb|enc)|embed_pos|pos_?(emb|enc)", re.I
 )
+ROTATION = re.compile(r"rotary|rope(?![a-z])|^Rot([A-Z]|$)|Rope(?![a-z])|RoPE")
+# Other than of text.
+ELSEWHERE = re.compile(r"vision|visual|image|audio|video", re.I)
+# What code of any author computes positions with.
+ARITHMETIC = re.compile(r"\b(pos|positions?|position_ids|theta|inv_freq|freqs?\w*|cos|sin|polar|slopes?)\b")
 
 
 def why_absent(model: nn.Module) -> str:
@@ -124,6 +131,11 @@ def why_absent(model: nn.Module) -> str:
             "rope_parameters) could make a reload compute another one"
         )
     owners = [name for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
+    if rotation := _own_rotation(model):
+        return (
+            f"it rotates by code of its own ({rotation}), which is not of the form that transformers' own rope types "
+            f"use: no field of its config sets the frequencies"
+        )
     if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
         return "its code knows rotary positions, but this checkpoint's config leaves them off"
     if computing := [path for path, module in model.named_modules() if "Sinusoid" in type(module).__name__]:
@@ -136,6 +148,15 @@ def why_absent(model: nn.Module) -> str:
         or _none_at_all(model)
         or ("no rotary embedding of the form that transformers' own rope types use, and no ALiBi")
     )
+
+
+def _own_rotation(model: nn.Module) -> str | None:
+    """Return where a module rotates text, and of which class it is; None where there is none by name."""
+    for path, module in model.named_modules():
+        name, kind = path.rpartition(".")[2], type(module).__name__
+        if (ROTATION.search(name) or ROTATION.search(kind)) and not ELSEWHERE.search(f"{path} {kind}"):
+            return f"{path}: {kind}"
+    return None
 
 
 def learned_positions(model: nn.Module) -> int | None:
@@ -178,9 +199,19 @@ def _table(model: nn.Module) -> str | None:
 def _none_at_all(model: nn.Module) -> str | None:
     """What is said of a model whose order of tokens comes from recurrence and the causal mask alone."""
     kinds: set[Any] = {type(module) for module in model.modules()}  # mypy thinks these have no hash
+    own = {base for kind in kinds for base in own_bases(kind) if not base.__module__.startswith("transformers.")}
+    if computing := sorted(base.__name__ for base in own if ARITHMETIC.search(_source_beside(base))):
+        return f"its positions are in code of its own (where {computing[0]} is), in no form that ctxext recognises"
     if any(_speaks_of_positions(base) for kind in kinds for base in own_bases(kind)):
         return None
     return "it has no positions at all, so nothing needs extending: it reads as far as memory and its training carry"
+
+
+def _source_beside(kind: type) -> str:
+    """The source of a class, and of the functions of its module, which it may call."""
+    functions = [value for value in vars(sys.modules[kind.__module__]).values() if inspect.isfunction(value)]
+    beside = [function for function in functions if function.__module__ == kind.__module__]
+    return "\n".join(source_of(code) for code in (kind, *beside))
 
 
 def _speaks_of_positions(kind: type) -> bool:

@@ -375,9 +375,14 @@ def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
 def _asking(config: Any, kind: str) -> Iterator[tuple[str, str, Any]]:
     """Yield each field that asks for other positions than those of a kind: where it stands, its name and value."""
     for place, where in _mappings(config):
-        off = {
-            each for each, switch in SWITCHES.items() for name in where if switch.match(name) and where[name] is False
+        said = {
+            (each, where[name])
+            for each, switch in SWITCHES.items()
+            for name in where
+            if switch.match(name)
+            if isinstance(where[name], bool)
         }
+        off = {each for each, is_on in said if not is_on and (each, True) not in said}
         for name, value in where.items():
             asked = _asked_kind(name, value, kind)
             if asked is not None and asked != kind and asked not in off:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import ctxext
@@ -92,6 +93,20 @@ def test_a_refusal_names_its_reason(model_type: str, reason: str) -> None:
 def test_rotation_that_the_config_leaves_off_is_named() -> None:
     with pytest.raises(IncompatibleError, match="this checkpoint's config leaves them off"):
         ctxext.patch(tiny("granitemoehybrid", position_embedding_type=None), "yarn", factor=4.0)
+
+
+def test_rotation_by_another_class_is_not_called_left_off() -> None:
+    class Turn(torch.nn.Module):
+        pass
+
+    with pytest.raises(
+        IncompatibleError, match=r"it rotates by code of its own \(.*rotary_embeddings: EsmRotaryEmbedding\)"
+    ):
+        ctxext.patch(tiny("esm", position_embedding_type="rotary"), "yarn", factor=4.0)
+    model = tiny("llama")
+    model.model.rotary_emb = Turn()
+    with pytest.raises(IncompatibleError, match=r"it rotates by code of its own \(model.rotary_emb: Turn\)"):
+        ctxext.patch(model, "yarn", factor=4.0)
 
 
 def test_phimoe_takes_what_reaches_its_forward_pass_and_nothing_else() -> None:

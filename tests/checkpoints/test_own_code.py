@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -116,3 +117,52 @@ def test_code_that_cannot_be_run_is_a_refusal(name: str, where: str, tmp_path: P
         inspect_checkpoint(place, trust_remote_code=True)
     with pytest.raises((CheckpointError, AssertionError), match=said.rpartition(": ")[2]):
         ctxext.load(place, "yarn", factor=2, trust_remote_code=True)
+
+
+ROTATE = """
+def rotate(x, theta=10000.0):
+    t = torch.arange(x.shape[-2])[:, None] / theta ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * t.cos() - b * t.sin(), a * t.sin() + b * t.cos()], -1)
+"""
+COMPLEX = """
+class Rot(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+
+    def forward(self, x):
+        f = torch.outer(torch.arange(x.shape[-2]).float(), self.inv_freq)
+        turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(f), f)
+        return torch.view_as_real(turned).flatten(-2)
+"""
+BIAS = """
+def bias(n):
+    return -(torch.arange(n)[:, None] - torch.arange(n)).abs()  # by which far pos count less
+"""
+# The model's code, and why it has nothing to extend.
+OWN_POSITIONS = {
+    "a function": ((ROTATE, "pass", "self.mix(rotate(x))"), "positions are in code of its own"),
+    "a module": ((COMPLEX, "self.turn = Rot()", "self.turn(x)"), r"rotates by code of its own \(turn: Rot\)"),
+    "a bias": ((BIAS, "pass", "self.mix(bias(x.shape[1]).float() @ x)"), "positions are in code of its own"),
+    "none": (("", "pass", "self.mix(x.cumsum(1))"), "it has no positions at all"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_POSITIONS)
+def test_positions_in_code_of_its_own_are_not_called_none(name: str, tmp_path: Path) -> None:
+    code, reason = OWN_POSITIONS[name]
+    found = inspect_checkpoint(checkpoint(tmp_path / "own", model=code), trust_remote_code=True)
+    assert re.search(reason, found.no_positions or "")
+    assert [verdict.method for verdict in found.verdicts if verdict.refused is None] == []
+
+
+def test_a_field_that_the_code_of_a_checkpoint_passes_over_is_no_news(tmp_path: Path) -> None:
+    """That code is what its weights were trained with, and it runs already."""
+    code = (
+        "",
+        "self.wpe = nn.Embedding(config.max_position_embeddings, 8)",
+        "self.mix(x + self.wpe.weight[:x.shape[1]])",
+    )
+    place = checkpoint(tmp_path / "own", model=code, fields={"rope_theta": 10000.0})
+    assert "trust_remote_code" not in (inspect_checkpoint(place, trust_remote_code=True).no_positions or "")
