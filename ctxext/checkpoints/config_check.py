@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -140,7 +141,20 @@ def _check_text(config: Any, text: Any, place: str) -> None:
         raise CheckpointError(f"The config of {place} has rope_parameters={rope!r}; it should be a JSON object.")
     for _, parameters in rope_dicts(text):
         if "rope_type" in parameters:
+            _refuse_unread(text, parameters)
             _check_rope(parameters, config.model_type, place)
+
+
+def _refuse_unread(text: Any, parameters: dict[str, Any]) -> None:
+    """Raise where a class has no field for a rope dict that lacks its base: a base would not help."""
+    kind = type(text)
+    declared = {field.name for field in dataclasses.fields(kind)} if kind.__module__.startswith("transformers.") else ()
+    if declared and "rope_parameters" not in declared and parameters.get("rope_theta") is None:
+        raise IncompatibleError(
+            f"The config of this {text.model_type} has rope_parameters={parameters}, which {kind.__name__} of "
+            f"transformers does not declare: its class would not rotate by them. Load it with the code that it was "
+            f"trained with, or take them out."
+        )
 
 
 def _check_rope(parameters: dict[str, Any], model_type: str, place: str) -> None:

@@ -102,7 +102,7 @@ def read_any_config(place: str | os.PathLike[str], *, trust_remote_code: bool = 
     except CtxextError:
         raise
     except (OSError, *UNFIT) as error:
-        raise CheckpointError(_unreadable(place, error)) from error
+        raise CheckpointError(_misplaced(place, raw, error) or _unreadable(place, error)) from error
     check_config(config, os.fspath(place))
     if "ctxext" in raw:
         _refuse_two_stories(config, raw, place)
@@ -121,6 +121,18 @@ def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> boo
     raw, _ = PreTrainedConfig.get_config_dict(place, **location)
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     return any(value == OLD_GUARD for part in parts for value in part.values())
+
+
+def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseException) -> str | None:
+    """What is said of a rope block beside the part that reads text, where transformers looks for a length beside it."""
+    blocks = [name for name in ("rope_scaling", "rope_parameters") if isinstance(raw.get(name), dict)]
+    parts = [name for name in ("text_config", "llm_config", "language_config") if isinstance(raw.get(name), dict)]
+    if not (blocks and parts and isinstance(error, AttributeError)):
+        return None
+    return (
+        f"transformers cannot read the config of {place}: its {blocks[0]} stands beside {parts[0]}, whose model would "
+        f"not read it there. Move {blocks[0]} into {parts[0]}. ({error})"
+    )
 
 
 def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:

@@ -224,6 +224,12 @@ def _refuse_idle_scaling(config: Any, place: str) -> None:
     for _, rope in rope_dicts(text_of(config)):
         idle = [f"{name}={_short(rope[name])}" for name in FACTORS if rope.get(name) not in (None, 1)]
         if idle and rope.get("rope_type", "default") == "default":
+            if (said := rope.get("type")) not in UNSCALED:
+                raise CheckpointError(
+                    f"The config of {place} says type={said!r} and {', '.join(idle)}. {type(text_of(config)).__name__} "
+                    f"reads another name and builds rope_type='default', which scales nothing. Write "
+                    f"rope_type={said!r} in the place of type, in rope_parameters."
+                )
             raise CheckpointError(
                 f"The config of {place} has {', '.join(idle)} in rope_parameters, and a rope_type of 'default', which "
                 f"scales nothing. Write the rope_type that they are for (yarn, linear), or take them out."

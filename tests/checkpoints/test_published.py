@@ -150,6 +150,50 @@ IDLE: dict[str, dict[str, Any]] = {
 }
 
 
+MODERNBERT = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"} | {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertForMaskedLM"],
+}
+QWEN3_VL: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": SMALL | {"model_type": "qwen3_vl_text", "head_dim": 32, "rope_theta": 5e6},
+}
+# Rope blocks that cannot be read as they are meant, and the way out that is named.
+MISWRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "ModernBERT, an old name": (
+        MODERNBERT | {"rope_scaling": {"type": "yarn", "factor": 4.0, ORIGINAL: 8192}},
+        "says type='yarn' and factor=4.0.* Write rope_type='yarn' in the place of type",
+    ),
+    "ModernBERT, linear": (
+        MODERNBERT | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "Write rope_type='linear' in the place of type",
+    ),
+    "a table": (
+        SMALL | {"model_type": "bert", "rope_scaling": {"type": "dynamic", "factor": 2}},
+        "which BertConfig of transformers does not declare",
+    ),
+    "another table": (
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "rope_scaling": {"rope_type": "linear", "factor": 2}},
+        "which GPT2Config of transformers does not declare",
+    ),
+    "beside the part that reads text": (QWEN3_VL | {"rope_scaling": YARN}, "Move rope_scaling into text_config"),
+    "the same, in the new form": (
+        QWEN3_VL | {"rope_parameters": YARN | {"rope_theta": 5e6, ORIGINAL: None}},
+        "Move rope_parameters into text_config",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISWRITTEN)
+def test_a_block_that_is_not_read_as_it_is_meant_is_refused_with_the_way_out(
+    name: str, written: Callable[..., Path]
+) -> None:
+    config, way_out = MISWRITTEN[name]
+    with pytest.raises((CheckpointError, IncompatibleError), match=way_out):
+        inspect_checkpoint(written(config))
+
+
 @pytest.mark.parametrize("name", IDLE)
 def test_a_factor_without_a_type_that_scales_is_refused(name: str, written: Callable[..., Path]) -> None:
     place = written(IDLE[name])
