@@ -134,7 +134,7 @@ def why_absent(model: nn.Module) -> str:
     if rotation := _own_rotation(model):
         return (
             f"it rotates by code of its own ({rotation}), which is not of the form that transformers' own rope types "
-            f"use: no field of its config sets the frequencies"
+            f"use"
         )
     if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
         return "its code knows rotary positions, but this checkpoint's config leaves them off"
