@@ -253,10 +253,10 @@ class ExtensionOptions:
         Raises:
             InvalidParameterError: for a ``--param`` that is not KEY=VALUE, or that has an option of its own.
         """
-        from ctxext.methods.parameters import parameter_of
+        from ctxext.methods.parameters import parameters_said
 
         own = {name: value for name, value in vars(self).items() if name != "param"}
-        parameters = dict(parameter_of(text) for text in self.param or [])
+        parameters = parameters_said(self.param or [])
         taken = sorted(own.keys() & parameters.keys())
         if taken:
             raise InvalidParameterError(f"{taken[0]} is not a --param; give it as --{taken[0].replace('_', '-')}.")

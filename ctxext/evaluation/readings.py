@@ -32,7 +32,7 @@ from ctxext.evaluation.truncation import (
     windows_of,
 )
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod, is_choice, method_in
-from ctxext.methods.parameters import checked_tokens, parameter_of
+from ctxext.methods.parameters import checked_tokens, parameters_said
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
 from ctxext.saved import already_extended, choices, saved_form
@@ -395,7 +395,7 @@ def named_method(text: str, factor: float) -> Method:
         raise InvalidParameterError(f"The method {shown(text)} cannot be read: {problem}.") from error
     if name not in METHODS:
         raise UnknownNameError.of("method", name, METHODS)
-    parameters: dict[str, Any] = {"factor": factor, **dict(parameter_of(part) for part in rest)}
+    parameters: dict[str, Any] = {"factor": factor, **parameters_said(rest)}
     return patching.method(name, **parameters)
 
 

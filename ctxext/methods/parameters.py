@@ -15,6 +15,7 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,7 @@ __all__ = [
     "is_number",
     "parameter_of",
     "parameters_of",
+    "parameters_said",
     "require",
 ]
 
@@ -280,6 +282,21 @@ def checked_rows(method: str, rows: int) -> int:
             f"target of {rows:,} tokens. Take a smaller factor."
         )
     return rows
+
+
+def parameters_said(texts: Iterable[str]) -> dict[str, Word]:
+    """Read what ``parameter_of`` reads, several times.
+
+    Raises:
+        InvalidParameterError: as ``parameter_of``, and for a parameter that is given twice.
+    """
+    found: dict[str, Word] = {}
+    for text in texts:
+        name, value = parameter_of(text)
+        if name in found:
+            raise InvalidParameterError(f"{name} is given twice, as {found[name]} and as {value}. Give it once.")
+        found[name] = value
+    return found
 
 
 def parameter_of(text: str) -> tuple[str, Word]:

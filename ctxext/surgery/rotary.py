@@ -129,7 +129,7 @@ class RotaryPlace:
             if takes_axes(rotary):
                 position_ids = position_ids[None].expand(3, -1, -1)
             with running(type(rotary)):
-                out = rotary.forward(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
+                out = rotary(torch.zeros(1, len(positions), 1, device=device), position_ids, **self.arguments)
                 if isinstance(out, Tensor):
                     out = (out.real, out.imag)
                 cos, sin = (part.reshape(-1, len(positions), part.shape[-1])[0] for part in out)

@@ -9,6 +9,7 @@ Source: Chen et al., arXiv:2309.12307 (LongLoRA), section 3.3 and table 2.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -108,7 +109,9 @@ def attach_lora(
         ensure_weight_tying=tied,
     )
     dtype = causal.dtype
-    adapted = get_peft_model(model, config)
+    # The adapter of a plan has no memory either, as its model.
+    with causal.device if causal.device.type == "meta" else contextlib.nullcontext():
+        adapted = get_peft_model(model, config)
     keep_extension(adapted, Edits())  # for good: the model may be extended otherwise before it is saved
     for module in adapted.modules():
         if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
@@ -198,8 +201,11 @@ def merged(adapted: Any) -> PreTrainedModel:
     return model.to(dtype)
 
 
-def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.to(dtype)
+def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Round what a module puts out, each of several tensors where it puts out more than one."""
+    if isinstance(output, tuple):
+        return tuple(_in_dtype(dtype, module, inputs, part) for part in output)
+    return output.to(dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -44,6 +44,12 @@ def test_an_option_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Path,
     assert not (tmp_path / "x").exists()
 
 
+def test_a_parameter_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
+    twice = ("-m", "yarn", "-f", 2, "-p", "beta_fast=16", "-p", "beta_fast=8")
+    for command in (["patch", llama, tmp_path / "x", *twice], ["export", llama, "--to", "vllm", *twice]):
+        assert "beta_fast is given twice, as 16 and as 8" in refused(cli(*command))
+
+
 def test_options_that_repeat_may_be_repeated(cli: Cli, llama: Path, tmp_path: Path) -> None:
     two = ("-p", "beta_fast=64", "-p", "beta_slow=2")
     assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4, *two).exit_code == 0

@@ -144,6 +144,7 @@ def test_a_word_is_read_as_its_parameter_takes_it(text: str, name: str, expected
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("yarn beta_fast=16 beta_fast=8", "beta_fast is given twice, as 16 and as 8"),
         ("self_extend window=nan", "window must be a finite number, above 0, found 'nan'|found nan"),
         ("self_extend window=1_000", "window must be a finite number, above 0, found '1_000'"),
         ("self_extend window=[8]", r"window must be a finite number, above 0, found '\[8\]'"),

@@ -57,7 +57,22 @@ def replace_forward(model: PreTrainedModel) -> None:
     rotary.forward = lambda x, position_ids: type(rotary).forward(rotary, x, position_ids // 2)
 
 
-CHANGES = [assign_config, assign_base, halve_slowest, rescale, replace_forward]
+def hook_positions(model: PreTrainedModel) -> None:
+    """Before the module: it is given positions, by name or not, and reads the half of them."""
+
+    def half(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return [part // 2 if part.dtype == torch.long else part for part in args], {
+            name: part // 2 if name == "position_ids" else part for name, part in kwargs.items()
+        }
+
+    rotary_of(model).register_forward_pre_hook(half, with_kwargs=True)
+
+
+def hook_output(model: PreTrainedModel) -> None:
+    rotary_of(model).register_forward_hook(lambda module, args, output: tuple(1.1 * part for part in output))
+
+
+CHANGES = [assign_config, assign_base, halve_slowest, rescale, replace_forward, hook_positions, hook_output]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

@@ -163,3 +163,20 @@ def test_training_of_them_is_planned(model_type: str) -> None:
     from ctxext.planning.plan import plan_training
 
     assert plan_training(tiny(model_type).config).at(64).adapters
+
+
+def test_a_plan_makes_no_adapter() -> None:
+    """Of this rank its weights would take 100 GiB."""
+    from ctxext.planning.plan import plan_training
+
+    few, many = (plan_training(tiny().config, lora_rank=rank).at(64).adapters for rank in (1, 10**8))
+    assert many > 10**7 * few
+
+
+def test_norms_that_put_out_more_than_one_tensor_are_trained() -> None:
+    """Zaya's normalises queries and keys together."""
+    model = attach_lora(tiny("zaya"), rank=2)
+    model(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    gradients = [weight.grad for name, weight in model.named_parameters() if "qk_norm.modules_to_save" in name]
+    assert len(gradients) > 0
+    assert all(gradient is not None for gradient in gradients)
