@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,6 +48,12 @@ for _verb in (
 # For all tests. Tiny models: more threads only wait for each other, and the order of a sum, so every bit of it, depends
 # on their number, here as in the processes of one thread that load what was saved.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Let Python's collector pass by what was imported and collected: there are millions of objects, and all stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +102,7 @@ def bos_tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(bos=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stock() -> Iterator[Stock]:
     """A process that knows transformers and not ctxext."""
     with Stock() as process:
