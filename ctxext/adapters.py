@@ -331,7 +331,7 @@ def read_beside(path: Path) -> dict[str, Any]:
 
 
 def read_extension(directory: Path) -> SavedAdapter:
-    """Read what was saved beside the weights of an adapter.
+    """Read what was saved beside the weights of an adapter, or else what the config of its base says.
 
     Raises:
         CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
@@ -346,7 +346,8 @@ def read_extension(directory: Path) -> SavedAdapter:
             f"{directory} is an adapter of an extended model without its {EXTENSION_FILE}: saving was interrupted, or "
             f"that file was not copied along. Copy it too, or save the adapter again with ctxext.save."
         )
-    if not path.is_file():
+    carried = None if path.is_file() else _carried_by_base(adapter)
+    if not path.is_file() and carried is None:
         raise CheckpointError(
             f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. If it was trained "
             f"on a plain model, load it with PeftModel.from_pretrained(base, path); otherwise what it was trained with "
@@ -357,6 +358,8 @@ def read_extension(directory: Path) -> SavedAdapter:
             f"{directory} has no {ADAPTER_WEIGHTS}; ctxext reads adapters from safetensors only. Save it again with "
             f"ctxext.save."
         )
+    if carried is not None:
+        return SavedAdapter(directory, carried, PeftConfig.from_pretrained(directory), None)
     saved = read_beside(path)
     if not all(_is_guarded(adapter.get(field)) for field in saved["guarded"]):
         raise CheckpointError(
@@ -370,6 +373,19 @@ def read_extension(directory: Path) -> SavedAdapter:
     if "encoding" not in saved:
         return SavedAdapter(directory, extension, config, None)
     return SavedAdapter(directory, extension, config, _read_encoding(directory), tuple(saved["encoding"]["trained"]))
+
+
+def _carried_by_base(adapter: dict[str, Any]) -> dict[str, Any] | None:
+    """The extension of the base that an adapter names, where that is a directory whose config carries one.
+
+    Code that knows nothing of ctxext loads such a base extended, and saves the adapters that it trains on it unmarked.
+    """
+    place = adapter.get("base_model_name_or_path")
+    config = Path(place) / "config.json" if isinstance(place, str) and place else None
+    if config is None or not config.is_file():
+        return None
+    saved = read_json(config).get("ctxext")
+    return None if saved is None else checked_extension(saved, str(config))
 
 
 def _read_encoding(directory: Path) -> dict[str, Tensor]:

@@ -196,6 +196,27 @@ def test_the_base_has_moved(adapter: tuple[Path, Tensor], plain: Path, tmp_path:
             ctxext.load(directory)
 
 
+def test_trained_on_an_extended_base_by_code_without_ctxext(plain: Path, tmp_path: Path) -> None:
+    """The adapter carries no mark; the config of the base that it names says how that was extended."""
+    ctxext.save(extended(base_of(plain)), tmp_path / "base")
+    model = trained(base_of(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / EXTENSION_FILE).exists()
+    expected = logits(model, tokens())
+    for given in (None, tmp_path / "base", plain, ctxext.load(tmp_path / "base"), extended(base_of(plain))):
+        loaded = ctxext.load(tmp_path / "adapter", base=given).eval()
+        assert torch.equal(logits(loaded, tokens()), expected)
+        assert ctxext.describe(loaded).method["method"] == "yarn"
+    with pytest.raises(CheckpointError, match="trained on another extension than this LlamaForCausalLM has: factor"):
+        ctxext.load(tmp_path / "adapter", base=ctxext.patch(base_of(plain), "yarn", factor=2))
+
+
+@pytest.mark.parametrize("name", ["", "a.b", ".", 5, None, b"x"])
+def test_names_that_no_adapter_can_have(name: Any, adapter: tuple[Path, Tensor]) -> None:
+    with pytest.raises(InvalidParameterError, match=f"adapter_name must be .* found {re.escape(repr(name))}"):
+        ctxext.load(adapter[0], adapter_name=name)
+
+
 def test_a_directory_that_was_renamed(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     directory, expected = adapter
     directory.rename(tmp_path / "renamed")

@@ -63,6 +63,7 @@ from ctxext.surgery.encodings import building_encodings
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
 from ctxext.surgery.rope_types import current_form, without_guard
+from ctxext.surgery.rotary import require_as_patched
 from ctxext.surgery.sides import sides_of
 from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model, unwrapped
@@ -449,7 +450,7 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
     The files take their places when all of them are written: a full disk, or a kill, leaves no half of a checkpoint.
 
     Raises:
-        PatchStateError: if the model is not extended.
+        PatchStateError: if the model is not extended, or its config or its rotary modules were changed since.
         CheckpointError: if ``directory`` is a file, or cannot be written; what lay there before is as it was.
         InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out.
     """
@@ -461,6 +462,7 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
     if tokenizer is not None:
         require_padding(inner, tokenizer)
+    _require_unchanged(inner)
     if saving.get("push_to_hub"):
         saving = {"repo_id": place.name} | saving
     extension = inner.config.ctxext
@@ -484,6 +486,16 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
             f"Could not save to {place}: {reason}. What lay there before is as it was. Make room, or take another "
             f"place."
         ) from error
+
+
+@own_defaults()
+def _require_unchanged(model: PreTrainedModel) -> None:
+    """Raise ``PatchStateError`` where the positions of an extended model are no longer those that its config says."""
+    saved = model.config.ctxext
+    if not (sides := saved_sides(saved)):
+        require_as_patched(model, saved["trained_length"])
+    for name, side in sides.items():
+        require_as_patched(sides_of(model)[name].model, side["trained_length"])
 
 
 def _save_whole(model: PreTrainedModel, directory: Path, saving: dict[str, Any]) -> None:
@@ -556,8 +568,11 @@ def _load_adapter(
     loading: dict[str, Any],
     auto_class: Any = None,
 ) -> Any:
-    adapter = read_extension(directory)  # it says so where PEFT is missing
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
+    name = for_adapter.get("adapter_name", "default")
+    if not isinstance(name, str) or not name or "." in name:  # it becomes a part of the names of weights
+        raise InvalidParameterError(f"adapter_name must be a name without a dot, found {name!r}.")
+    adapter = read_extension(directory)  # it says so where PEFT is missing
     if isinstance(base, nn.Module):
         given = {"attention": attention, "auto_class": auto_class}
         extra = [*loading, *(name for name, value in given.items() if value is not None)]

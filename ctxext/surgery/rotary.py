@@ -35,6 +35,7 @@ __all__ = [
     "disagreement",
     "find_sites",
     "require_as_configured",
+    "require_as_patched",
     "rotating",
     "survey",
     "takes_axes",
@@ -242,14 +243,12 @@ WINDOWS_ONLY = (
 
 
 def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
-    """All frequencies of the decoder, but for those that the config gives to windowed layers by name."""
-    places, elsewhere = [], []
-    for path, module in rotaries(model):
-        if module.config is not text and not _is_copy(module.config, text):
-            elsewhere.append(path)
-            continue
-        kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
-        places += [RotaryPlace(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
+    """All frequencies of the decoder, but for those that the config gives to windowed layers by name.
+
+    Raises:
+        IncompatibleError: there are none.
+    """
+    places, elsewhere = _places(model, text)
     if places:
         return places
     if elsewhere:
@@ -258,6 +257,18 @@ def _candidates(model: PreTrainedModel, text: Any) -> list[RotaryPlace]:
             f"so no one extension of its config lengthens its reach."
         )
     raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
+
+
+def _places(model: PreTrainedModel, text: Any) -> tuple[list[RotaryPlace], list[str]]:
+    """What ``_candidates`` returns, and the paths of rotary modules that follow another config than ``text``."""
+    places, elsewhere = list[RotaryPlace](), list[str]()
+    for path, module in rotaries(model):
+        if module.config is not text and not _is_copy(module.config, text):
+            elsewhere.append(path)
+            continue
+        kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
+        places += [RotaryPlace(path, kind) for kind in kinds if kind is None or not is_windowed(kind)]
+    return places, elsewhere
 
 
 def _is_copy(config: Any, text: Any) -> bool:
@@ -340,7 +351,29 @@ FLOAT32 = 1e-5
 """Relative difference of frequencies that powers in float32 may cost."""
 
 
-def require_as_configured(model: PreTrainedModel, places: Sequence[RotaryPlace], trained_length: int) -> None:
+LOAD_ANEW = (
+    "A config that is changed after loading changes nothing: load the model with it, from_pretrained(path, "
+    "config=config). A module that was changed by hand or by another library: load the model anew, and patch it first."
+)
+PATCH_ANEW = (
+    "One of them was changed after the extension, which no saved checkpoint could hold. Call ctxext.unpatch(model) "
+    "and ctxext.patch with the values that you want, then save."
+)
+
+
+def require_as_patched(model: PreTrainedModel, trained_length: int) -> None:
+    """Make sure that every rotary module of an extended model still computes what its config says.
+
+    Raises:
+        PatchStateError: with what the module computes and what the config says.
+    """
+    places, _ = _places(model, text_of(model.config))
+    require_as_configured(model, places, trained_length, PATCH_ANEW)
+
+
+def require_as_configured(
+    model: PreTrainedModel, places: Sequence[RotaryPlace], trained_length: int, way_out: str = LOAD_ANEW
+) -> None:
     """Make sure that live rotary modules compute what the model's config says.
 
     Methods start from the config. Where somebody changed it after loading, or changed the modules, the weights are
@@ -349,8 +382,9 @@ def require_as_configured(model: PreTrainedModel, places: Sequence[RotaryPlace],
     Raises:
         PatchStateError: with what the module computes and what the config says.
     """
-    text = text_of(model.config)
-    rebuild = Rebuild(model)
+    if not places:
+        return
+    text, rebuild = text_of(model.config), Rebuild(model)
     for place in places:
         live = model.get_submodule(place.path)
         if any(buffer.is_meta for buffer in live.buffers()):
@@ -359,9 +393,7 @@ def require_as_configured(model: PreTrainedModel, places: Sequence[RotaryPlace],
         if problem:
             raise PatchStateError(
                 f"The live {type(live).__name__} of this {text.model_type} is not what its config says "
-                f"(rope_parameters={place.rope_dict(text)}): {problem}. A config that is changed after loading changes "
-                f"nothing: load the model with it, from_pretrained(path, config=config). A module that was changed by "
-                f"hand or by another library: load the model anew, and patch it first."
+                f"(rope_parameters={place.rope_dict(text)}): {problem}. {way_out}"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,42 @@ def test_what_transformers_loaded_is_saved_and_loads_again(
     for place in (tmp_path / "second", tmp_path / "third"):
         assert torch.equal(logits(ctxext.load(place), tokens()), expected)
         export_config(read_any_config(place), to="vllm")
+
+
+def rescale(model: PreTrainedModel, factor: float) -> None:
+    model.config.rope_parameters["factor"] = factor
+
+
+def rebase(model: PreTrainedModel, base: float) -> None:
+    model.config.rope_parameters["rope_theta"] = base
+
+
+def scale_frequencies(model: PreTrainedModel, factor: float) -> None:
+    model.model.rotary_emb.inv_freq *= factor
+
+
+def heat(model: PreTrainedModel, scale: float) -> None:
+    model.model.rotary_emb.attention_scaling = scale
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "value", "said"),
+    [
+        ("yarn", rescale, 8.0, r"'factor': 8\.0.* radians per token"),
+        ("yarn", heat, 1.5, r"its cos of a text of"),
+        ("pi", scale_frequencies, 2.0, r"radians per token, and the config's"),
+        ("abf", rebase, 5e5, r"'rope_theta': 500000\.0"),
+        ("dynamic_ntk", rebase, 5e5, r"'rope_theta': 500000\.0"),
+    ],
+)
+def test_what_was_changed_after_the_extension_is_not_saved(
+    name: str, change: Callable[[PreTrainedModel, float], None], value: float, said: str, tmp_path: Path
+) -> None:
+    model = ctxext.patch(tiny(), name, factor=4)
+    change(model, value)
+    with pytest.raises(PatchStateError, match=rf"{said}.*Call ctxext\.unpatch\(model\)"):
+        ctxext.save(model, tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
 
 
 @pytest.mark.slow
