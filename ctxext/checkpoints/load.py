@@ -46,6 +46,7 @@ from ctxext.files import whole_files
 from ctxext.methods import METHODS, Method
 from ctxext.patching import patch, patched_state
 from ctxext.saved import (
+    already_extended,
     as_arguments,
     checked_extension,
     checked_trained_length,
@@ -172,6 +173,13 @@ def load(
     saved = saved_extension(config, place)
     if not has_method:
         if saved is None:
+            scaling_there = already_extended(config)
+            if loading.get("gguf_file") and scaling_there is not None:
+                raise CheckpointError(
+                    f"{place} carries no extension to restore. Its GGUF file scales positions ({scaling_there}), which "
+                    f"transformers passes over. Say which method to add to them, as in "
+                    f"ctxext.load({str(path)!r}, method='yarn', factor=4, scaling='extend')."
+                )
             file = f", gguf_file={loading['gguf_file']!r}" if loading.get("gguf_file") else ""
             raise CheckpointError(
                 f"{place} carries no extension to restore. Say which one to apply, as in "

@@ -79,6 +79,11 @@ def test_every_loader_gives_the_positions_in_the_file(name: str, model: LlamaFor
     np.testing.assert_allclose(found[0], inv_freq, rtol=1e-6)
     assert found[1] == pytest.approx(scale, rel=1e-6)
     is_plain = np.array_equal(inv_freq, PLAIN) or "base" in name
+    with pytest.raises(CheckpointError, match="carries no extension to restore") as refusal:
+        ctxext.load(file)
+    # Stock transformers reads nothing of a file's scaling, so nobody is sent there with one.
+    assert ("AutoModelForCausalLM" in str(refusal.value)) == is_plain
+    assert ("scaling='extend'" in str(refusal.value)) != is_plain
     if not is_plain:
         with pytest.raises(PatchStateError, match="already extended"):
             ctxext.load(file, "pi", factor=2)
