@@ -43,7 +43,7 @@ from ctxext.errors import (
     VerificationError,
 )
 from ctxext.files import whole_files
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.patching import patch, patched_state
 from ctxext.saved import (
     already_extended,
@@ -470,12 +470,12 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
     if tokenizer is not None:
         require_padding(inner, tokenizer)
-    _require_unchanged(inner)
     if saving.get("push_to_hub"):
         saving = {"repo_id": place.name} | saving
     extension = inner.config.ctxext
     adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
     try:
+        _require_unchanged(inner)  # which builds rotary modules from a config in a temporary file
         with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
             if adapted is None:
                 _save_whole(inner, half, saving)
@@ -499,11 +499,13 @@ def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None
 @own_defaults()
 def _require_unchanged(model: PreTrainedModel) -> None:
     """Raise ``PatchStateError`` where the positions of an extended model are no longer those that its config says."""
-    saved = model.config.ctxext
-    if not (sides := saved_sides(saved)):
-        require_as_patched(model, saved["trained_length"])
-    for name, side in sides.items():
-        require_as_patched(sides_of(model)[name].model, side["trained_length"])
+    sides = saved_sides(model.config.ctxext)
+    for name, side in sides.items() or [("", model.config.ctxext)]:
+        part = sides_of(model)[name].model if name else model
+        architecture = find_architecture(part)
+        is_rotary = architecture is not None and architecture.positions == "rotary"
+        if is_rotary and issubclass(METHODS[side["method"]["method"]], RopeMethod):  # others replace rotation
+            require_as_patched(part, side["trained_length"])
 
 
 def _save_whole(model: PreTrainedModel, directory: Path, saving: dict[str, Any]) -> None:

@@ -97,6 +97,7 @@ def test_what_is_found_is_stock_and_judged_on_texts_that_nothing_was_chosen_on(
     assert ctxext.describe(model).target_length == TARGET
 
 
+@pytest.mark.slow  # test_choose has the same of a choice without a search
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

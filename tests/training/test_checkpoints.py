@@ -176,7 +176,7 @@ def added(change: Changed) -> Any:
     return model
 
 
-@pytest.mark.parametrize("callback", [True, False], ids=["callback", "none"])
+@pytest.mark.parametrize("callback", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["callback", "none"])
 @pytest.mark.parametrize("build", [lora, lora_first, named_lora, pytest.param(added, marks=through_transformers)])
 def test_an_adapter_checkpoint_carries_its_extension(build: Any, callback: bool, plain: Path, tmp_path: Path) -> None:
     run = trainer(build(extended), tmp_path, callback, max_steps=2)
