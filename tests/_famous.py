@@ -79,6 +79,7 @@ LATER = {
     "google/gemma-3-1b-pt": "its longrope by layer type fails at the second long text",
     "google/gemma-3-4b-it": "its longrope by layer type fails at the second long text",
     "allenai/Olmo-3.1-32B-Instruct": "its longrope by layer type fails at the second long text",
+    "MiniMaxAI/MiniMax-M2.5": "it rotates whole heads, and ctxext refuses its rotary_dim by name",
     "zai-org/GLM-4.1V-9B-Thinking": "it reads what later ones lose of this config",
     "a form like decapoda-research/llama-7b-hf": "it does not save the pad_token_id of -1",
 }

@@ -70,10 +70,10 @@ def write_gguf(
     writer.add_name("tiny é")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<s>", "</s>", "a", "b", "ab", *(f"t{index}" for index in range(5, size))])
+    writer.add_token_list(["<s>", "</s>", "a", "b", "ab", "aab", *(f"t{index}" for index in range(6, size))])
     writer.add_token_types([3, 3] + [1] * (size - 2))
     writer.add_token_scores([-0.1 * index for index in range(size)])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "a ab"])  # two: transformers 5.17 takes a list of one for a string
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)

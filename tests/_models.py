@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from packaging.version import Version
@@ -22,6 +23,7 @@ __all__ = [
     "State",
     "byte_model",
     "logits",
+    "on_recent",
     "tiny",
     "tokens",
     "trained_for",
@@ -29,6 +31,12 @@ __all__ = [
 
 # The newest transformers that ctxext is developed on; a few tests meet defects of older ones, each named there.
 RECENT = Version(transformers.__version__) >= Version("5.23")
+
+
+def on_recent(*values: Any, reason: str) -> Any:
+    """Values of a test's parameters that older transformers skip, with the reason that is shown."""
+    return pytest.param(*values, marks=pytest.mark.skipif(not RECENT, reason=f"before transformers 5.23 {reason}"))
+
 
 # One of each structure that the contract names: what its config needs to be told.
 MODELS: dict[str, dict[str, Any]] = {

@@ -155,7 +155,7 @@ def _assign(owner: object, name: str, value: object) -> None:
         if value.is_inference():  # a model patched in inference mode is trained and compiled outside of it
             with torch.inference_mode(False):
                 value = value.clone()
-        if buffer is not None and _can_overwrite(buffer, value):
+        if buffer is not None and _can_overwrite(buffer, value) and not _is_shared(owner, name, buffer):
             with torch.no_grad():
                 buffer.copy_(value)
         else:
@@ -169,6 +169,11 @@ def _assign(owner: object, name: str, value: object) -> None:
 def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:
     same_form = (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)
     return same_form and not buffer.is_meta and not buffer.is_inference()
+
+
+def _is_shared(owner: nn.Module, name: str, buffer: Tensor) -> bool:
+    """Whether the module has the same tensor under another name, as stock dynamic types leave it after a short text."""
+    return any(other is buffer for other_name, other in owner._buffers.items() if other_name != name)
 
 
 def _followed(old: nn.Parameter, current: nn.Parameter | None) -> nn.Parameter:

@@ -53,6 +53,8 @@ OWN_KEYS = {"alpha": "hunyuan", "short_mscale": "phimoe", "long_mscale": "phimoe
 # What a config calls the base of rotation, wherever it says so; those of towers for pictures and sound are theirs.
 BASE = re.compile(r"(?=.*(rope|rotary))(?=.*(theta|base))(?!.*(vision|visual|image|audio|speech))", re.I)
 PART = re.compile(r"^(partial_rotary_factor|rotary_pct|rotary_percent|rope_pct)$")
+# How many dimensions of a head rotate, where a config says that instead of a part.
+DIMENSIONS = re.compile(r"^(rotary|rope)_(emb_)?n?dims?$")
 # Where checkpoints nest it.
 NESTED = re.compile(r"attn|attention|rope|rotary|position", re.I)
 BLOCKS = ("rope_scaling", "rope_parameters")
@@ -193,7 +195,7 @@ def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
     found = [*_lost_numbers(part, ropes, _declared(text)), *_lost_scaling(part, ropes)]
     if part is not published and "rope_parameters" not in _declared(config):  # or they are those of another part
         found += [*_lost_numbers(published, ropes, _declared(config)), *_lost_scaling(published, ropes)]
-    found += _lost_lengths(published, part, config, text)
+    found += [*_lost_dimensions(part, ropes, text), *_lost_lengths(published, part, config, text)]
     return list({str(lost): lost for lost in found}.values())
 
 
@@ -257,6 +259,16 @@ def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: s
                 yield Lost(name, value, built[0])
 
 
+def _lost_dimensions(part: dict[str, Any], ropes: list[dict[str, Any]], text: Any) -> Iterator[Lost]:
+    """Numbers of dimensions that rotate, where the class rotates another part of a head."""
+    stated = {name: part[name] for name in part.keys() - _declared(text) if DIMENSIONS.match(str(name))}
+    for name, value in stated.items():
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        built = [head * (rope.get("partial_rotary_factor") or 1) for rope in ropes]
+        if _is_number(value) and value not in built:
+            yield Lost(name, value, built[0])
+
+
 def _lost_scaling(part: dict[str, Any], ropes: list[dict[str, Any]]) -> Iterator[Lost]:
     """What its blocks say about scaling and no built rope dict has."""
     blocks = [part[name] for name in BLOCKS if isinstance(part.get(name), dict)]
@@ -307,6 +319,11 @@ def refuse_lost_fields(config: Any, place: str, published: dict[str, Any] | None
             raise CheckpointError(
                 f"{says}the model: its class reads another field and fills in its own default. Write the length that "
                 f"the weights were trained for as {LENGTH} into the part of config.json that reads text."
+            )
+        if all(DIMENSIONS.match(one.name) for one in lost):
+            raise CheckpointError(
+                f"{says}the model: its class does not read this field. Write partial_rotary_factor, the part of a head "
+                f"that rotates, into rope_parameters of the part that reads text."
             )
         raise CheckpointError(
             f"{says}the model. A rope_scaling beside rope_parameters takes its place whole, and fields that its class "

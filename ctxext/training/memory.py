@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import os
 import platform
 import resource
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -128,7 +130,12 @@ class Memory:
             settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
         # Older transformers know it as gradient checkpointing.
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-        enable(settings, offload=self.offload)
+        if self.offload and "offload" not in inspect.signature(enable).parameters:
+            raise IncompatibleError(
+                f"offload is done by transformers 5.17 or newer, and {transformers.__version__} is installed. "
+                f"Update it, or set offload=False."
+            )
+        enable(settings, **({"offload": True} if self.offload else {}))
 
 
 def _disable_checkpointing(base: PreTrainedModel) -> None:

@@ -21,10 +21,12 @@ from ctxext.saved import differences
 from scripts.walk.check import Stock
 from scripts.walk.stock import logits_of
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+from tests._models import on_recent
 from tests._products import crossed
 
 LONG = 6 * TRAINED_LENGTH  # more than the last bucket of a stretched T5 begins at
 WITH_PADDING = 20
+UMT5 = on_recent("umt5", reason="UMT5 reads its cache wrongly, extended or not")
 
 
 def tiny(model_type: str = "t5", **changes: Any) -> PreTrainedModel:
@@ -77,7 +79,7 @@ def by_the_paper(plain: Any, table: Tensor, hidden: Tensor, *, causal: bool, tem
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.5])
-@pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "switch_transformers"])
+@pytest.mark.parametrize("model_type", ["t5", "mt5", UMT5, "switch_transformers"])
 def test_every_self_attention_is_the_papers_and_no_other_is_touched(model_type: str, temperature: float) -> None:
     plain = tiny(model_type, **({"num_decoder_layers": 2} if model_type != "switch_transformers" else {})).double()
     model = extend(copy.deepcopy(plain), temperature=temperature)
@@ -173,7 +175,7 @@ def test_what_is_said_of_it() -> None:
     assert "temperature" in differences(sharper.config.ctxext, stretched.config.ctxext)
 
 
-@pytest.mark.parametrize("model_type", ["t5", "umt5"])
+@pytest.mark.parametrize("model_type", ["t5", UMT5])
 def test_generating_with_a_cache_equals_generating_without(model_type: str) -> None:
     model = extend(tiny(model_type))
     options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "decoder_start_token_id": 0}

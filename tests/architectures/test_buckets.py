@@ -23,6 +23,7 @@ from ctxext.surgery.edits import Edits
 from scripts.walk.check import Stock, check_model, walked_methods
 from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 from tests._famous import FAMOUS
+from tests._models import on_recent
 
 RIGHT = ["t5", "mt5", "umt5", "switch_transformers"]
 LONG = 6 * TRAINED_LENGTH  # twice what T5's last bucket holds
@@ -78,7 +79,9 @@ def test_it_is_what_stock_code_builds_from_the_config() -> None:
     assert torch.equal(logits(patched()), logits(other))
 
 
-@pytest.mark.parametrize("model_type", ["t5", "umt5"])
+@pytest.mark.parametrize(
+    "model_type", ["t5", on_recent("umt5", reason="UMT5 reads its cache wrongly, extended or not")]
+)
 def test_generating_with_a_cache_equals_generating_without(model_type: str) -> None:
     model = patched(model_type)
     options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "decoder_start_token_id": 0}

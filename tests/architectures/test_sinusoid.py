@@ -27,6 +27,7 @@ from ctxext.methods import METHODS, Method
 from scripts.walk.check import State, Stock
 from scripts.walk.stock import logits_of
 from scripts.walk.tiny import tiny_config, tiny_model
+from tests._models import on_recent
 from tests._tokenizer import make_tokenizer
 
 LENGTH, FACTOR, WIDTH = 32, 2, 32
@@ -337,7 +338,16 @@ def test_generate_beyond_the_old_end_equals_decoding_without_a_cache(name: str, 
     assert torch.equal(found, greedy)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "Conditional" in name or "MT" in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        on_recent(name, reason="FSMT's decoder puts every cached token at position 0")
+        if case.model_type == "fsmt"
+        else name
+        for name, case in CASES.items()
+        if "Conditional" in name or "MT" in name
+    ],
+)
 def test_an_encoder_decoder_writes_beyond_the_old_end(name: str) -> None:
     model = ctxext.patch(build(name), "pi", factor=FACTOR)
     inputs, new = text(LONG), LENGTH + 8

@@ -103,6 +103,12 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         r"max_position_embeddings=32768 \(built: 2048\)",
     ),
     "a base beside the part that reads text": (LLAVA | {"rope_theta": 1e6}, r"rope_theta=1000000\.0 \(built: 500000\.0\)"),
+    "how many dimensions rotate": (LLAMA | {"rotary_dim": 16}, r"rotary_dim=16 \(built: 32\)"),
+    "the same under another name": (QWEN2 | {"rope_emb_dim": 8}, r"rope_emb_dim=8 \(built: 32\)"),
+    "the same beside a part": (
+        LLAMA | {"rotary_ndims": 16, "partial_rotary_factor": 0.25},
+        r"rotary_ndims=16 \(built: 8\.0\)",
+    ),
     "a flat block for layer types": (
         GEMMA3 | {"rope_parameters": {"full_attention": PARAMETERS, "sliding_attention": PARAMETERS} | YARN},
         r"rope_type='yarn'",
@@ -235,6 +241,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "a base that is stated twice": LLAMA | {"rope_theta": 500000.0, "rope_parameters": PARAMETERS},
     "a length that another field says, too": LLAMA | {"model_max_length": 1000000, "seq_length": 2048},
     "the length of Llama 1": without_length(LLAMA) | {"max_sequence_length": 2048},
+    "as many dimensions as rotate": LLAMA | {"rotary_dim": 16, "partial_rotary_factor": 0.5},
+    "every dimension": QWEN2 | {"rotary_dim": 32},
     "Pythia": {
         **{name: value for name, value in SMALL.items() if name != "num_key_value_heads"},
         "model_type": "gpt_neox",

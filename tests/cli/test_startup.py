@@ -13,6 +13,7 @@ import pytest
 import ctxext
 from ctxext.cli.options import method_names
 from ctxext.methods import METHODS
+from tests._models import RECENT
 
 ROOT = Path(ctxext.__file__).parents[1]
 HEAVY = ("torch", "transformers", "safetensors", "peft", "matplotlib")
@@ -104,7 +105,9 @@ def test_import_brings_no_engine() -> None:
     said, modules = done.stdout.splitlines(), set(done.stdout.split())
     assert len(said) == 1
     assert {"ctxext.patching", "transformers.modeling_utils"} <= modules
-    assert modules & {"deepspeed", "peft", "datasets", "matplotlib", "bitsandbytes", "typer", "pyarrow"} == set()
+    assert modules & {"deepspeed", "peft", "datasets", "matplotlib", "bitsandbytes", "typer"} == set()
+    if RECENT:  # older generation imports scikit-learn where it is installed, which imports pandas and pyarrow
+        assert "pyarrow" not in modules
     assert modules & {"transformers.trainer", "ctxext.evaluation", "ctxext.training", "ctxext.cli"} == set()
 
 
@@ -114,7 +117,7 @@ def test_import_takes_little_more_than_transformers() -> None:
     One process imports both, one after the other, so that a busy machine slows both alike.
     """
     program = (
-        "import time; began = time.process_time(); import transformers.modeling_utils, transformers.generation; "
+        "import time; began = time.process_time(); import transformers.modeling_utils, transformers.generation.utils; "
         "theirs = time.process_time() - began; import ctxext; "
         "print(theirs, time.process_time() - began - theirs)"
     )

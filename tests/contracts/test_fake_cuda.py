@@ -21,7 +21,7 @@ from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from tests._fake_cuda import CUDA, load_guard, on_fake_cuda
-from tests._models import TRAINED_LENGTH, tiny
+from tests._models import TRAINED_LENGTH, on_recent, tiny
 from tests._products import some
 
 SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
@@ -84,7 +84,13 @@ def test_it_reads_padded_rows_and_goes_on(model_type: str, name: str, dtype: tor
             require(read.logits, 2, 1, dtype)
 
 
-@pytest.mark.parametrize(("model_type", "name"), MODELS)
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        on_recent(*model, reason="OPT asks whether its mask is all ones") if model[0] == "opt" else model
+        for model in MODELS
+    ],
+)
 def test_it_computes_a_loss_with_a_gradient(model_type: str, name: str, dtype: torch.dtype) -> None:
     """The backward pass itself is the engine's, which wants a real GPU."""
     model = patched(model_type, name, dtype).train()

@@ -86,6 +86,20 @@ def test_a_buffer_keeps_its_storage_and_its_undo_survives_writes_into_it() -> No
     assert box.passing.data_ptr() == storage
 
 
+def test_one_tensor_under_two_names_is_edited_under_one() -> None:
+    """transformers' dynamic types put the frequencies of short texts in the place of the current ones."""
+    module = nn.Module()
+    module.register_buffer("current", torch.zeros(2))
+    module.register_buffer("short", module.current)
+    edits = Edits()
+    edits.set(module, "current", torch.ones(2))
+    assert module.short.tolist() == [0, 0]
+    edits.set(module, "short", torch.full((2,), 2.0))
+    module.register_buffer("current", torch.full((2,), 3.0))  # a long text
+    edits.undo()
+    assert module.short.tolist() == module.current.tolist() == [0, 0]
+
+
 def test_undo_is_newest_first() -> None:
     box, edits = Box(), Edits()
     for value in (2, 3, 4):

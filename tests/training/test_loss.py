@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.training import chunk_loss, loss
-from tests._models import tiny, tokens
+from tests._models import on_recent, tiny, tokens
 
 LENGTH = 50
 CHUNKS = (14, 1024)
@@ -76,7 +76,9 @@ def test_as_the_trainer_calls_it() -> None:
     agree(tiny(), inputs_embeds=tiny().get_input_embeddings()(inputs["input_ids"]).detach(), labels=inputs["labels"])
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "bloom"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mixtral", on_recent("bloom", reason="BLOOM drops the argument before its loss")]
+)
 @pytest.mark.parametrize("ignored", [5, 0, -1])
 def test_the_index_that_is_ignored_is_the_callers(kind: str, ignored: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = batch()

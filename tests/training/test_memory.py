@@ -120,7 +120,7 @@ def test_tiles_are_all_there_is_of_an_mlp() -> None:
     assert model.config.vocab_size <= model.config.hidden_size < model.config.intermediate_size
 
 
-def test_refused_and_nothing_changed() -> None:
+def test_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidParameterError, match="mlp_tile must be at least 1 token, found 0"):
         Memory(mlp_tile=0)
     with pytest.raises(InvalidParameterError, match="offload is about what checkpointing keeps"):
@@ -137,6 +137,13 @@ def test_refused_and_nothing_changed() -> None:
             memory.apply(model)
         assert "forward" not in vars(model)
         assert not model.is_gradient_checkpointing
+    model = tiny()
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    older = lambda gradient_checkpointing_kwargs: None  # noqa: E731
+    monkeypatch.setattr(model, "activation_checkpointing_enable", older, raising=False)
+    with pytest.raises(IncompatibleError, match=r"offload is done by transformers 5\.17 or newer"):
+        Memory(offload=True).apply(model)
+    monkeypatch.undo()
     with Memory().apply(model), pytest.raises(PatchStateError, match="in chunks already"):
         Memory().apply(model)
 
