@@ -20,6 +20,7 @@ from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
 from ctxext.surgery.published import lost_fields
 from tests._famous import PUBLISHED
+from tests._models import RECENT
 
 # ruff: noqa: E501
 SMALL: dict[str, Any] = {
@@ -165,7 +166,7 @@ NATIVE = sorted(name for name, one in PUBLISHED.items() if one.config["model_typ
 
 @pytest.mark.parametrize("name", [name for name in NATIVE if name not in UNSAID])
 def test_real_configs_mean_what_their_documentation_says(name: str, tmp_path: Path) -> None:
-    """And transformers loses none of their position fields."""
+    """And transformers loses none of their position fields, the oldest supported one of them a single one."""
     published = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(published.config))
     try:
@@ -173,4 +174,5 @@ def test_real_configs_mean_what_their_documentation_says(name: str, tmp_path: Pa
     except KeyError:
         pytest.skip("transformers does not read it")  # written for transformers 4.40
     assert reach_of(config) == (None if published.asked else published.window)
-    assert lost_fields(published.config, config) == []
+    lost = ["rotary_dim"] if name == "MiniMaxAI/MiniMax-M2.5" and not RECENT else []
+    assert [field.name for field in lost_fields(published.config, config)] == lost
