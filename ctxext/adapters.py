@@ -25,23 +25,6 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import ENCODING, encoding_weights, put_encoding_weights
 from ctxext.surgery.wrappers import EXTENDED_IN_MEMORY, unwrapped
 
-__all__ = [
-    "ADAPTER_FILE",
-    "ADAPTER_WEIGHTS",
-    "ENCODING_FILE",
-    "EXTENSION_FILE",
-    "SENTENCE",
-    "SavedAdapter",
-    "encoding_digest",
-    "is_adapter",
-    "keep_extension",
-    "put_adapter",
-    "read_beside",
-    "read_extension",
-    "require_trained_on",
-    "save_adapters",
-]
-
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 EXTENSION_FILE = "ctxext_config.json"

@@ -21,22 +21,6 @@ import math
 import reprlib
 from collections.abc import Iterable
 
-__all__ = [
-    "BackendUnavailableError",
-    "CheckpointError",
-    "CtxextError",
-    "IncompatibleError",
-    "InvalidParameterError",
-    "LeftOutWarning",
-    "PatchStateError",
-    "ResultsError",
-    "UnknownNameError",
-    "VerificationError",
-    "printable",
-    "require_package",
-    "shown",
-]
-
 MOST_SHOWN = 80
 # What transformers (its rope types) and papers call a method, and ctxext's name of it.
 NAMED_ELSEWHERE = {

@@ -17,21 +17,6 @@ from typing import Any
 
 from ctxext.errors import CheckpointError
 
-__all__ = [
-    "NAME_BYTES",
-    "ending_cleanly",
-    "files_below",
-    "followed",
-    "hidden_beside",
-    "read_json",
-    "read_json_as",
-    "refuse_existing",
-    "whole_file",
-    "whole_files",
-    "write_json",
-    "write_whole",
-]
-
 NAME_BYTES = 255  # of a file name, on every file system in use
 
 

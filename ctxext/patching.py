@@ -53,8 +53,6 @@ from ctxext.surgery.wrappers import (
     unwrapped,
 )
 
-__all__ = ["describe", "describe_saved", "method", "patch", "patched_state", "resolve", "trained_length_of", "unpatch"]
-
 ModelT = TypeVar("ModelT")
 REFERENCE = (
     "Trainers that load a reference model by themselves (TRL's DPO, KTO, GRPO and RLOO without PEFT) would load the "

@@ -22,8 +22,6 @@ from rich.progress import (
 
 from ctxext.errors import LeftOutWarning
 
-__all__ = ["DelayedBar", "StageBar", "saying_what_is_left_out", "terminal"]
-
 
 def terminal(**options: Any) -> Console:
     """Return a rich console that prints every text as it is.

@@ -21,29 +21,6 @@ from ctxext.surgery.sides import SIDES
 from ctxext.surgery.texts import field_of, part_of_config, text_of
 from ctxext.version import __version__
 
-__all__ = [
-    "NOT_IDENTITY",
-    "already_extended",
-    "as_arguments",
-    "checked_extension",
-    "checked_trained_length",
-    "choices",
-    "differences",
-    "extended_texts",
-    "identity",
-    "plain_config",
-    "put_old_form",
-    "rope_dicts",
-    "saved_extension",
-    "saved_form",
-    "saved_method",
-    "saved_sides",
-    "saved_sides_form",
-    "untested_versions",
-    "version_of",
-    "with_old_form",
-]
-
 # The newest versions that the test suite was run on; releases that mend the same minor version count as tested.
 TESTED = {"transformers": "5.24.0", "torch": "2.13.0"}
 

@@ -13,28 +13,6 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
-__all__ = [
-    "AlibiSpec",
-    "Band",
-    "BucketSpec",
-    "Carried",
-    "Chunks",
-    "Description",
-    "EncodingSpec",
-    "Extension",
-    "Frequencies",
-    "OwnAttention",
-    "PairScore",
-    "Pairs",
-    "Piece",
-    "PositionMap",
-    "Region",
-    "Request",
-    "RopeSpec",
-    "ScoreForm",
-    "Sinks",
-]
-
 ScoreForm = Literal["none", "columns", "places", "rows", "own"]
 """How what an encoding adds to scores reaches a kernel: see ``PairScore``."""
 

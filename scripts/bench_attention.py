@@ -21,13 +21,14 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
+from measuring import added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
 from ctxext.attention import BACKENDS, AttentionBackend, Layout, Need
 from ctxext.attention.flex import Flex
+from ctxext.evaluation.checkpoint import DTYPES
 from ctxext.methods.formulas import alibi_slopes
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -17,12 +17,13 @@ from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, allocated_memory, in_turns, machine, markdown_table, show_table
+from measuring import allocated_memory, in_turns, machine, markdown_table, show_table
 from rich.console import Console
 from shapes import two_layers
 from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
+from ctxext.evaluation.checkpoint import DTYPES
 from ctxext.methods import METHODS, EncodingMethod
 
 ROPE = "rope"

@@ -20,12 +20,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
+from measuring import added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache, LlamaConfig
 
 import ctxext
+from ctxext.evaluation.checkpoint import DTYPES
 
 STOCK = "stock"
 TRAINED_LENGTH = 2048

@@ -22,12 +22,13 @@ from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, in_fresh_process, machine, markdown_table, peak_resident, synchronize
+from measuring import in_fresh_process, machine, markdown_table, peak_resident, synchronize
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 from transformers import AutoModelForCausalLM
 
+from ctxext.evaluation.checkpoint import DTYPES
 from ctxext.evaluation.loss import STRIDE, loss_by_position, sliding, yarn
 
 STEPS = 8

@@ -18,13 +18,14 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import DTYPES, allocated_memory, in_turns, machine, markdown_table, show_table
+from measuring import allocated_memory, in_turns, machine, markdown_table, show_table
 from rich.console import Console
 from shapes import two_layers
 from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
 from ctxext.attention import Layout
+from ctxext.evaluation.checkpoint import DTYPES
 from ctxext.surgery.positions import LayoutMask
 
 TRAINED = 8192

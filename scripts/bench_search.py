@@ -19,10 +19,12 @@ from typing import Annotated
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, show_table, synchronize
+from measuring import added_memory, in_fresh_process, machine, markdown_table, show_table, synchronize
 from rich.console import Console
 from shapes import SHAPES
 from transformers import LlamaForCausalLM
+
+from ctxext.evaluation.checkpoint import DTYPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

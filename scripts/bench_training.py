@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table, synchronize
+from measuring import added_memory, in_fresh_process, machine, markdown_table, synchronize
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -41,6 +41,7 @@ from transformers import (
 from transformers.utils import logging
 
 import ctxext
+from ctxext.evaluation.checkpoint import DTYPES
 from ctxext.training import Memory, return_freed_memory
 from ctxext.training.lora import attach_lora
 from ctxext.training.memory import MOST_KEPT

@@ -20,12 +20,13 @@ from typing import Annotated
 import torch
 import typer
 from bench_training import Setting, build, config_of, in_a_process
-from measuring import DTYPES, added_memory, in_fresh_process, machine, markdown_table
+from measuring import added_memory, in_fresh_process, machine, markdown_table
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 
 from ctxext.checkpoints.load import extended_config
+from ctxext.evaluation.checkpoint import DTYPES
 from ctxext.planning.plan import plan_serving, plan_training
 from ctxext.training import return_freed_memory
 

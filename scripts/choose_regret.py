@@ -28,7 +28,8 @@ from ctxext.choosing.choice import Choice
 from ctxext.choosing.run import Contest, prepare
 from ctxext.cli.eval.common import Session, cost_of, told_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.corpus import Corpus, TokenisedDocument, corpus_of, read_documents
+from ctxext.evaluation.corpus import Corpus, TokenisedDocument, corpus_of
+from ctxext.evaluation.documents import read_documents
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label

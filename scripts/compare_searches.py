@@ -49,7 +49,8 @@ from ctxext.choosing.candidates import grid
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
 from ctxext.choosing.search import Descent, State
 from ctxext.evaluation.checkpoint import weights_digest
-from ctxext.evaluation.corpus import TokenisedDocument, corpus_of, read_documents
+from ctxext.evaluation.corpus import TokenisedDocument, corpus_of
+from ctxext.evaluation.documents import read_documents
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.readings import TIMES, patched

@@ -26,8 +26,6 @@ from ctxext.methods import METHODS, Method
 from ctxext.saved import with_old_form
 from scripts.vllm_numbers import TRAINED, configs, methods, spec_of, write_golden
 
-__all__ = ["GOLDEN", "written"]
-
 GOLDEN = Path(__file__).parents[1] / "tests/runtimes/exllamav3.json"
 # Whose classes read the config by the function that is run here.
 TYPES = ("llama", "qwen3", "phi3")

@@ -42,7 +42,7 @@ from ctxext.checkpoints.export import read_extended
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.errors import CheckpointError, CtxextError
 from ctxext.runtimes.llama_cpp import TABLE, attention_factor, flags_of
-from scripts.proof import TARGET, distance, patched_as, some_tokens, tiny_of
+from scripts.proof import TARGET, distance, patched_as, some_tokens, tiny_of, write_table
 from scripts.walk.tiny import VOCABULARY, model_types
 
 VERSION = "0.3.36"  # of llama_cpp_python, whose tree the converter is from
@@ -303,7 +303,7 @@ def main(
         "ran": f"xllamacpp {metadata.version('xllamacpp')}",
         "transformers": transformers.__version__,
     }
-    TABLE.write_text(json.dumps({"versions": versions, "types": kept | lines}, indent=1, sort_keys=True) + "\n")
+    write_table(TABLE, versions, kept | lines)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ADAPTED", "CASES", "adapter_tensors", "plain_config", "plain_model", "reading"]
-
 ROOT = Path(__file__).resolve().parents[1]
 TRAINED = 64
 SPREAD = 0.2  # of random weights: at 0.02, the usual value, attention is so flat that positions hardly move logits

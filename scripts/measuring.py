@@ -17,21 +17,6 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
 from ctxext.evaluation import provenance
-from ctxext.evaluation.checkpoint import DTYPES
-
-__all__ = [
-    "DTYPES",
-    "added_memory",
-    "allocated_memory",
-    "in_fresh_process",
-    "in_turns",
-    "machine",
-    "markdown_table",
-    "peak_resident",
-    "show_table",
-    "synchronize",
-]
-
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")

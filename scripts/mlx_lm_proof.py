@@ -22,8 +22,6 @@ from transformers.utils import logging
 from scripts import mlx_lm_table
 from scripts.proof import measure
 
-__all__ = ["RESULTS", "SHAPES"]
-
 SHAPES = ("llama", "qwen3", "phi3", "gemma", "mixtral")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/mlx-lm.json"
 

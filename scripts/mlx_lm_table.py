@@ -37,10 +37,8 @@ from ctxext.checkpoints.export import read_extended
 from ctxext.errors import CtxextError
 from ctxext.runtimes.mlx_lm import TABLE, form_of
 from ctxext.surgery.windows import window_of
-from scripts.proof import TARGET, distance, log_probabilities, patched_as, some_tokens, tiny_of
+from scripts.proof import TARGET, distance, log_probabilities, patched_as, some_tokens, tiny_of, write_table
 from scripts.walk.tiny import model_types
-
-__all__ = ["served"]
 
 # Numbers that are not mlx-lm's defaults, so that a parameter that is not read shows.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -133,7 +131,7 @@ def main(only: Annotated[str, typer.Option(help="Types to run anew, separated by
         line = _line(name)
         if line is not None:
             lines[name] = line
-            TABLE.write_text(json.dumps({"versions": versions, "types": lines}, indent=1, sort_keys=True) + "\n")
+            write_table(TABLE, versions, lines)
             print(name, line["noise"], {form: one.get("error") for form, one in line["forms"].items()}, file=sys.stderr)
 
 

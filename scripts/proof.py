@@ -25,23 +25,6 @@ from ctxext.runtimes.base import is_close
 from ctxext.spec import RopeSpec
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY, tiny_config, tiny_model
 
-__all__ = [
-    "CHANGES",
-    "FACTOR",
-    "TARGET",
-    "TOKENS",
-    "VARIANTS",
-    "Proof",
-    "all_methods",
-    "distance",
-    "log_probabilities",
-    "measure",
-    "methods_for",
-    "patched_as",
-    "some_tokens",
-    "tiny_of",
-]
-
 FACTOR = 4
 TARGET = FACTOR * TRAINED_LENGTH
 TOKENS = 150  # beyond the trained window, within the extended one
@@ -93,6 +76,15 @@ class Proof:
     def right(self) -> bool:
         """Whether the runtime computed what the patched model does."""
         return self.error is not None and self.matters is not None and is_close(self.error, self.matters)
+
+
+def write_table(path: Path, versions: dict[str, str], types: dict[str, Any]) -> None:
+    """Write what a runtime does with each model type, one type a line; those that say the least share the last line."""
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for name, said in sorted(types.items()):
+        lines[list(said.values()) == [None]].append(f"{json.dumps(name)}: {json.dumps(said, sort_keys=True)}")
+    body = ",\n".join([*lines[False], *filter(None, [", ".join(lines[True])])])
+    path.write_text(f'{{"versions": {json.dumps(versions, sort_keys=True)}, "types": {{\n{body}\n}}}}\n')
 
 
 def some_tokens() -> list[int]:

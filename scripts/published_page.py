@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["published_markdown"]
-
 ENTRIES = Path(__file__).resolve().parents[1] / "tests" / "famous.json"
 BESIDE = ("rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct", "rotary_dim", "rope_local_base_freq")
 LENGTHS = (

@@ -24,8 +24,6 @@ from scripts import llama_cpp_proof, mlx_lm_proof, vllm_proof
 from scripts.llama_cpp_proof import SHAPES
 from scripts.proof import VARIANTS
 
-__all__ = ["by_formula_markdown", "llama_cpp_markdown", "mlx_lm_markdown", "vllm_markdown"]
-
 TRAINED = 2048
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
 SHORT = {"extended": "extended", "original": "flags", "file": "file"}

@@ -7,8 +7,6 @@ import copy
 import torch
 from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
-__all__ = ["SHAPES", "two_layers"]
-
 SHAPES: dict[str, PreTrainedConfig] = {
     "smollm2": LlamaConfig(
         vocab_size=49152,

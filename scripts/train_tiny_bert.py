@@ -20,7 +20,8 @@ from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageMod
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ctxext.evaluation.corpus import Document, read_documents, tokenise
+from ctxext.evaluation.corpus import tokenise
+from ctxext.evaluation.documents import Document, read_documents
 
 LENGTH, BATCH, VOCABULARY = 128, 32, 2048
 SPECIAL = {

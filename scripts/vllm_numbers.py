@@ -39,8 +39,6 @@ from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["CONFIGS", "GOLDEN", "configs", "methods", "spec_of", "write_golden"]
-
 GOLDEN = Path(__file__).parents[1] / "tests/runtimes/vllm.json"
 ROTARY = "vllm.model_executor.layers.rotary_embedding"
 TRAINED = 2048

@@ -24,8 +24,6 @@ import typer
 from scripts.proof import FACTOR, measure
 from scripts.walk.tiny import TRAINED_LENGTH
 
-__all__ = ["RESULTS", "SHAPES", "WAYS"]
-
 SHAPES = ("llama", "qwen3", "phi3", "gemma", "bloom")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/vllm.json"
 WAYS = ("extended", "original")

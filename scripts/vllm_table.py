@@ -13,7 +13,6 @@ looked at what it does.
 from __future__ import annotations
 
 import ast
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ import typer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ctxext.runtimes.vllm import TABLE
+from scripts.proof import write_table
 from scripts.walk.tiny import model_types
 
 # What passes the config on, layer type by layer type where it has them.
@@ -133,7 +133,7 @@ def main(tree: Annotated[Path, typer.Argument(help="vLLM's source distribution, 
         architecture = architecture[0] if isinstance(architecture, tuple | list) else architecture
         lines[model_type] = line(tree, *known[architecture]) if architecture in known else {"class": None}
     versions = {"vllm": tree.resolve().name.removeprefix("vllm-"), "transformers": transformers.__version__}
-    TABLE.write_text(json.dumps({"versions": versions, "types": lines}, indent=1, sort_keys=True) + "\n")
+    write_table(TABLE, versions, lines)
 
 
 if __name__ == "__main__":

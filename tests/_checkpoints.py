@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SHAPE", "TRAINED", "contents", "save"]
-
 TRAINED = 256
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,

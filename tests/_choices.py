@@ -10,8 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxext.choosing.choice import Choice
 
-__all__ = ["on_disk", "told"]
-
 
 def on_disk(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], folder: Path

@@ -13,8 +13,6 @@ from ctxext.attention import Layout, named, sdpa
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import Carried, EncodingSpec, Pairs
 
-__all__ = ["LAYOUTS", "SCALE", "SPEC", "Definition", "carried_by", "check_score", "encoding_of", "pairs_of"]
-
 SPEC = EncodingSpec(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=2, trained_length=12)
 SCALE = 0.3
 

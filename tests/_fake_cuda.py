@@ -29,8 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["CUDA", "load_guard", "on_fake_cuda"]
-
 CUDA = torch.device("cuda:0")
 
 GUARD = """

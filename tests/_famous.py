@@ -25,8 +25,6 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTra
 
 from tests._models import RECENT
 
-__all__ = ["FAMOUS", "PUBLISHED", "Published", "Rope", "able", "famous_checkpoint", "famous_config", "famous_model"]
-
 
 class Rope(NamedTuple):
     """One set of rotary frequencies, as the documentation of a model and its config have it."""

@@ -10,8 +10,6 @@ import gguf
 import numpy as np
 from transformers import LlamaForCausalLM
 
-__all__ = ["write_gguf"]
-
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Counting"]
-
 READS = {
     *("cpu", "tolist", "item", "numpy", "nonzero", "argwhere", "equal", "allclose", "unique", "unique_consecutive"),
     *("__bool__", "__int__", "__float__", "__index__", "__contains__", "masked_select"),

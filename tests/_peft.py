@@ -9,8 +9,6 @@ import pytest
 from packaging.version import Version
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-__all__ = ["refusal", "through_transformers"]
-
 TOO_OLD = Version(peft.__version__) < Version(MIN_PEFT_VERSION)
 
 through_transformers = pytest.mark.skipif(

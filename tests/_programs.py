@@ -13,8 +13,6 @@ from typer.testing import CliRunner, Result
 
 from ctxext.cli.app import app
 
-__all__ = ["command", "killed_at", "launched", "ran"]
-
 ROOT = Path(__file__).parents[1]
 # What accelerate's configuration file would say.
 LAUNCH = [

@@ -10,8 +10,6 @@ from torch import Tensor
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 
-__all__ = ["ROPE", "by_formula", "dense_attention", "dense_scores", "relative_positions", "weights"]
-
 ROPE = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["make_tokenizer"]
-
 
 def make_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
     """One token per byte, ids 0..255, and a BOS (id 256) that it puts in front itself if ``bos``."""

@@ -27,7 +27,9 @@ from ctxext.errors import (
 from ctxext.methods import METHODS, Method, YaRN
 from ctxext.registry import discover
 from ctxext.saved import TESTED
-from tests._models import TRAINED_LENGTH, State, logits, tiny, tokens
+from scripts.walk.check import State
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import logits, tiny, tokens
 
 
 def refused(model: Any, error: type[CtxextError], message: str, *arguments: Any, **parameters: Any) -> None:

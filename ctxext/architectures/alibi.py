@@ -21,8 +21,6 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.positions import ATTENTION, LayoutMask, PositionedForward, layout_of
 from ctxext.surgery.rope_types import GUARD, GUARDED_FIELD
 
-__all__ = ["AlibiArchitecture", "AlibiForward", "refuse_halves"]
-
 
 @dataclass
 class AlibiForward(ABC):

@@ -21,8 +21,6 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import stated_length
 from ctxext.surgery.texts import text_of
 
-__all__ = ["Architecture", "learned_positions", "refuse_attention_choices", "rotates_by_table", "why_absent"]
-
 
 class Architecture(ABC):
     """One family of models, recognised by structure rather than by name.

@@ -19,8 +19,6 @@ from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.caches import cache_in
 from ctxext.surgery.positions import LayoutMask
 
-__all__ = ["Bloom"]
-
 # What the published BLOOMs were trained on (arXiv:2211.05100, table 3), where the config does not say.
 TRAINED_LENGTH = 2048
 

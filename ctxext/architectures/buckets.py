@@ -18,11 +18,10 @@ from ctxext.methods import BucketMethod, Method
 from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec, Extension, Request
 from ctxext.surgery.edits import Edits
-from ctxext.surgery.rebuild import REFUSALS, Rebuild
+from ctxext.surgery.old_form import REFUSALS
+from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.tables import put_weights, weight_of
 from ctxext.surgery.texts import text_of
-
-__all__ = ["Buckets"]
 
 FIELD = "relative_attention_max_distance"
 LENGTH = "n_positions"  # T5's config.json says it; no code reads it

@@ -15,8 +15,6 @@ from ctxext.methods.formulas import alibi_slopes
 from ctxext.spec import AlibiSpec
 from ctxext.surgery.caches import cache_in
 
-__all__ = ["Falcon"]
-
 
 class FalconForward(AlibiForward):
     """Stands in for ``FalconAttention.forward``."""

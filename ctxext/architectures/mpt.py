@@ -11,8 +11,6 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_m
 from ctxext.architectures.alibi import AlibiArchitecture, AlibiForward
 from ctxext.surgery.caches import cache_in
 
-__all__ = ["Mpt"]
-
 
 class MptForward(AlibiForward):
     """Stands in for ``MptAttention.forward``."""

@@ -36,8 +36,6 @@ from ctxext.surgery.stored_form import StoredForm, checked_lengths, score_form
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
-__all__ = ["Rope"]
-
 
 class Rope(Architecture):
     """Rotary models. Facts are read from the modules and proven on a rebuild, never from a list of names."""

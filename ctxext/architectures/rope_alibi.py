@@ -14,15 +14,14 @@ from ctxext.spec import AlibiSpec, Extension, Request
 from ctxext.surgery.alibi import AlibiAttend, bias_fingerprint
 from ctxext.surgery.attend import Backends, install_attention, try_install, why_no_custom_attention
 from ctxext.surgery.edits import Edits
+from ctxext.surgery.old_form import REFUSALS
 from ctxext.surgery.probe import Layers
 from ctxext.surgery.published import without_foreign
-from ctxext.surgery.rebuild import REFUSALS, Rebuild
+from ctxext.surgery.rebuild import Rebuild
 from ctxext.surgery.rope_types import UNROTATED_NAME, unrotated_rope_parameters, with_base
 from ctxext.surgery.rotary import PinnedApply, RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
-
-__all__ = ["replace_rotation", "unrotated"]
 
 BOTH_WAYS = {
     False: "Its tokens see both ways: the score falls with distance, alike to both sides.",

@@ -19,8 +19,6 @@ from ctxext.surgery.rotary import PinnedApply, RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
-__all__ = ["replace_by_encoding"]
-
 NOTE = "Rotation is gone and {name} took its place: the weights do not know it yet. Train before use."
 NEW = "Its {count:,} new weights ({where}) are in state_dict under ctxext_encoding, and are trained with the others."
 

@@ -32,8 +32,6 @@ from ctxext.surgery.tables import (
 )
 from ctxext.surgery.texts import field_of
 
-__all__ = ["Sinusoids", "usable_methods"]
-
 # Numbers that configs of these models hold and that every stock class reads, checking that they are numbers.
 GUARDED = ("layer_norm_epsilon", "dropout", "hidden_dropout")
 ASKED = RopeSpec(rotary_dim=64, base=10000.0, trained_length=4096)  # which methods there are is asked of this

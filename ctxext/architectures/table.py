@@ -30,8 +30,6 @@ from ctxext.surgery.tables import (
 )
 from ctxext.surgery.texts import field_of
 
-__all__ = ["LearnedTable", "trained_lengths"]
-
 # Configs of GPT-2's time say the length twice; transformers reads the other field, and some other readers this one.
 SAID_TWICE = "n_ctx"
 

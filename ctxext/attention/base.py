@@ -27,8 +27,6 @@ from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.spec import OwnAttention, PairScore, ScoreForm
 
-__all__ = ["AttentionBackend", "Call", "Need", "capability_of", "expand_heads", "without_autocast"]
-
 # Queries whose weights the plain form of ``gradients`` writes out at a time.
 ROWS = 256
 

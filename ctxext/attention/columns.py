@@ -46,16 +46,6 @@ from ctxext.attention.base import Call, expand_heads
 from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
-__all__ = [
-    "COLUMNS",
-    "HALF_RANGE",
-    "alibi_columns",
-    "layout_columns",
-    "with_columns",
-    "with_place_columns",
-    "with_score_columns",
-]
-
 COLUMNS = 8
 """Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""
 

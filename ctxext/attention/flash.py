@@ -22,8 +22,6 @@ from ctxext.attention.base import AttentionBackend, Call, Need
 from ctxext.attention.columns import COLUMNS, with_columns
 from ctxext.attention.layout import Layout
 
-__all__ = ["INSTALLED", "Flash", "Flash3", "Flash4", "cache_lengths", "token_indices"]
-
 
 def _has_distribution(name: str) -> bool:
     try:

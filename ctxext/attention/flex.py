@@ -17,8 +17,6 @@ from ctxext.attention.base import AttentionBackend, Call, Need
 from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["BLOCK", "Flex", "block_mask", "cutoff_for"]
-
 BLOCK = 128
 """Tokens per side of a block of the mask."""
 

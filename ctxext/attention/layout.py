@@ -29,8 +29,6 @@ from torch import Tensor
 from ctxext.attention.spans import find_spans, require_counted, require_distinct, require_no_hole
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["Layout", "Span"]
-
 T = TypeVar("T")
 
 

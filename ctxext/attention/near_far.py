@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ctxext.attention.base import AttentionBackend, Call, expand_heads, without_autocast
 
-__all__ = ["attend_near_far", "has_far_keys"]
-
 QUERIES = 256
 """Queries of the band that are written out at once, unless the band is wider."""
 

@@ -33,8 +33,6 @@ from ctxext.attention.layout import Layout, Span
 from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
-__all__ = ["TILE", "Part", "Tile", "Turn", "TurnedPiece", "attend_pieces", "need_in_pieces", "tiled"]
-
 TILE = 2048
 """Rows of queries, one for each head, that a thread of the CPU merges at once."""
 

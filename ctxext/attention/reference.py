@@ -12,8 +12,6 @@ from torch import Tensor
 from ctxext.attention.base import AttentionBackend, Call, Need, expand_heads
 from ctxext.spec import OwnAttention, ScoreForm
 
-__all__ = ["Reference"]
-
 
 class Reference(AttentionBackend):
     """Full score matrix in float32 (float64 for float64 tensors), gradients by autograd.

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from ctxext.errors import InvalidParameterError
 from ctxext.spec import Band, Chunks, Region, Sinks
 
-__all__ = ["CAUSAL", "FADING", "FULL", "Rectangle", "rectangles", "tiles"]
-
 FULL, CAUSAL, FADING = "full", "causal", "fading"
 
 

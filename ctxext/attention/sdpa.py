@@ -20,8 +20,6 @@ from ctxext.attention.near_far import attend_near_far, has_far_keys
 from ctxext.attention.reference import Reference
 from ctxext.spec import OwnAttention, ScoreForm
 
-__all__ = ["Sdpa", "kernel_order"]
-
 aten = torch.ops.aten
 
 BIAS_BYTES = 64 * 2**20

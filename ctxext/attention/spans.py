@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["find_spans", "require_counted", "require_distinct", "require_no_hole"]
-
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # rows, queries, keys, as (start, stop)
 
 

@@ -14,11 +14,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.methods.parameters import is_number
-from ctxext.saved import extended_texts, rope_dicts, saved_extension, saved_method, saved_sides
+from ctxext.saved import extended_texts, saved_extension, saved_method, saved_sides
+from ctxext.surgery.old_form import rope_dicts
 from ctxext.surgery.rebuild import FAILURES
 from ctxext.surgery.rope_types import GUARD
-
-__all__ = ["UNFIT", "building", "check_config", "check_sizes", "running_code"]
 
 # What code ends in when a value is of another kind than it takes for granted.
 UNFIT = (*FAILURES, StrictDataclassError)

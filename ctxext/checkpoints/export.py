@@ -23,24 +23,14 @@ from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import STOCK_TYPES, Export, ExtensionInConfig, OwnALiBi
 from ctxext.runtimes.llama_cpp import architecture_of, in_file
-from ctxext.saved import (
-    already_extended,
-    choices,
-    plain_config,
-    rope_dicts,
-    saved_extension,
-    saved_method,
-    saved_sides,
-)
+from ctxext.saved import already_extended, choices, plain_config, saved_extension, saved_method, saved_sides
 from ctxext.surgery.lengths import scaling_of
-from ctxext.surgery.old_form import same_rope
+from ctxext.surgery.old_form import rope_dicts, same_rope
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rope_types import GUARDED_FIELD
 from ctxext.surgery.texts import field_of, text_of
 from ctxext.surgery.windows import is_windowed
 from ctxext.surgery.wrappers import base_model
-
-__all__ = ["export", "export_config", "read_extended"]
 
 
 def export(

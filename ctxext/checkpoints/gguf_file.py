@@ -19,8 +19,6 @@ from jaxtyping import Float
 from ctxext.errors import CheckpointError, require_package
 from ctxext.files import refuse_existing, whole_file
 
-__all__ = ["SCALING_TENSORS", "GGUFFile", "scaling_in_gguf"]
-
 SCALING_TENSORS = ("rope_freqs", "rope_factors")
 CHUNK = 16 * 2**20
 # Magic and version, which the copy shares; then the numbers of tensors and keys.

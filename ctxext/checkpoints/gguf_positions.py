@@ -21,8 +21,6 @@ from ctxext.surgery.old_form import rope_dicts
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import is_windowed
 
-__all__ = ["read_positions"]
-
 DIVISORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 # ``finetuned`` says that the weights were trained with the scaling, which changes no number.

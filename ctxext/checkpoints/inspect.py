@@ -20,8 +20,9 @@ from ctxext.architectures.sinusoid import Sinusoids
 from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import meta_model
-from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config, read_json
+from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
+from ctxext.files import read_json
 from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
@@ -35,8 +36,6 @@ from ctxext.surgery.sides import sides_of
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 from ctxext.surgery.wrappers import owns_its_config
-
-__all__ = ["Inspection", "MethodCheck", "Positions", "inspect_adapter", "inspect_checkpoint", "rope_of_checkpoint"]
 
 Progress = Callable[[int, int], None]
 FEW = 8

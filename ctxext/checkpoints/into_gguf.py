@@ -19,8 +19,6 @@ from ctxext.runtimes.base import ExtensionInConfig
 from ctxext.runtimes.llama_cpp import DIVISORS, holds_divisors, is_scaling, keys_of
 from ctxext.surgery.texts import text_of
 
-__all__ = ["write_into_gguf"]
-
 # What llama.cpp takes where a file does not say it.
 USUAL_BASE = 10000.0
 # Of the base, written in float32; and of divisors that two programs computed, in float32 at the worst.

@@ -12,8 +12,6 @@ from typing import Any
 from ctxext.errors import InvalidParameterError
 from ctxext.files import read_json
 
-__all__ = ["Limit", "copy_raised", "limits_in", "raise_limits", "refuse_tokenizer"]
-
 # Where files beside a model's config may hold its window: the tokenizer's, generate's, sentence-transformers'. The
 # first is a bound of the tokenizer, whose value means the window; the others may hold a choice that is not the window.
 BOUND = ("tokenizer_config.json", ("model_max_length",))

@@ -69,19 +69,6 @@ from ctxext.surgery.sides import sides_of
 from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model, unwrapped
 
-__all__ = [
-    "attached",
-    "extended_config",
-    "load",
-    "meta_model",
-    "model_class",
-    "refuse_lacking",
-    "replaces_weights",
-    "require_language_model",
-    "require_padding",
-    "save",
-]
-
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
 # In the name of a class, transformers' or one that it does not have (LLaMAForCausalLM, with code in the checkpoint).

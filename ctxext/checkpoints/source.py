@@ -27,18 +27,6 @@ from ctxext.surgery.old_form import OLD_GUARD, same_rope
 from ctxext.surgery.published import refuse_lost_fields
 from ctxext.surgery.rope_types import GUARD
 
-__all__ = [
-    "Contents",
-    "check_weights",
-    "checked_contents",
-    "checked_path",
-    "gguf_inside",
-    "keeps_old_readers_out",
-    "read_any_config",
-    "read_json",
-    "refuse_source",
-]
-
 # Weights in a form that runs code when it is read, or that nothing here keeps in step with the new config.
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".ot"})
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.

@@ -28,8 +28,6 @@ from ctxext.saved import extended_texts, with_old_form
 from ctxext.spec import Description
 from ctxext.surgery.old_form import same_rope
 
-__all__ = ["Written", "patch_checkpoint"]
-
 # linux/fs.h: make a file share the blocks of another until either is written. Not in Python's own modules.
 FICLONE = 0x40049409
 # What it answers where that is impossible, rather than wrong.

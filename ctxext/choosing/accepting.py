@@ -15,8 +15,6 @@ from ctxext.choosing.texts import TextStretch
 from ctxext.choosing.verdict import by_document
 from ctxext.evaluation.statistics import CHANCE, PairedDifference, document_difference
 
-__all__ = ["accept", "why_not"]
-
 # Standard errors by which what was found must be better than the choice of the race, or more where texts are few.
 NEEDED = 2.0
 

@@ -11,18 +11,6 @@ from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import pass_cost
 from ctxext.evaluation.truncation import tails_cost
 
-__all__ = [
-    "STEP_COST",
-    "Budget",
-    "Costs",
-    "SearchSizes",
-    "parse_budget",
-    "prefix_of",
-    "search_sizes_for",
-    "sizes_for",
-    "stretches_in",
-]
-
 UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 # Tokens beyond the window that tell two candidates apart which differ by 0.02 nats.
 ENOUGH = 4096

@@ -23,8 +23,6 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 
-__all__ = ["Entrant", "candidates", "critical", "distinct", "entrant", "grid", "short_label"]
-
 # How much further than asked a formula is also tried: some need it to hold to their target.
 FURTHER = 1.5
 # One of each kind: groups of tokens, one distance for all that is far, chunks. The other ones are kin of the last, or

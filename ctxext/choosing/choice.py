@@ -18,17 +18,6 @@ from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.methods import METHODS, Method
 
-__all__ = [
-    "Candidate",
-    "Choice",
-    "RuntimeVerdict",
-    "SearchResult",
-    "Spent",
-    "duration",
-    "headline",
-    "sentences",
-]
-
 RUNGS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
 
 

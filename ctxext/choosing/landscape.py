@@ -25,8 +25,6 @@ from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import Pieces
 from ctxext.training.memory import recompute_layers
 
-__all__ = ["Example", "Landscape", "Vector", "as_method", "learns_scale", "require_searchable", "vector_of"]
-
 # Nats that it costs, in the mean over the frequencies that did not turn once in training, to divide them by something
 # else than the factor, per squared logarithm: a factor of two is 0.005. The loss alone would let them drift to where no
 # text of this length shows what they do, and a longer one would.

@@ -26,8 +26,6 @@ from ctxext.evaluation.statistics import check_finite
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import UNPATCHED, tail_losses, tail_passes, window_name
 
-__all__ = ["DEPTHS", "MeasuredLosses", "ModelInUse", "RaceCell", "StayingReader"]
-
 # Where hidden keys stand: at the very start, which is the hardest, and farther on, beyond the window of the question.
 DEPTHS = (0.0, 0.25, 0.5)
 # Where a key stands that any model finds which finds keys: not at the start of a full window, whose distances were the

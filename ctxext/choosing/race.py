@@ -33,21 +33,6 @@ from torch import Tensor
 from ctxext.choosing.candidates import Entrant
 from ctxext.evaluation.statistics import CHANCE, PairedDifference, block_difference, students_quantile
 
-__all__ = [
-    "AS_GOOD",
-    "LOOKS",
-    "PIECES",
-    "CandidateLosses",
-    "Course",
-    "Finish",
-    "Race",
-    "Sizes",
-    "chosen",
-    "end_of",
-    "is_worse",
-    "keys_lost",
-]
-
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
 # Where a candidate comes in that no race was run with: found by a search from there on.
 SEARCH = "search"

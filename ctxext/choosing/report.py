@@ -26,8 +26,6 @@ from ctxext.evaluation.report.style import (
 )
 from ctxext.evaluation.statistics import PairedDifference
 
-__all__ = ["page", "save_race_figure", "show_choice"]
-
 NONE = "\N{EN DASH}"
 CHOSEN, LEFT = COLOURS["yarn"], "#B5B5B5"
 # Rows of the terminal's table: more are in the files.

@@ -37,8 +37,6 @@ from ctxext.methods.longrope import LongRoPE
 from ctxext.surgery.learned import turns
 from ctxext.surgery.rotary import RotarySite
 
-__all__ = ["NEEDLE", "Descent", "Search", "SearchedStart", "State", "hidden_key"]
-
 # What the digits of a hidden key add to the mean loss of all tokens, as a share of their own mean.
 NEEDLE = 0.1
 # Tokens between two places where a key may be hidden in a text.

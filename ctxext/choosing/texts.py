@@ -20,8 +20,6 @@ from torch import Tensor
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.corpus import TokenisedDocument
 
-__all__ = ["SplitTexts", "TextStretch", "split_texts"]
-
 # Of eight documents, three are chosen on and five are judged on: a verdict needs more of them than a choice.
 SHARE = 3 / 8
 # A run that two texts have in common, in characters or, without a tokenizer, in tokens; and the share of its runs by

@@ -12,8 +12,6 @@ from ctxext.choosing.race import end_of
 from ctxext.evaluation.statistics import PairedDifference, document_difference, mean_loss
 from ctxext.evaluation.truncation import best_window
 
-__all__ = ["HeldOut", "by_document", "judge_held_out"]
-
 # The choice is held against two: the published YaRN and the runner-up.
 COMPARED = 2
 

@@ -33,9 +33,6 @@ from ctxext.cli.plan import plan
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.progress import DelayedBar, terminal
 
-__all__ = ["app"]
-
-
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",

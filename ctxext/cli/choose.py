@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ctxext.choosing.choice import Choice
     from ctxext.choosing.run import Contest
 
-__all__ = ["choose"]
-
 # Plays that are read where no text is named: one alone has too few stretches to choose on and to judge on.
 PLAYS = 8
 

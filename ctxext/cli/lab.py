@@ -14,8 +14,6 @@ from ctxext.progress import StageBar, terminal
 if TYPE_CHECKING:
     from ctxext.laboratory.run import Laboratory
 
-__all__ = ["lab"]
-
 
 def lab(
     preset: Annotated[

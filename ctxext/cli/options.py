@@ -307,7 +307,8 @@ class TextOptions:
         Raises:
             InvalidParameterError: a text that is missing or not to be read, or none that is long enough.
         """
-        from ctxext.evaluation.corpus import SKIPPED_TOKENS, corpus_of, read_documents
+        from ctxext.evaluation.corpus import corpus_of
+        from ctxext.evaluation.documents import SKIPPED_TOKENS, read_documents
 
         return corpus_of(
             read_documents(self.text or (), split=self.split, column=self.column),

@@ -19,8 +19,6 @@ from ctxext.files import whole_file
 if TYPE_CHECKING:
     from ctxext.spec import RopeSpec
 
-__all__ = ["plot_app", "show"]
-
 plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 

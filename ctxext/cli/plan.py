@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ctxext.planning.plan import Breakdown, Serving, TrainingPlan
     from ctxext.planning.quantised import Stored
 
-__all__ = ["plan"]
-
 ROWS = {
     "weights": "weights",
     "adapters": "trained weights, in float32",
@@ -93,8 +91,9 @@ def plan(
     require_package("peft", "train", "Training is planned with", CheckpointError)
 
     from ctxext.adapters import is_adapter
-    from ctxext.checkpoints.source import checked_path, read_any_config, read_json
+    from ctxext.checkpoints.source import checked_path, read_any_config
     from ctxext.evaluation.forward import parse_bytes
+    from ctxext.files import read_json
     from ctxext.planning.plan import plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory

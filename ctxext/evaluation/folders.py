@@ -11,8 +11,6 @@ from pathlib import Path
 from ctxext.errors import CheckpointError, LeftOutWarning
 from ctxext.files import followed
 
-__all__ = ["SOURCE_BYTES", "TEXTS", "Folder", "read_folder", "say_left_out"]
-
 # Read however long they are; any other file is read where it holds UTF-8 text of at most SOURCE_BYTES.
 TEXTS = (".txt", ".text", ".md", ".rst")
 SOURCE_BYTES = 2**20

@@ -14,29 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.patching import describe, patched_state
-from ctxext.saved import rope_dicts
 from ctxext.surgery.caches import cache_argument
 from ctxext.surgery.head import require_pieces, shell_of
+from ctxext.surgery.old_form import rope_dicts
 from ctxext.surgery.wrappers import base_model
-
-__all__ = [
-    "SMALL_MODEL",
-    "CachedPieces",
-    "Progress",
-    "cached_tokens_for",
-    "check_reach",
-    "check_token_ids",
-    "fitted_length_of",
-    "follows_length",
-    "head_chunk",
-    "logits_as_read",
-    "logits_in_chunks",
-    "parse_bytes",
-    "pass_bytes",
-    "pass_cost",
-    "ticking",
-    "turning_point",
-]
 
 
 def logits_in_chunks(

@@ -13,8 +13,6 @@ from typing import Any
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.corpus import tokens_behind
 
-__all__ = ["Haystack", "nearest_boundary", "noise", "of_text", "split_sentences"]
-
 NOISE = (
     " The rain falls on the hills.",
     " The river runs to the sea.",

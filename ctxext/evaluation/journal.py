@@ -19,8 +19,6 @@ from torch import Tensor
 from ctxext.errors import ResultsError
 from ctxext.files import write_whole
 
-__all__ = ["Journal", "JournalLine", "explain_disk_error"]
-
 FORMAT = 1
 LOSSES = "losses"
 

@@ -33,17 +33,6 @@ from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import Report
 from ctxext.evaluation.statistics import check_finite
 
-__all__ = [
-    "ALPHA",
-    "BETA",
-    "KeyPassage",
-    "KeyTokens",
-    "ending",
-    "find_key_tokens",
-    "search_cost",
-    "tokenizer_digest",
-]
-
 # The thresholds of the paper.
 ALPHA, BETA = 2.0, -2.0
 FINDING = "key tokens"

@@ -52,8 +52,6 @@ from ctxext.evaluation.truncation import (
 )
 from ctxext.methods import Method
 
-__all__ = ["LongPplReading", "LongPplResult", "LongPplScore", "run", "total_cost"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LongPplScore:

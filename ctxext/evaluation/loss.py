@@ -19,22 +19,6 @@ from torch.nn import functional
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import check_token_ids, head_chunk, logits_as_read, logits_in_chunks
 
-__all__ = [
-    "STRIDE",
-    "Scored",
-    "Spread",
-    "Window",
-    "alone",
-    "longlora",
-    "longlora_windows",
-    "loss_by_position",
-    "loss_while",
-    "sliding",
-    "truncated_loss",
-    "yarn",
-    "yarn_windows",
-]
-
 
 # Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
 @torch.no_grad()

@@ -50,25 +50,6 @@ from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, is_r
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.wrappers import base_model
 
-__all__ = [
-    "CURVE",
-    "END",
-    "EVERY",
-    "POSITION",
-    "WHOLE",
-    "MaskedJob",
-    "MaskedReading",
-    "MaskedReport",
-    "MaskedScore",
-    "MaskedText",
-    "masked_jobs",
-    "masked_losses",
-    "masked_readers",
-    "masked_report",
-    "masked_texts",
-    "tokens_needed",
-]
-
 EVERY = 7
 LEAST = 8  # tokens of the text that the smallest window holds
 SPANS = 8  # of positions in a table

@@ -36,25 +36,6 @@ from ctxext.evaluation.statistics import PairedDifference, grouped_difference, w
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED
 
-__all__ = [
-    "AVERAGED",
-    "BASELINES",
-    "FIRST",
-    "LAST",
-    "NEAREST",
-    "Embedder",
-    "PassageReport",
-    "PassageResult",
-    "PassageTrial",
-    "Shelf",
-    "ShelfJob",
-    "load_embedder",
-    "make_shelf",
-    "passage_jobs",
-    "passage_readers",
-    "passage_report",
-]
-
 AVERAGED, NEAREST = "chunks, averaged", "chunks, nearest"
 BASELINES = (TRUNCATED, AVERAGED, NEAREST)
 """Ways to read with the unextended model: its first window, and all windows, averaged or each by itself."""

@@ -41,22 +41,6 @@ from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.surgery.wrappers import base_model
 
-__all__ = [
-    "DEPTHS",
-    "JUDGED",
-    "Passkey",
-    "PasskeyCell",
-    "PasskeyPrompt",
-    "PasskeyReport",
-    "PasskeyResult",
-    "PasskeyTrial",
-    "build",
-    "make_prompts",
-    "measure",
-    "passkey_report",
-    "run",
-]
-
 OPENING = "A pass key is hidden somewhere in the long text below. Find it and remember it. You will be asked for it.\n"
 KEY_BEFORE = "\nThe pass key is"
 KEY_AFTER = ". Remember it.\n"

@@ -58,18 +58,6 @@ from ctxext.patching import patched_state
 from ctxext.saved import already_extended
 from ctxext.surgery.wrappers import base_model
 
-__all__ = [
-    "MODES",
-    "Losses",
-    "Passes",
-    "PerplexityPlan",
-    "groups_by_positions",
-    "make_plan",
-    "run",
-    "total_cost",
-    "window_losses",
-]
-
 MODES = ("position", "sliding", "yarn", "longlora")
 PARTS = 4
 

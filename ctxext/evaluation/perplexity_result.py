@@ -10,8 +10,6 @@ from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Re
 from ctxext.evaluation.statistics import PairedDifference, difference_columns
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference
 
-__all__ = ["LENGTH", "POSITIONS", "PerplexityReading", "PerplexityResult", "PerplexityScore"]
-
 # The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
 POSITIONS, LENGTH = "positions", "length"
 

@@ -25,20 +25,6 @@ from ctxext.evaluation.corpus import Corpus
 from ctxext.surgery.wrappers import base_model
 from ctxext.version import __version__
 
-__all__ = [
-    "TRUNCATED_TO_ONE_WINDOW",
-    "ExtensionRecord",
-    "Provenance",
-    "Report",
-    "command",
-    "from_json",
-    "git_state",
-    "machine",
-    "now",
-    "provenance_of",
-    "versions",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionRecord:

@@ -40,25 +40,6 @@ from ctxext.spec import AlibiSpec, Description, RopeSpec
 from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model
 
-__all__ = [
-    "TIMES",
-    "Reader",
-    "Reading",
-    "Readings",
-    "Refusal",
-    "check_reference",
-    "chosen_methods",
-    "factors_for",
-    "find_readers",
-    "ignores_factor",
-    "known_trained_length",
-    "label_for",
-    "name_for",
-    "named_method",
-    "patched",
-    "require_reached",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:

@@ -14,24 +14,6 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
 
-__all__ = [
-    "CHANCE",
-    "CURVE",
-    "ENOUGH_DOCUMENTS",
-    "Bucket",
-    "PairedDifference",
-    "block_difference",
-    "bucketed",
-    "check_finite",
-    "difference_columns",
-    "document_difference",
-    "edges_for",
-    "grouped_difference",
-    "mean_loss",
-    "students_quantile",
-    "wilson_interval",
-]
-
 # Fewer documents than this say too little about how documents differ; blocks of their tokens stand in for them.
 ENOUGH_DOCUMENTS = 5
 # Blocks of consecutive tokens: at most MOST_BLOCKS, of BLOCK tokens or more where there are enough of them for

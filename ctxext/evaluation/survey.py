@@ -25,20 +25,6 @@ from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.provenance import ExtensionRecord, Provenance
 from ctxext.evaluation.readings import Reader
 
-__all__ = [
-    "Answer",
-    "Job",
-    "ProcessGroup",
-    "Prompt",
-    "PromptJob",
-    "Survey",
-    "Trial",
-    "explain_out_of_memory",
-    "jobs_of",
-    "launched_processes",
-    "my_share",
-]
-
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 # A process that is done waits for the slowest job of the others, which may take hours.

@@ -30,23 +30,6 @@ from ctxext.evaluation.forward import SMALL_MODEL, pass_cost
 from ctxext.evaluation.loss import truncated_loss
 from ctxext.evaluation.statistics import mean_loss
 
-__all__ = [
-    "AS_SAVED",
-    "TRUNCATED",
-    "UNPATCHED",
-    "BestTruncation",
-    "best_window",
-    "is_reference",
-    "join_best",
-    "stride_of",
-    "tail_losses",
-    "tail_passes",
-    "tails_cost",
-    "window_name",
-    "window_of",
-    "windows_of",
-]
-
 # Names of readings: the model as it is and the best of the windows, which are the references; and a checkpoint that was
 # saved extended, read as it is.
 UNPATCHED, TRUNCATED, AS_SAVED = "unpatched", "truncated", "as saved"

@@ -14,8 +14,6 @@ from ctxext.evaluation.statistics import PairedDifference
 from ctxext.laboratory.result import LabReading, LabResult, paired
 from ctxext.laboratory.tasks import TEXT
 
-__all__ = ["CLAIMS", "Claim", "LabVerdict", "judge", "verdicts"]
-
 REPRODUCED, TOO_SMALL, CONTRADICTED, UNKNOWN = "reproduced", "not at this size", "contradicted", "not measured"
 ITSELF_TRUNCATED = "itself, truncated"
 EVERY_OTHER = "every other attention encoding"

@@ -14,8 +14,6 @@ from ctxext.laboratory.result import LabReading, LabResult, blocks_of, over_seed
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TEXT
 
-__all__ = ["CLASSIC", "drawings", "name_of"]
-
 CLASSIC = ("sinusoidal", "learned", "t5_bias", ROPE, "alibi", "nope")
 """The kinds that textbooks compare."""
 LINES = 7  # in one panel: more cannot be told apart

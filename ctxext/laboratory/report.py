@@ -19,8 +19,6 @@ from ctxext.laboratory.result import LEAST, LabReading, LabResult, over_seeds
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
 
-__all__ = ["page", "show_result", "write_page"]
-
 PAGE, DATA = "lab.html", "lab.json"
 LONGER = (1, 2, 4, REACH)
 # Perplexity at 3512 words of WikiText-103 after training on 512: Press et al., arXiv:2108.12409.

@@ -15,8 +15,6 @@ from ctxext.evaluation.provenance import Report
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
 
-__all__ = ["LEAST", "LabReading", "LabResult", "blocks_of", "octaves_of", "over_seeds", "paired"]
-
 LEAST = 0.05
 """What counts as having learned something: so many nats, or so large a share of the answers above chance."""
 

@@ -33,8 +33,6 @@ from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Subject, subject_
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text, task_named
 from ctxext.version import __version__
 
-__all__ = ["PRESETS", "LabCell", "LabSettings", "Laboratory", "prepare"]
-
 JOURNAL = "cells.jsonl"
 SLOWER = 3
 """How many times the steps a slow subject gets."""

@@ -15,8 +15,6 @@ from ctxext.errors import UnknownNameError
 from ctxext.laboratory.tasks import REACH
 from ctxext.methods import METHODS, BiasMethod, EncodingMethod, RopeMethod
 
-__all__ = ["EXTENSIONS", "ROPE", "Body", "Subject", "subject_named", "subjects"]
-
 ROPE = "rope"
 """The name of the model as it is, with rotation."""
 EXTENSIONS = ("pi", "ntk", "yarn", "self_extend", "nope")

@@ -17,8 +17,6 @@ from torch import Tensor
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.documents import Document
 
-__all__ = ["MULTIPLES", "NOT_ASKED", "REACH", "TASKS", "TEXT", "ByteText", "LabTask", "byte_text", "task_named"]
-
 REACH = 8
 """How many times the trained length is tested."""
 MULTIPLES = (0.5, 1, 2, 4, REACH)

@@ -11,8 +11,6 @@ from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.parameters import MOST_BASE, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["ABF"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ABF(RopeMethod):

@@ -13,8 +13,6 @@ from ctxext.methods.formulas import alibi_slopes, trained_slopes
 from ctxext.methods.parameters import require
 from ctxext.spec import AlibiSpec
 
-__all__ = ["ALiBi"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ALiBi(BiasMethod):

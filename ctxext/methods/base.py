@@ -14,16 +14,6 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods.parameters import Range, parameters_of
 from ctxext.spec import AlibiSpec, BucketSpec, Frequencies, RopeSpec
 
-__all__ = [
-    "BiasMethod",
-    "BucketMethod",
-    "GrowingMethod",
-    "Method",
-    "RopeMethod",
-    "Rows",
-    "TableMethod",
-]
-
 # What ``TableMethod.rows`` returns.
 Rows = tuple[Int[Tensor, "target mixed"], Float[Tensor, "target mixed"]]
 

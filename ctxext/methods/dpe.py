@@ -10,8 +10,6 @@ from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec
 
-__all__ = ["DPE"]
-
 # Tokens per group for each eighth of the frequencies, fastest first, all for a window of 1024 tokens and 128K of text.
 PUBLISHED = {
     "llama-3-8b": (2, 8, 2, 8, 32, 32, 32, 4),

@@ -9,8 +9,6 @@ from ctxext.methods.parameters import require
 from ctxext.methods.remap import RemapMethod, Tokens, tokens_of
 from ctxext.spec import Chunks, Piece, PositionMap, RopeSpec
 
-__all__ = ["DualChunk"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DualChunk(RemapMethod):

@@ -11,8 +11,6 @@ from ctxext.methods.formulas import ntk_base, plain_inv_freq
 from ctxext.methods.parameters import Range
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["DynamicNTK"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(GrowingMethod, RopeMethod):

@@ -12,8 +12,6 @@ from ctxext.methods.base import BiasMethod, GrowingMethod, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq, trained_slopes
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
-__all__ = ["DynamicPI"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicPI(GrowingMethod, RopeMethod, BiasMethod):

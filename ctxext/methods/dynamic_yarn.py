@@ -10,8 +10,6 @@ from ctxext.methods.parameters import Range
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["DynamicYaRN"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicYaRN(GrowingMethod, RopeMethod):

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ctxext.methods.base import Method
 from ctxext.spec import EncodingSpec, OwnAttention, Pairs, PairScore, ScoreForm
 
-__all__ = ["ByDistance", "Encoding", "EncodingForm", "EncodingMethod"]
-
 EncodingForm = Literal["added", "columns", "places", "rows", "own"]
 
 

@@ -13,8 +13,6 @@ from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.methods.parameters import MOST_TOKENS, Range
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
-__all__ = ["FIRE"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FIRE(EncodingMethod):

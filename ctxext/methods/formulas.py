@@ -13,20 +13,6 @@ from ctxext.errors import InvalidParameterError
 from ctxext.methods.parameters import require
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
-__all__ = [
-    "NEVER",
-    "alibi_slopes",
-    "as_longrope",
-    "blend",
-    "buckets_of",
-    "index_that_turns",
-    "ntk_base",
-    "plain_inv_freq",
-    "rows_between",
-    "trained_slopes",
-    "turns_ramp",
-]
-
 # Divides a frequency that shall not turn, in the place of infinity, which JSON has not. Within any text that there is,
 # cos is exactly 1 then and sin below 1e-18, which float32 and narrower types round away beside 1. A float32 holds it;
 # its product with a power of the base may become infinite there, whose reciprocal is the 0 that is meant.

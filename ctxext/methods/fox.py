@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
-__all__ = ["FoX"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FoX(EncodingMethod):

@@ -9,8 +9,6 @@ import torch
 
 from ctxext.methods.base import Rows, TableMethod
 
-__all__ = ["Group"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Group(TableMethod):

@@ -11,8 +11,6 @@ from ctxext.errors import InvalidParameterError
 from ctxext.methods.base import Rows, TableMethod
 from ctxext.methods.parameters import Range, require
 
-__all__ = ["Hierarchical"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(TableMethod):

@@ -15,8 +15,6 @@ from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.spec import EncodingSpec, OwnAttention, Pairs
 
-__all__ = ["HierarchicalSummary"]
-
 BLOCK = 128
 """Queries whose windows are looked through together, at least."""
 

@@ -21,8 +21,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["Transitions"]
-
 
 class Transitions:
     """The transitions of a row of tokens, made ready once for all queries.

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
-__all__ = ["KERPLE"]
-
 LEAST = 0.01
 
 

@@ -14,8 +14,6 @@ from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.methods.parameters import checked_rows
 from ctxext.spec import EncodingSpec
 
-__all__ = ["Learned"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(EncodingMethod):

@@ -10,8 +10,6 @@ from ctxext.methods.formulas import blend, turns_ramp
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["Llama3"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(RopeMethod):

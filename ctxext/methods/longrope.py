@@ -13,8 +13,6 @@ from ctxext.methods.formulas import NEVER, plain_inv_freq
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["LongRoPE"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(RopeMethod):

@@ -13,8 +13,6 @@ from ctxext.methods.formulas import NEVER, as_longrope, plain_inv_freq
 from ctxext.methods.parameters import Range
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["NoPE"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NoPE(RopeMethod):

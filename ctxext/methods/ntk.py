@@ -9,8 +9,6 @@ from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import ntk_base, plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["NTK"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NTK(RopeMethod):

@@ -22,21 +22,6 @@ from typing import Annotated, Any, Literal
 
 from ctxext.errors import InvalidParameterError, shown
 
-__all__ = [
-    "MOST_BASE",
-    "MOST_TOKENS",
-    "Parameter",
-    "Range",
-    "Word",
-    "checked_rows",
-    "checked_tokens",
-    "is_number",
-    "parameter_of",
-    "parameters_of",
-    "parameters_said",
-    "require",
-]
-
 MOST = 10**6
 """The largest number that a parameter may be where its ``Range`` names no other."""
 

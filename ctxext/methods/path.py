@@ -17,8 +17,6 @@ from ctxext.methods.householder import Transitions
 from ctxext.methods.parameters import Range
 from ctxext.spec import Carried, EncodingSpec, Pairs, PairScore
 
-__all__ = ["PaTH"]
-
 WIDTH = 3
 """Tokens that a direction is mixed from: its own, and those before it."""
 

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from ctxext.methods.path import PaTH
 
-__all__ = ["PaTHFoX"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PaTHFoX(PaTH):

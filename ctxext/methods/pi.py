@@ -13,8 +13,6 @@ from ctxext.methods.base import BiasMethod, RopeMethod, Rows, TableMethod
 from ctxext.methods.formulas import plain_inv_freq, rows_between, trained_slopes
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
-__all__ = ["PI"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PI(RopeMethod, BiasMethod, TableMethod):

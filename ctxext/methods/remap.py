@@ -17,8 +17,6 @@ from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.spec import Band, Frequencies, Piece, RopeSpec
 
-__all__ = ["RemapMethod", "Tokens", "near_and_far", "require_reach", "tokens_of"]
-
 Tokens = Range(above=0, most=MOST_TOKENS)
 """A number of tokens, or below 1 a share of the trained length, which ``tokens_of`` makes tokens of."""
 

@@ -10,8 +10,6 @@ from ctxext.methods.parameters import Range
 from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec
 
-__all__ = ["ReRoPE"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReRoPE(RemapMethod):

@@ -13,8 +13,6 @@ from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.methods.parameters import Range
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
-__all__ = ["Sandwich"]
-
 BASE = 10000.0
 
 

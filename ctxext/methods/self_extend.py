@@ -10,8 +10,6 @@ from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
 
-__all__ = ["SelfExtend"]
-
 # The share of the trained window that is used where nothing else is said. A model hardly knows the positions behind it:
 # in training they were the rarest.
 REACH = 7 / 8

@@ -14,8 +14,6 @@ from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 from ctxext.methods.parameters import MOST_BASE, Range
 from ctxext.spec import EncodingSpec
 
-__all__ = ["Sinusoidal"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sinusoidal(EncodingMethod):

@@ -9,8 +9,6 @@ from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.methods.remap import RemapMethod, Tokens, tokens_of
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
 
-__all__ = ["Streaming"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(RemapMethod):

@@ -12,8 +12,6 @@ from ctxext.methods.base import Rows, TableMethod
 from ctxext.methods.formulas import rows_between
 from ctxext.methods.parameters import MOST_TOKENS, Range
 
-__all__ = ["Stretch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch(TableMethod):

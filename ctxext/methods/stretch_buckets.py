@@ -8,8 +8,6 @@ from typing import ClassVar
 from ctxext.methods.base import BucketMethod
 from ctxext.spec import BucketSpec
 
-__all__ = ["StretchBuckets"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StretchBuckets(BucketMethod):

@@ -9,8 +9,6 @@ from ctxext.methods.parameters import require
 from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec
 
-__all__ = ["STRING"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class STRING(RemapMethod):

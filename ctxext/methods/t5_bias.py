@@ -15,8 +15,6 @@ from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, Encoding
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 
-__all__ = ["T5Bias"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class T5Bias(EncodingMethod):

@@ -12,8 +12,6 @@ from ctxext.methods.formulas import as_longrope, plain_inv_freq
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["Table"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Table(RopeMethod):

@@ -9,8 +9,6 @@ import torch
 
 from ctxext.methods.base import Rows, TableMethod
 
-__all__ = ["Tiling"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling(TableMethod):

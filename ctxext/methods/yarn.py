@@ -15,8 +15,6 @@ from ctxext.methods.formulas import as_longrope, blend, index_that_turns, turns_
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
-__all__ = ["YaRN"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class YaRN(RopeMethod):

@@ -15,8 +15,6 @@ from ctxext.evaluation.report.style import NOTE
 from ctxext.pictures.picture import AFTER, BEFORE, GRADED, Picture, quiet
 from ctxext.surgery.edits import Edits
 
-__all__ = ["Looks", "attention_of", "by_distance", "edges_of", "picture_of_attention"]
-
 QUERIES = 64  # of the end of a text, over which attention is averaged
 CAPTION = (
     "Of the last tokens of the text: the share of each head's attention that goes so many tokens back. The first token "

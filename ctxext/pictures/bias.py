@@ -15,8 +15,6 @@ from ctxext.methods.encoding import Encoding
 from ctxext.pictures.picture import GRADED, Picture, distances_to, mark_trained, quiet, tokens_axis
 from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
 
-__all__ = ["Bias", "bias_of_encoding", "bias_of_slopes", "pairs_at", "picture_of_bias"]
-
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was
 TURNS = 32  # of a learned bias, at most: T5 has so many buckets
 CAPTION = (

@@ -14,8 +14,6 @@ from ctxext.methods.formulas import buckets_of
 from ctxext.pictures.picture import AFTER, BEFORE, Picture, distances_to, quiet, tokens_axis
 from ctxext.spec import BucketSpec
 
-__all__ = ["BucketsSeen", "buckets_seen", "picture_of_buckets"]
-
 CAPTION = (
     "Distances that share a bucket share a learned score: no head can tell them apart. Where a line has become flat, "
     "all that lies farther back is one. These are an encoder's buckets for keys before the query; those after it have "

@@ -20,8 +20,6 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.pictures.picture import wrapped
 from ctxext.spec import RopeSpec
 
-__all__ = ["bands", "plot_spectrum", "shown_by_default", "speed"]
-
 # Okabe and Ito's colours, told apart under every common colour blindness and in print.
 COLOURS = {
     "kept": "#0072B2",

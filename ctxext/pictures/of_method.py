@@ -40,8 +40,6 @@ from ctxext.surgery.tables import PositionTable, twins_of
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["PLAIN", "SENTENCE", "ShownOn", "picture_of"]
-
 PLAIN = "rope"
 """What stands for rotation as it is, which is no method."""
 

@@ -14,20 +14,6 @@ from torch import Tensor
 
 from ctxext.evaluation.report.style import INK, NOTE, Drawing, draw_grid
 
-__all__ = [
-    "AFTER",
-    "BEFORE",
-    "GRADED",
-    "UNSEEN",
-    "Picture",
-    "as_numbers",
-    "distances_to",
-    "mark_trained",
-    "quiet",
-    "tokens_axis",
-    "wrapped",
-]
-
 # Hues of Okabe and Ito, told apart under every common colour blindness, by what they stand for in every picture.
 BEFORE, AFTER, UNSEEN = "#E69F00", "#0072B2", "#F4F4F4"
 GRADED = "cividis"  # made for colour-blind readers: dark to light, blue to yellow

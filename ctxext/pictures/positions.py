@@ -18,8 +18,6 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.pictures.picture import Picture, as_numbers, wrapped
 from ctxext.spec import Band, Chunks, Piece, Region, RopeSpec
 
-__all__ = ["farthest", "picture_of_positions", "relative_positions"]
-
 GREY, UNTRAINED, DROPPED = "#555555", "#C0392B", "#E8E8E8"
 CELLS = 480  # of a picture, along each side: more are not told apart
 NUMBERED = 36  # tokens up to which cells are large enough to hold their number, as the papers print them

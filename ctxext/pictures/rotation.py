@@ -24,8 +24,6 @@ from ctxext.pictures.picture import (
 )
 from ctxext.spec import RopeSpec
 
-__all__ = ["Rotation", "picture_of_rotation", "rotation_of", "score_of_equals"]
-
 NEARLY = 1.25  # ratio of distances that the thick line averages over
 CAPTION = (
     "Left: the score of a query and a key that are equal, every pair of dimensions as long as any other, relative to "

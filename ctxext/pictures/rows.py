@@ -12,8 +12,6 @@ from torch import Tensor
 from ctxext.evaluation.report.style import INK, NOTE
 from ctxext.pictures.picture import AFTER, GRADED, Picture, quiet
 
-__all__ = ["RowsSeen", "picture_of_rows", "rows_seen", "similarity"]
-
 MOST = 320  # positions that a picture tells apart along one side
 WAVES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of Okabe and Ito
 DIVERGING = "PuOr"  # orange below zero, violet above, told apart under every common colour blindness

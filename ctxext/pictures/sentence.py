@@ -19,8 +19,6 @@ from ctxext.pictures.rows import DIVERGING
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 from ctxext.surgery.edits import Edits
 
-__all__ = ["MOST_TOKENS", "SentenceSeen", "depends_on_text", "picture_of_sentence", "sentence_seen", "toy"]
-
 MOST_TOKENS = 48  # more have no room for their names
 HEADS = 4  # of the toy
 SHOWN = 2  # heads that stand side by side, so that the number of each cell can be read

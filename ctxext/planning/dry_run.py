@@ -38,8 +38,6 @@ from ctxext.surgery.head import require_head
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
 
-__all__ = ["DryRun", "Taken", "layers_of"]
-
 FIRST = 512
 """Tokens of the shortest run that a longer one is continued from: more than a chunk of any layer."""
 SAME = 1e-4

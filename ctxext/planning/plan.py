@@ -18,20 +18,10 @@ from ctxext.checkpoints.load import attached, meta_model
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.planning.dry_run import DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
-from ctxext.saved import plain_config, rope_dicts, saved_extension
+from ctxext.saved import plain_config, saved_extension
 from ctxext.surgery.lengths import scaling_of, stated_length
+from ctxext.surgery.old_form import rope_dicts
 from ctxext.training.memory import Memory
-
-__all__ = [
-    "STEP",
-    "Breakdown",
-    "Serving",
-    "TrainingPlan",
-    "longest",
-    "plan_serving",
-    "plan_training",
-    "reach_of",
-]
 
 STEP = 256
 """Lengths are planned in multiples of it."""

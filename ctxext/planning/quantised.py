@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.planning.dry_run import layers_of
 
-__all__ = ["EXPERTS", "QUANTISED", "Stored", "packed_weights", "stored_as", "stored_weights"]
-
 NF4 = 4 + 1 / 8 + 32 / (64 * 256)
 """Bits per weight: 4, per 64 weights one scale of 8, per 256 scales a float32 (QLoRA, double quantisation)."""
 QUANTISED = {"nf4": NF4}

@@ -15,25 +15,6 @@ from typing import Any, ClassVar
 from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import NEVER
 
-__all__ = [
-    "CLOSE",
-    "STOCK_TYPES",
-    "USUAL_YARN",
-    "Export",
-    "ExtensionInConfig",
-    "OwnALiBi",
-    "Runtime",
-    "is_close",
-    "longest",
-    "longrope_scale",
-    "longrope_scale_of",
-    "nested",
-    "read_table",
-    "require_known_type",
-    "whole",
-    "without_endless_table",
-]
-
 CLOSE = 1e-3
 """Of what an extension changes: rounding in float32 reaches a twentieth of this."""
 USUAL_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}

@@ -18,8 +18,6 @@ from ctxext.errors import IncompatibleError
 from ctxext.runtimes.base import Export, ExtensionInConfig, Runtime, longest, longrope_scale_of, require_known_type
 from ctxext.surgery.windows import window_of
 
-__all__ = ["READ", "Exllamav3"]
-
 VERSION = "1.6.5"
 # Model types whose classes hand on what that function reads, to every layer.
 READ = ("arcee", "dots1", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")

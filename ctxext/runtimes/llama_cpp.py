@@ -39,20 +39,6 @@ from ctxext.runtimes.base import (
 )
 from ctxext.surgery.windows import window_of
 
-__all__ = [
-    "DIVISORS",
-    "TABLE",
-    "LlamaCpp",
-    "architecture_of",
-    "attention_factor",
-    "flags_of",
-    "holds_divisors",
-    "in_file",
-    "is_scaling",
-    "keys_of",
-    "verdict",
-]
-
 TABLE = Path(__file__).with_name("llama_cpp.json")
 # The model types whose ALiBi it computes and its converter knows; their names are those of their architectures.
 ALIBI = ("bloom",)

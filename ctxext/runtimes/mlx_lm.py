@@ -28,8 +28,6 @@ from ctxext.runtimes.base import (
 )
 from ctxext.surgery.windows import window_of
 
-__all__ = ["TABLE", "MlxLm", "form_of", "runs"]
-
 TABLE = Path(__file__).with_name("mlx_lm.json")
 
 

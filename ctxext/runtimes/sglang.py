@@ -31,8 +31,6 @@ from ctxext.runtimes.base import (
 )
 from ctxext.surgery.windows import window_of
 
-__all__ = ["READ", "SGLang"]
-
 VERSION = "0.5.23"
 # Model types whose classes hand the config's rope parameters on as they are.
 READ = ("llama", "mistral", "qwen2", "qwen3")

@@ -32,8 +32,6 @@ from ctxext.runtimes.base import (
     without_endless_table,
 )
 
-__all__ = ["CLASSES", "TABLE", "VLLM"]
-
 TABLE = Path(__file__).with_name("vllm.json")
 
 # Model types whose slopes vLLM computes as the checkpoint was trained with them.

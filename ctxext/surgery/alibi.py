@@ -21,8 +21,6 @@ from ctxext.surgery.caches import current_filling
 from ctxext.surgery.generation import LengthRule, note_fitted_lengths, refuse_stale_cache
 from ctxext.surgery.positions import LayoutMask
 
-__all__ = ["AlibiAttend", "bias_fingerprint"]
-
 
 @dataclass
 class AlibiAttend:

@@ -21,18 +21,6 @@ from ctxext.surgery.replaced import original_twin
 from ctxext.surgery.rotary import UNSEEN, RotaryPlace
 from ctxext.surgery.texts import text_of
 
-__all__ = [
-    "Backends",
-    "CrossAttend",
-    "Tried",
-    "as_autocast_wants",
-    "attention_layers",
-    "decoder_of",
-    "install_attention",
-    "try_install",
-    "why_no_custom_attention",
-]
-
 
 @dataclass
 class Backends:

@@ -22,8 +22,6 @@ from ctxext.attention import Layout
 from ctxext.errors import IncompatibleError
 from ctxext.spec import Band, Region, Sinks
 
-__all__ = ["BoundedLayer", "Reach", "bounded_layer_of", "reach_of"]
-
 
 class Reach(NamedTuple):
     """What the queries of a text can see: its ``first`` tokens, and the ``newest``, the query itself included."""

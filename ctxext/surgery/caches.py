@@ -23,20 +23,6 @@ from transformers.cache_utils import DynamicLayer
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.surgery.edits import Edits
 
-__all__ = [
-    "Filled",
-    "FilledUnder",
-    "cache_argument",
-    "cache_in",
-    "current_filling",
-    "empty",
-    "filled",
-    "guard_caches",
-    "guards_of",
-    "outside_graphs",
-    "remember",
-]
-
 # How transformers calls a cache since 5.24, and before (callers may go on with that); and in layers of older models.
 ARGUMENTS = ("cache", "past_key_values", "layer_past")
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"

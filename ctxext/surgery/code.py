@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-__all__ = ["names_of", "own_bases", "source_of", "source_of_home"]
-
 
 def own_bases(kind: type) -> list[type]:
     """A class and those of its bases that are a model's own: neither torch's nor what all of transformers shares."""

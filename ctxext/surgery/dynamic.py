@@ -24,8 +24,6 @@ from ctxext.surgery.rope_types import ROPE_TYPE
 from ctxext.surgery.rotary import RotarySite
 from ctxext.surgery.stored_form import StoredForm
 
-__all__ = ["DynamicForward", "follow_length"]
-
 # Modules kept per model, one for each length read of late: a few kilobytes each.
 KEPT = 64
 

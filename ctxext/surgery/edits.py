@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
 
-__all__ = ["Edits", "follow_replicas", "own_attributes"]
-
 # torch numbers its hooks per process; a name of our own cannot meet the number of another after unpickling.
 HOOK: Any = "ctxext"
 HOOKS = "forward hooks"

@@ -30,18 +30,6 @@ from ctxext.surgery.rotary import RotaryPlace
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.travelling import Travelling
 
-__all__ = [
-    "ENCODING",
-    "EncodingAttend",
-    "building_encodings",
-    "encoding_fingerprint",
-    "encoding_weights",
-    "install_encoding",
-    "put_encoding_weights",
-    "spec_of",
-    "why_not_run",
-]
-
 ENCODING = "ctxext_encoding"
 """The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
 

@@ -28,14 +28,6 @@ from ctxext.methods import Method
 from ctxext.surgery.caches import Filled, cache_in, current_filling, empty, filled, guards_of, remember
 from ctxext.surgery.edits import Edits
 
-__all__ = [
-    "LengthRule",
-    "compile_nothing_in_generate",
-    "note_fitted_lengths",
-    "recompute_in_generate",
-    "refuse_stale_cache",
-]
-
 
 @dataclass(frozen=True)
 class LengthRule:

@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
 
-__all__ = ["Replay", "box_inputs_of_head", "require_head", "require_pieces", "shell_of"]
-
 
 def require_head(causal: PreTrainedModel) -> str:
     """Return the name of the child that holds a model's layers.

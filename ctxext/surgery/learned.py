@@ -17,8 +17,6 @@ from ctxext.methods.formulas import plain_inv_freq
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rotary import ProportionalSpec, RotarySite, takes_axes
 
-__all__ = ["LearnedForward", "LearnedRotation", "learn_rotation", "turns"]
-
 # How the angle of a pair of dimensions is laid out: half a head apart (Llama), side by side (GPT-J), once for both.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda part: torch.cat((part, part), dim=-1),

@@ -20,17 +20,6 @@ from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import is_windowed
 
-__all__ = [
-    "SCALED",
-    "Scaling",
-    "checked_scaling",
-    "max_length_of",
-    "refuse_changed_length",
-    "refuse_shrinking",
-    "scaling_of",
-    "stated_length",
-]
-
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
 CHOICES = ("extend", "replace")
 # Model types that are published with linear scaling and a length that it has raised already (vLLM excepts them, too).

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 from ctxext.surgery.probe import WIDTHS, readers_of, reads_an_encoder
 from ctxext.surgery.rebuild import FAILURES
 
-__all__ = ["TOKENS", "lookups", "table_of"]
-
 TOKENS = 6  # that a twin reads to show its first row
 BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
 

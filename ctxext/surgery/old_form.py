@@ -18,8 +18,6 @@ from huggingface_hub.errors import StrictDataclassError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = ["OLD_GUARD", "REFUSALS", "drop_old_form", "rope_dicts", "same_rope", "write_old_form"]
-
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 
 # What transformers raises where it cannot read a config, or build a model from one.

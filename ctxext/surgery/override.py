@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ForwardOverride"]
-
 
 @dataclass
 class ForwardOverride:

@@ -28,17 +28,6 @@ from ctxext.surgery.caches import cache_in
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.travelling import Travelling
 
-__all__ = [
-    "ATTENTION",
-    "LayoutMask",
-    "PositionedForward",
-    "SharedForward",
-    "cache_layer_of",
-    "declared_length",
-    "layout_of",
-    "replace_cache_layer",
-]
-
 PLAIN_LAYERS = (DynamicLayer, StaticLayer, BoundedLayer)  # others keep something else than what they return
 
 

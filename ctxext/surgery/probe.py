@@ -26,16 +26,6 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import FAILURES
 from ctxext.surgery.replaced import original_twin
 
-__all__ = [
-    "WIDTHS",
-    "Layers",
-    "forward_without_data",
-    "look",
-    "reader_of",
-    "readers_of",
-    "reads_an_encoder",
-]
-
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
 

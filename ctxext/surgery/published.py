@@ -20,19 +20,6 @@ from ctxext.surgery.code import source_of_home
 from ctxext.surgery.old_form import REFUSALS, rope_dicts
 from ctxext.surgery.texts import text_of
 
-__all__ = [
-    "CHUNKED",
-    "FOREIGN_KEYS",
-    "Foreign",
-    "foreign_fields",
-    "lost_fields",
-    "published_json",
-    "published_text",
-    "refuse_lost_fields",
-    "refuse_other_positions",
-    "without_foreign",
-]
-
 CHUNKED = "dual_chunk_attention_config"
 """The field by which Qwen's 1M checkpoints ask vLLM and SGLang for dual chunk attention; transformers ignores it."""
 

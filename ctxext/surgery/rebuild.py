@@ -26,19 +26,6 @@ from ctxext.surgery.edits import Edits, own_attributes
 from ctxext.surgery.old_form import REFUSALS, drop_old_form
 from ctxext.surgery.texts import text_of
 
-__all__ = [
-    "FAILURES",
-    "REFUSALS",
-    "RESTORING",
-    "Rebuild",
-    "own_defaults",
-    "reread",
-    "restoring",
-    "rotaries",
-    "running",
-    "without_weights",
-]
-
 Scalar = int | float | str | bool | None
 
 # What a model's own code may raise when it is asked for something that its authors did not think of.

@@ -36,8 +36,6 @@ from ctxext.surgery.replaced import original_code, replaced_in
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 from ctxext.surgery.texts import text_of
 
-__all__ = ["RemapAttend", "as_it_rotates", "in_words", "install_pieces", "require_remappable"]
-
 BOTH_WAYS = "its attention is not causal, and the pieces are for keys that come before their query only"
 
 NOT_ONE_GRAPH = (

@@ -22,8 +22,6 @@ from transformers import PreTrainedModel
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import restoring, without_weights
 
-__all__ = ["original_code", "original_twin", "replaced_in"]
-
 UNREPLACED = "_ctxext_unreplaced_"  # in front of the name of a module's second copy
 
 # What transformers' own modules are made of. A partial function belongs to whoever made it, so functools is not here.

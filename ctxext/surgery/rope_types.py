@@ -17,19 +17,6 @@ from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import RESTORING
 
-__all__ = [
-    "GUARD",
-    "GUARDED_FIELD",
-    "ROPE_NAME",
-    "ROPE_TYPE",
-    "UNROTATED_NAME",
-    "current_form",
-    "method_rope_parameters",
-    "unrotated_rope_parameters",
-    "with_base",
-    "without_guard",
-]
-
 # These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
 # one. transformers 5 checks types: a sentence in the place of this number stops every stock class and is quoted in the
 # error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.

@@ -25,22 +25,6 @@ from ctxext.surgery.rebuild import Rebuild, restoring, rotaries, running
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import is_windowed, mixes_windows
 
-__all__ = [
-    "UNSEEN",
-    "LatentSpec",
-    "PinnedApply",
-    "ProportionalSpec",
-    "RotaryPlace",
-    "RotarySite",
-    "disagreement",
-    "find_sites",
-    "require_as_configured",
-    "require_as_patched",
-    "rotating",
-    "survey",
-    "takes_axes",
-]
-
 Output = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # float32 carries a phase to about 2^-23 relative; the power base^(-2i/d) adds a few units more.

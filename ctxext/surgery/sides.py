@@ -16,8 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import rotaries
 
-__all__ = ["SIDES", "Side", "sides_of"]
-
 SIDES = ("encoder", "decoder")
 
 

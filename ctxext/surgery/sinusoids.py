@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import RopeSpec
 
-__all__ = ["Growing", "Sinusoid", "remaker_of", "sinusoid_of"]
-
 BASE = 10000.0
 ANGLE = 2.0**-22  # radians per row by which a class that computes angles in float32 may be off
 REMAKERS = ("make_weights", "make_weight")  # what fairseq's module, and all that came of it, computes its table anew by

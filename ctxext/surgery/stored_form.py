@@ -15,13 +15,12 @@ from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import as_longrope
 from ctxext.spec import RopeSpec
 from ctxext.surgery.lengths import max_length_of
+from ctxext.surgery.old_form import REFUSALS
 from ctxext.surgery.published import without_foreign
-from ctxext.surgery.rebuild import REFUSALS, Rebuild, rotaries
+from ctxext.surgery.rebuild import Rebuild, rotaries
 from ctxext.surgery.rope_types import ROPE_NAME, ROPE_TYPE, method_rope_parameters, with_base
 from ctxext.surgery.rotary import LatentSpec, ProportionalSpec, RotarySite, disagreement
 from ctxext.surgery.texts import text_of
-
-__all__ = ["StoredForm", "checked_lengths", "score_form"]
 
 
 @dataclass(frozen=True)

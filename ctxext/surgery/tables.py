@@ -33,23 +33,6 @@ from ctxext.surgery.rope_types import without_guard
 from ctxext.surgery.texts import field_of
 from ctxext.surgery.wrappers import is_zero3
 
-__all__ = [
-    "Growth",
-    "PositionTable",
-    "Twins",
-    "is_sinusoidal",
-    "mixed",
-    "places_of",
-    "prove",
-    "put_weights",
-    "replace_tables",
-    "twin_of",
-    "twins_of",
-    "unmixed",
-    "values_of",
-    "weight_of",
-]
-
 # Fields of a config that count positions of tokens; kinds of distances and places on a page are counted otherwise.
 FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_length|max_source|max_target|max_text")
 NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["field_of", "part_of_config", "text_of"]
-
 
 def text_of(config: Any) -> Any:
     """The text part of a config, which is the whole of it for most models; always an object that belongs to it.

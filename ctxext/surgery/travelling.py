@@ -16,8 +16,6 @@ from transformers.cache_utils import Cache, QuantizedLayer
 
 from ctxext.errors import IncompatibleError
 
-__all__ = ["Travelling"]
-
 PIECES = 3
 """In how many numbers of the keys' dtype a wider one is kept: three of bfloat16 hold all digits of one of float32."""
 

@@ -7,8 +7,6 @@ from typing import Any
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.spec import Request
 
-__all__ = ["is_windowed", "mixes_windows", "window_fields", "window_note", "window_of"]
-
 CHOICES = (None, "keep", "lift")
 
 

@@ -16,17 +16,6 @@ from ctxext.errors import IncompatibleError
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.texts import text_of
 
-__all__ = [
-    "EXTENDED_IN_MEMORY",
-    "base_model",
-    "give_own_config",
-    "is_zero3",
-    "lead_nowhere",
-    "length_limits",
-    "owns_its_config",
-    "unwrapped",
-]
-
 # Trainers that need a reference model build it from the path in the config, where the model lies unextended (TRL
 # 1.16.0, trainer/dpo_trainer.py:926, kto_trainer.py:937, grpo_trainer.py:1003, rloo_trainer.py:689).
 EXTENDED_IN_MEMORY = (

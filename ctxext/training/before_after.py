@@ -15,7 +15,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
-from ctxext.evaluation.corpus import Corpus, corpus_of, read_documents
+from ctxext.evaluation.corpus import Corpus, corpus_of
+from ctxext.evaluation.documents import read_documents
 from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
 from ctxext.files import write_json
@@ -23,8 +24,6 @@ from ctxext.progress import StageBar, terminal
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.figure import Gain
 from ctxext.training.settings import Settings
-
-__all__ = ["BeforeAndAfter", "gain", "summary"]
 
 
 class BeforeAndAfter:

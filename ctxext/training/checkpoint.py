@@ -16,15 +16,14 @@ from transformers.integrations import deepspeed as zero
 
 from ctxext import patching
 from ctxext.adapters import ADAPTER_FILE, is_adapter
-from ctxext.checkpoints.source import checked_path, read_any_config, read_json
+from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import BackendUnavailableError, CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
+from ctxext.files import read_json
 from ctxext.saved import checked_trained_length, plain_config, saved_extension
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings
-
-__all__ = ["four_bits", "load_base", "require_device", "with_all_weights"]
 
 
 def require_device(settings: Settings) -> str:

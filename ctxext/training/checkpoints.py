@@ -21,8 +21,6 @@ from ctxext.surgery.edits import Edits
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.settings import Settings, checked_settings
 
-__all__ = ["CompleteCheckpoints", "ExtensionCallback", "last_checkpoint", "resume_point", "saving"]
-
 COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 SETTINGS = "settings.json"

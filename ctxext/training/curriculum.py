@@ -21,8 +21,6 @@ from ctxext.training.memory import Memory
 from ctxext.training.sequences import PackedSequences, Sequences, TrainingSequences
 from ctxext.training.settings import ExtensionSettings, Settings
 
-__all__ = ["Curriculum", "StagedSequences", "sequences_of", "stages_of"]
-
 
 def stages_of(settings: Settings) -> list[tuple[int, ExtensionSettings, int]]:
     """Steps, extension and tokens of a sequence, of each part of a run; the last is the settings' own."""

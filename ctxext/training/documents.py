@@ -14,11 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
-from ctxext.evaluation.corpus import read_documents, special_prefix, tokenise
-from ctxext.evaluation.documents import files_of, is_saved
+from ctxext.evaluation.corpus import special_prefix, tokenise
+from ctxext.evaluation.documents import files_of, is_saved, read_documents
 from ctxext.evaluation.folders import say_left_out
-
-__all__ = ["TokenisedDocuments"]
 
 
 class TokenisedDocuments:

@@ -18,8 +18,6 @@ from ctxext.evaluation.report.style import (
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import whole_file
 
-__all__ = ["Gain", "save_training_figure", "smoothed"]
-
 # Loss minus the best truncation's, by positions (first, stop).
 Gain = Sequence[tuple[tuple[int, int], PairedDifference]]
 BEFORE, AFTER = "#999999", COLOURS["yarn"]

@@ -10,8 +10,6 @@ from torch import nn
 from ctxext.errors import PatchStateError
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["reference"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 

@@ -29,8 +29,6 @@ from ctxext.surgery.code import own_bases, source_of
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["attach_lora", "encodings", "linear_layers", "merged", "norm_layers", "reattach_lora", "trained_weights"]
-
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then
 # asks the model itself which module that is. A name that no module has does no harm.

@@ -34,8 +34,6 @@ from ctxext.surgery.wrappers import base_model
 from ctxext.training.parallel import is_fsdp, is_sharded
 from ctxext.training.sequences import IGNORED
 
-__all__ = ["ChunkedLoss", "Pieces", "WithGradients", "chunk_loss", "cross_entropy_and_gradient"]
-
 
 def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
     """Let a model compute its loss in chunks from now on, whoever calls it: any Trainer, or a loop of your own.

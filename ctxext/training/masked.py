@@ -23,8 +23,6 @@ from ctxext.evaluation.corpus import special_prefix, special_suffix
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.sequences import IGNORED, Sequences
 
-__all__ = ["MaskedSequences", "shift_of"]
-
 READ = 16  # tokens that show at which positions a model reads
 
 

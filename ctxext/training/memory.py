@@ -26,8 +26,6 @@ from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import chunk_loss
 
-__all__ = ["MOST_KEPT", "Memory", "peak_memory", "recompute_layers", "return_freed_memory"]
-
 ATTENTION_KERNELS = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention",

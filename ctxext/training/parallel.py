@@ -21,8 +21,6 @@ from ctxext.patching import patched_state
 from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.wrappers import base_model, is_zero3
 
-__all__ = ["is_fsdp", "is_sharded", "launched_parallelism", "release_attention", "require_carried", "whole_sequence"]
-
 CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 
 

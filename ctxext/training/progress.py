@@ -14,8 +14,6 @@ from transformers.trainer_callback import ExportableState
 
 from ctxext.progress import terminal
 
-__all__ = ["TrainingProgress"]
-
 
 class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
     """A bar on a terminal; elsewhere a line on stderr for every time the Trainer logs.

@@ -22,8 +22,6 @@ from torch import Tensor
 from ctxext.evaluation.corpus import special_prefix, tokens_behind
 from ctxext.training.sequences import IGNORED, Sequences
 
-__all__ = ["RETRIEVAL", "Retrieval", "RetrievalSequences"]
-
 Retrieval = Literal["keys", "copies", "chains"]
 RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
 

@@ -22,16 +22,6 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.surgery.wrappers import base_model
 from ctxext.training.documents import TokenisedDocuments
 
-__all__ = [
-    "IGNORED",
-    "PackedSequences",
-    "Positions",
-    "RemainingSequences",
-    "Sequences",
-    "TrainingSequences",
-    "require_separate",
-]
-
 IGNORED = -100
 """The label that counts for nothing, as everywhere in transformers."""
 

@@ -29,20 +29,6 @@ from ctxext.methods import is_choice, method_in
 from ctxext.training.memory import Memory
 from ctxext.training.retrieval import RETRIEVAL, Retrieval
 
-__all__ = [
-    "Data",
-    "Evaluation",
-    "ExtensionSettings",
-    "Lora",
-    "MemorySettings",
-    "Section",
-    "Settings",
-    "Stage",
-    "TrainingSettings",
-    "checked_settings",
-    "read_settings",
-]
-
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str | int | float) else value)
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -27,8 +27,6 @@ from ctxext.surgery.positions import ATTENTION
 from ctxext.surgery.windows import is_windowed
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["ShiftedAttention"]
-
 Attention = Callable[..., tuple[Tensor, Any]]
 
 

@@ -24,8 +24,6 @@ from ctxext.patching import patched_state
 from ctxext.surgery.tables import weight_of
 from ctxext.surgery.wrappers import base_model
 
-__all__ = ["TrainedTable"]
-
 
 class TrainedTable:
     """Leaves the table of positions of an extended model to be trained, and freezes everything else.

@@ -23,8 +23,6 @@ from ctxext.training.parallel import release_attention, require_carried, whole_s
 from ctxext.training.sequences import PackedSequences, RemainingSequences, Sequences
 from ctxext.training.shifted import ShiftedAttention
 
-__all__ = ["LongTrainer", "NotANumberError"]
-
 
 class NotANumberError(CtxextError, ArithmeticError):
     """The loss is NaN or infinite: further steps would destroy the weights."""

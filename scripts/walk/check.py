@@ -23,24 +23,13 @@ from ctxext.architectures.buckets import Buckets
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.spec import RopeSpec
-from ctxext.surgery.probe import FAILURES, look
-from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.probe import look
+from ctxext.surgery.rebuild import FAILURES, rotaries
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.sides import sides_of
 from scripts.walk.kinds import group_of, groups_for
 from scripts.walk.stock import logits_of, output_of
 from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY
-
-__all__ = [
-    "Finding",
-    "State",
-    "Stock",
-    "check_model",
-    "rotating_layers",
-    "sees_ahead",
-    "text_of_length",
-    "walked_methods",
-]
 
 FIRST_TOKEN = 40  # below are special tokens (images, audio, ends of text) in some vocabularies
 # Largest difference of logits, whose size is about 10, where the model's own code computes ALiBi by another kernel: in

@@ -12,8 +12,6 @@ from ctxext.methods import METHODS, BiasMethod, BucketMethod, EncodingMethod, Me
 from ctxext.methods.remap import RemapMethod
 from ctxext.surgery.sides import sides_of
 
-__all__ = ["GROUPS", "NO_POSITIONS", "OTHER", "group_of", "groups_for", "positions_of"]
-
 # Groups of methods by what they change; a method belongs to the first one that fits.
 GROUPS: dict[str, type[Method]] = {
     "remap": RemapMethod,

@@ -18,8 +18,6 @@ from rich.table import Table
 
 from scripts.walk.kinds import GROUPS, group_of, groups_for
 
-__all__ = ["counts", "coverage", "page", "summarise", "table"]
-
 Line = dict[str, Any]
 
 HEADER = """\

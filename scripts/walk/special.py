@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["NOT_ALONE", "SPECIAL"]
-
 _GEMMA4 = {"global_head_dim": 64}  # the default is one config entry per layer
 
 _INDEXER = {

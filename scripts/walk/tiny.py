@@ -24,8 +24,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ctxext.surgery.tables import is_sinusoidal
 from scripts.walk.special import SPECIAL
 
-__all__ = ["KINDS", "TRAINED_LENGTH", "VOCABULARY", "kind_of", "model_types", "tiny_config", "tiny_model"]
-
 TRAINED_LENGTH = 64
 VOCABULARY = 128
 LAYERS = 2

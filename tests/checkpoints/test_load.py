@@ -28,8 +28,9 @@ from ctxext.errors import (
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.check import Stock
-from tests._models import FOR_LLAMA, TRAINED_LENGTH, State, logits, tiny, tokens
+from scripts.walk.check import State, Stock
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import FOR_LLAMA, logits, tiny, tokens
 
 every_method = pytest.mark.parametrize("name", FOR_LLAMA)
 

@@ -25,8 +25,8 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import load_checkpoint
 from scripts.walk.special import SPECIAL
-from scripts.walk.tiny import _shrunk
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH, _shrunk
+from tests._models import logits, tiny, tokens
 from tests._products import crossed
 from tests._tokenizer import make_tokenizer
 

@@ -22,8 +22,9 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.check import Stock, check_model
-from tests._models import MODELS, RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
+from scripts.walk.check import State, Stock, check_model
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import MODELS, RECENT, logits, tiny, tokens
 from tests._products import some
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]

@@ -23,7 +23,8 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.methods import METHODS, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
-from tests._models import RECENT, TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import RECENT, logits, tiny, tokens
 from tests._remap import dense_attention, relative_positions, weights
 
 REMAPS = {name: cls for name, cls in METHODS.items() if issubclass(cls, RemapMethod)}

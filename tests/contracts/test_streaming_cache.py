@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Streaming
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import logits, tiny, tokens
 
 EXACT = 1e-6
 LENGTH = 180

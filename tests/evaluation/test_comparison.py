@@ -23,7 +23,8 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.result import ComparisonResult, judge
 from ctxext.evaluation.comparison.run import Comparison, prepare
-from ctxext.evaluation.corpus import Document, corpus_of
+from ctxext.evaluation.corpus import corpus_of
+from ctxext.evaluation.documents import Document
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods

@@ -14,15 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation import documents
-from ctxext.evaluation.corpus import (
-    Document,
-    corpus_of,
-    installed_texts,
-    prefix_for,
-    prefix_label,
-    read_documents,
-    tokenise,
-)
+from ctxext.evaluation.corpus import corpus_of, prefix_for, prefix_label, tokenise
+from ctxext.evaluation.documents import Document, installed_texts, read_documents
 
 ROWS = [{"title": "One", "text": "first\r\ntext"}, {"title": "Two", "text": "second"}, {"title": "", "text": " \n"}]
 

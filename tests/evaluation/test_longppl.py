@@ -18,7 +18,8 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus, Document, corpus_of
+from ctxext.evaluation.corpus import Corpus, corpus_of
+from ctxext.evaluation.documents import Document
 from ctxext.evaluation.key_tokens import KeyTokens, ending, find_key_tokens, search_cost
 from ctxext.evaluation.longppl import LongPplResult
 from ctxext.evaluation.loss import truncated_loss

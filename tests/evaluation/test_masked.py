@@ -17,7 +17,8 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedToken
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.corpus import Corpus, Document, corpus_of
+from ctxext.evaluation.corpus import Corpus, corpus_of
+from ctxext.evaluation.documents import Document
 from ctxext.evaluation.masked import (
     END,
     EVERY,

@@ -23,7 +23,8 @@ from ctxext.cli.app import app
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation import loss
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus, Document, corpus_of
+from ctxext.evaluation.corpus import Corpus, corpus_of
+from ctxext.evaluation.documents import Document
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.perplexity import Passes, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult

@@ -16,7 +16,8 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.nope import NoPE
 from ctxext.pictures.frequencies import bands, plot_spectrum, shown_by_default, speed
 from ctxext.spec import RopeSpec
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import logits, tiny, tokens
 
 
 @pytest.mark.parametrize("factor", [1, 4, 32])

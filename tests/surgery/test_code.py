@@ -13,7 +13,8 @@ import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.code import source_of
 from ctxext.training.lora import attach_lora
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import logits, tiny, tokens
 
 TYPED = """
 import torch

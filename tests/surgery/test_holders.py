@@ -21,7 +21,8 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS
-from tests._models import RECENT, TRAINED_LENGTH, tiny
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import RECENT, tiny
 from tests._tokenizer import make_tokenizer
 
 TRAINED, TARGET = 32, 128

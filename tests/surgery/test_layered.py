@@ -10,7 +10,8 @@ import torch
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import rotaries
-from tests._models import RECENT, State, logits, tiny, tokens
+from scripts.walk.check import State
+from tests._models import RECENT, logits, tiny, tokens
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3", "mimo_v2_flash", "modernbert-decoder"])

@@ -24,7 +24,8 @@ from transformers import (
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import logits, tiny, tokens
 
 LENGTH = 512  # what the scaled checkpoints of these tests read
 ORIGINAL = 64

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import logits, tiny, tokens
 from tests._products import some
 
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)

@@ -9,7 +9,9 @@ import torch
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from tests._models import RECENT, TRAINED_LENGTH, State, logits, tiny, tokens
+from scripts.walk.check import State
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import RECENT, logits, tiny, tokens
 
 
 def last_sees_first(model: Any) -> bool:

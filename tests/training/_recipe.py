@@ -13,8 +13,6 @@ from transformers import TrainerCallback
 
 from ctxext.training.trainer import LongTrainer
 
-__all__ = ["CONFIG", "CONFIGS", "RECIPES", "SMALL", "interrupted", "losses", "recipe", "words_of"]
-
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))
 CONFIG = RECIPES / "configs" / "smollm2-135m-16k-yarn-pose.yaml"

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-__all__ = ["admit_processes", "admit_ring_attention"]
-
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 SEQUENCE = 2  # of [batch, heads, seq, head_dim]

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ctxext.training.settings import Settings, Stage, read_settings
 from scripts.update_readme import header_of
-from tests._models import TRAINED_LENGTH, tiny
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import tiny
 from tests.training._recipe import CONFIGS, losses, recipe, words_of
 
 LLAMA_3_1 = {

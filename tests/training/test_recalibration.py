@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.training.lora import attach_lora, merged
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from scripts.walk.tiny import TRAINED_LENGTH
+from tests._models import logits, tiny, tokens
 from tests.training._recipe import RECIPES, losses, recipe
 
 CONFIG = RECIPES / "configs" / "smollm2-135m-64k-nope-drope.yaml"

@@ -29,21 +29,10 @@ from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
-    from ctxext.evaluation.corpus import Document
+    from ctxext.evaluation.documents import Document
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.provenance import Provenance
     from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey
-
-__all__ = [
-    "ReaderOptions",
-    "RetrievalSession",
-    "Session",
-    "amount_of_work",
-    "cost_of",
-    "first_document",
-    "told_on_interrupt",
-    "trials_beside",
-]
 
 Result = TypeVar("Result", bound=Measurement)
 
@@ -266,7 +255,7 @@ def first_document(text: str | None, split: str | None, column: str | None) -> D
     Raises:
         InvalidParameterError: it cannot be read, or holds no text.
     """
-    from ctxext.evaluation.corpus import read_documents
+    from ctxext.evaluation.documents import read_documents
 
     if text is None:
         return None

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ctxext.evaluation.comparison.result import ComparisonResult
     from ctxext.evaluation.comparison.run import Comparison
 
-__all__ = ["compare"]
-
 
 @grouped
 def compare(

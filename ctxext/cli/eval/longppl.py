@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ctxext.evaluation.corpus import Corpus
     from ctxext.evaluation.key_tokens import KeyTokens
 
-__all__ = ["longppl"]
-
 
 @grouped
 def longppl(

@@ -23,8 +23,6 @@ from ctxext.cli.options import (
 )
 from ctxext.errors import InvalidParameterError
 
-__all__ = ["masked"]
-
 
 @grouped
 def masked(

@@ -12,8 +12,6 @@ from ctxext.cli.eval.common import amount_of_work, cost_of, first_document, told
 from ctxext.cli.options import Column, Factors, Methods, OutputOptions, Seed, Split, Trained, Trust, grouped
 from ctxext.progress import StageBar, terminal
 
-__all__ = ["passages"]
-
 
 @grouped
 def passages(

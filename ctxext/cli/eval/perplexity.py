@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ctxext.evaluation.corpus import Corpus
     from ctxext.evaluation.perplexity import PerplexityPlan
 
-__all__ = ["perplexity"]
-
 
 @grouped
 def perplexity(

@@ -10,8 +10,6 @@ from typer import Option
 from ctxext.cli.eval.common import ReaderOptions, RetrievalSession, first_document
 from ctxext.cli.options import Column, OutputOptions, Seed, SourceOptions, Split, grouped
 
-__all__ = ["ruler"]
-
 
 @grouped
 def ruler(

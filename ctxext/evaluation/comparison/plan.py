@@ -18,8 +18,6 @@ from ctxext.evaluation.statistics import check_finite, edges_for
 from ctxext.evaluation.survey import Answer, Job
 from ctxext.evaluation.truncation import TRUNCATED, tail_losses, tail_passes
 
-__all__ = ["LOSS", "PASSKEY", "Cell", "ComparisonPlan", "check_lengths", "make_plan"]
-
 LOSS, PASSKEY = "loss", "passkey"
 
 

@@ -26,21 +26,6 @@ from ctxext.evaluation.statistics import (
 )
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, BestTruncation, best_window, join_best, window_of
 
-__all__ = [
-    "NO",
-    "YES",
-    "ComparisonResult",
-    "FactorSeries",
-    "PasskeyScore",
-    "Row",
-    "Score",
-    "Series",
-    "Verdict",
-    "assemble",
-    "judge",
-    "summarise",
-]
-
 
 @dataclass(frozen=True)
 class Series:

@@ -23,8 +23,6 @@ from ctxext.evaluation.survey import ProcessGroup, Survey
 from ctxext.evaluation.truncation import TRUNCATED
 from ctxext.methods import Method
 
-__all__ = ["Comparison", "prepare"]
-
 
 @dataclass(eq=False, kw_only=True)
 class Comparison(Survey[Cell]):

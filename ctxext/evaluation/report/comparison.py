@@ -18,8 +18,6 @@ from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
 from ctxext.evaluation.report.style import plain_table, rendered, require_report, write_pages
 from ctxext.evaluation.truncation import windows_of
 
-__all__ = ["page", "terminal_table", "write_report"]
-
 PAGE, DATA, ROWS, MARKDOWN = "report.html", "report.json", "report.csv", "report.md"
 
 

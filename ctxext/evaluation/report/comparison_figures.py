@@ -29,8 +29,6 @@ from ctxext.evaluation.report.style import (
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
 
-__all__ = ["drawings", "save_loss_figure"]
-
 WIDTH = 5.1
 # Lost to found, the same in both themes: the cells bring their own background.
 LOST, FOUND, CELL_INK = "#F3D3B8", "#7DB8E0", "#1A1A1A"

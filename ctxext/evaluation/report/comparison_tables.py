@@ -11,8 +11,6 @@ from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.report.sentences import hidden_keys, windows_in_words
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
 
-__all__ = ["TextTable", "csv_rows", "main_table", "other_tables", "passkey_grids"]
-
 NONE = "\N{EN DASH}"
 
 

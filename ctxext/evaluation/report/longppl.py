@@ -13,8 +13,6 @@ from ctxext.evaluation.longppl import LongPplResult, LongPplScore
 from ctxext.evaluation.report.style import draw_grid, looks_for, plain_table, saved_figure, say
 from ctxext.evaluation.truncation import TRUNCATED, window_of
 
-__all__ = ["save_figure", "sentences", "show"]
-
 
 def show(result: LongPplResult, console: Console) -> None:
     """Print LongPPL beside plain perplexity, the differences to truncation, and the sentences."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["Markdown", "code", "escaped", "fenced", "table"]
-
 # An underscore inside of a word is never emphasis, and methods' names are full of them.
 SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|^#|#$")
 

@@ -22,8 +22,6 @@ from ctxext.evaluation.report.style import (
 )
 from ctxext.evaluation.truncation import TRUNCATED, window_of
 
-__all__ = ["masked_sentences", "save_masked_figure", "show_masked"]
-
 KINDS = {POSITION: "by position", END: "by distance to the end"}
 
 

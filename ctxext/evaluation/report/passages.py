@@ -13,8 +13,6 @@ from ctxext.evaluation.report.style import COLOURS, DASHED, NOTE, draw_grid, loo
 
 MARKERS = ("s", "^", "v")  # of the simple ways, which are grey and dashed
 
-__all__ = ["passage_sentences", "save_passage_figure", "show_passages"]
-
 
 def show_passages(report: PassageReport, console: Console) -> None:
     """Print the share found at each length, and the sentences."""

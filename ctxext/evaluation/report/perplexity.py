@@ -19,8 +19,6 @@ from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityRea
 from ctxext.evaluation.report.style import COLOURS, FAINT, draw_grid, plain_table, plain_ticks, saved_figure, say
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
-__all__ = ["announce", "save_figure", "show"]
-
 TITLES = {
     "position": "Perplexity up to a length",
     "sliding": "Sliding-window perplexity by window",

@@ -16,16 +16,6 @@ from ctxext.evaluation.report.style import DASHED, INK, NOTE, plain_table, saved
 from ctxext.evaluation.ruler import RulerReport, RulerResult
 from ctxext.evaluation.truncation import TRUNCATED
 
-__all__ = [
-    "passkey_sentences",
-    "ruler_sentences",
-    "save_passkey_figure",
-    "save_ruler_figure",
-    "show_passkeys",
-    "show_ruler",
-]
-
-
 AVERAGE = "average"
 
 

@@ -8,17 +8,6 @@ from ctxext.evaluation.comparison.result import NO, YES, ComparisonResult, Row, 
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.truncation import UNPATCHED, windows_of
 
-__all__ = [
-    "all_of",
-    "capitalised",
-    "headline",
-    "hidden_keys",
-    "sentences",
-    "unpatched_sentence",
-    "verdict_line",
-    "windows_in_words",
-]
-
 # Beyond this ratio to its own window a perplexity counts as broken.
 BROKEN = 2.0
 

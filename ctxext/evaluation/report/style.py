@@ -24,30 +24,6 @@ from ctxext.evaluation.statistics import PairedDifference
 from ctxext.files import write_whole
 from ctxext.version import __version__
 
-__all__ = [
-    "COLOURS",
-    "DASHED",
-    "FAINT",
-    "INK",
-    "NOTE",
-    "OTHERS",
-    "VARIABLES",
-    "Drawing",
-    "Look",
-    "draw_differences",
-    "draw_grid",
-    "label_ends",
-    "looks_for",
-    "plain_table",
-    "plain_ticks",
-    "rendered",
-    "require_matplotlib",
-    "require_report",
-    "saved_figure",
-    "say",
-    "write_pages",
-]
-
 FIGURES = "figures"  # the folder of a report's pictures
 
 

@@ -11,8 +11,6 @@ from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.statistics import wilson_interval
 from ctxext.evaluation.truncation import UNPATCHED
 
-__all__ = ["KEPT", "RulerCell", "RulerReport", "RulerResult", "RulerTrial", "relative_effective_length"]
-
 KEPT = 0.85
 
 

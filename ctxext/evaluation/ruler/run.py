@@ -25,19 +25,6 @@ from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, largest_fit
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 
-__all__ = [
-    "SAMPLES",
-    "SEED",
-    "Drawer",
-    "Sample",
-    "ask",
-    "draw",
-    "make_drawers",
-    "reply_to",
-    "ruler_prompts",
-    "ruler_report",
-]
-
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.
 SEED, SAMPLES = 42, 10
 NO_SOURCES = Sources()

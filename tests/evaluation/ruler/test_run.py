@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import Document
+from ctxext.evaluation.documents import Document
 from ctxext.evaluation.ruler import (
     TASKS,
     RulerResult,

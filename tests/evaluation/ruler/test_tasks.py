@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.corpus import Document
+from ctxext.evaluation.documents import Document
 from ctxext.evaluation.ruler import TASKS, Question, Setting, Sources, Task, choose
 from ctxext.evaluation.ruler.tasks.base import all_of, any_of
 

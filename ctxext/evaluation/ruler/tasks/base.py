@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ctxext.errors import require_package
-from ctxext.evaluation.corpus import Document
-
-__all__ = ["Question", "Setting", "Sources", "Task", "all_of", "any_of", "distinct", "largest_fit", "words"]
+from ctxext.evaluation.documents import Document
 
 # Sizes that largest_fit interpolates before it halves what is left.
 GUESSES = 8

@@ -11,8 +11,6 @@ from typing import ClassVar, Literal
 from ctxext.evaluation.haystack import split_sentences
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, distinct, words
 
-__all__ = ["NOISE", "inserted"]
-
 Kind = Literal["numbers", "words", "uuids"]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

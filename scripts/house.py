@@ -1,0 +1,141 @@
+"""Measure the house: print what each room of ctxext weighs, and what one patch walks through.
+
+    python scripts/house.py
+
+The budgets that a change may not exceed stand in ``tests/test_house.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ctxext"
+# First words of docstrings that name neither an action nor a thing.
+RIDDLES = re.compile(
+    r"(What|Which|Whether|How|Of|The same|Who|Whoever|As|It|Its|From|Those|Theirs|Likewise|Nobody|Where)\b"
+)
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def lines(folder: Path, pattern: str = "*.py") -> int:
+    """Count the lines of the files of ``folder`` and below whose names match ``pattern``."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob(pattern))
+
+
+def trees(folder: Path) -> Iterator[ast.Module]:
+    """Parse every Python file of ``folder`` and below."""
+    for path in sorted(folder.rglob("*.py")):
+        yield ast.parse(path.read_text(encoding="utf-8"))
+
+
+def docstrings(folder: Path) -> list[str]:
+    """Return the docstring of every module, class and function that has one."""
+    nodes = (node for tree in trees(folder) for node in ast.walk(tree) if isinstance(node, Documented))
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def classes(folder: Path) -> int:
+    """Count the classes of a folder."""
+    return sum(isinstance(node, ast.ClassDef) for tree in trees(folder) for node in ast.walk(tree))
+
+
+def lines_of_exports(folder: Path) -> int:
+    """Count the lines that assignments to ``__all__`` take, without those of packages' ``__init__``."""
+    total = 0
+    for path in folder.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            named = isinstance(node, ast.Assign) and any(ast.unparse(target) == "__all__" for target in node.targets)
+            if named and path.name != "__init__.py":
+                total += (node.end_lineno or node.lineno) - node.lineno + 1
+    return total
+
+
+def riddles(folder: Path) -> list[str]:
+    """Return the docstrings that begin with a word of ``RIDDLES``."""
+    return [text for text in docstrings(folder) if RIDDLES.match(text)]
+
+
+def without_imperative() -> int:
+    """Count the functions whose docstring does not begin with a verb in the imperative, as ruff's D401 sees it."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "D401", "--output-format", "concise"]
+    command += ["--config", "lint.pydocstyle.convention='google'", str(PACKAGE)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    return sum(" D401 " in line for line in told.stdout.splitlines())
+
+
+def entered(call: Callable[[], Any]) -> set[tuple[str, str]]:
+    """Run ``call`` and return the file and name of every function of ctxext that it enters."""
+    seen: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        seen.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    inside = [code for code in seen if code.co_filename.startswith(str(PACKAGE))]
+    return {(code.co_filename, code.co_qualname) for code in inside if not code.co_name.startswith("<")}
+
+
+def patch_walk() -> set[tuple[str, str]]:
+    """Return what ``ctxext.patch(model, "yarn", factor=4)`` of a tiny Llama enters, imports left out."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ctxext
+
+    def model() -> LlamaForCausalLM:
+        small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+        return LlamaForCausalLM(LlamaConfig(**small, num_hidden_layers=1, max_position_embeddings=64))
+
+    ctxext.patch(model(), "yarn", factor=4)  # which imports all that it needs
+    other = model()
+    return entered(lambda: ctxext.patch(other, "yarn", factor=4))
+
+
+def measure() -> dict[str, int]:
+    """Return every figure of the house by its name."""
+    walk = patch_walk()
+    return {
+        "lines of ctxext/": lines(PACKAGE),
+        "classes of evaluation/": classes(PACKAGE / "evaluation"),
+        "files that one patch enters": len({file for file, _ in walk}),
+        "functions that one patch enters": len(walk),
+        "docstrings": len(docstrings(PACKAGE)),
+        "docstrings that are riddles": len(riddles(PACKAGE)),
+        "functions without an imperative": without_imperative(),
+        "lines of __all__": lines_of_exports(PACKAGE),
+        "lines of JSON in ctxext/": lines(PACKAGE, "*.json"),
+        "lines of scripts/": lines(ROOT / "scripts") + lines(ROOT / "scripts", "*.sh"),
+        "lines of tests/": lines(ROOT / "tests"),
+    }
+
+
+def main() -> None:
+    """Print the rooms and the figures."""
+    rooms = Counter({folder.name: lines(folder) for folder in PACKAGE.iterdir() if folder.is_dir()})
+    rooms["top level"] = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.glob("*.py"))
+    console = Console(soft_wrap=True)
+    for title, rows in (("room", dict(rooms.most_common())), ("figure", measure())):
+        table = Table(title, "")
+        for name, number in rows.items():
+            if number:
+                table.add_row(name, f"{number:,}")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
