@@ -24,10 +24,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 import ctxext
 from ctxext.checkpoints.load import require_padding
 from ctxext.errors import CtxextError
-from ctxext.evaluation.documents import require_sources
 from ctxext.evaluation.provenance import command, git_state, machine, now, versions
 from ctxext.files import write_json
 from ctxext.progress import saying_what_is_left_out
+from ctxext.texts.documents import require_sources
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
 from ctxext.training.checkpoint import load_base, require_device, with_all_weights

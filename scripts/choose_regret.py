@@ -28,8 +28,6 @@ from ctxext.choosing.choice import Choice
 from ctxext.choosing.run import Contest, prepare
 from ctxext.cli.eval.common import Session, cost_of, told_on_interrupt
 from ctxext.cli.options import Seed, SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.corpus import Corpus, TokenisedDocument, corpus_of
-from ctxext.evaluation.documents import read_documents
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
@@ -38,6 +36,8 @@ from ctxext.evaluation.readings import Reader, Reading
 from ctxext.evaluation.statistics import PairedDifference, check_finite, grouped_difference, mean_loss
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.progress import StageBar
+from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
+from ctxext.texts.documents import read_documents
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

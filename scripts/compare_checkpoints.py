@@ -34,7 +34,6 @@ from ctxext.checkpoints.source import checked_path, gguf_inside
 from ctxext.cli.options import TextOptions, grouped, run_script
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import check_reach, pass_cost, ticking, turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.labels import tokens_label
@@ -52,6 +51,7 @@ from ctxext.evaluation.report.style import (
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference, edges_for
 from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
 from ctxext.progress import StageBar
+from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 Spans = Sequence[tuple[int, int]]
 

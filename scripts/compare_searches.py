@@ -49,8 +49,6 @@ from ctxext.choosing.candidates import grid
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
 from ctxext.choosing.search import Descent, State
 from ctxext.evaluation.checkpoint import weights_digest
-from ctxext.evaluation.corpus import TokenisedDocument, corpus_of
-from ctxext.evaluation.documents import read_documents
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.readings import TIMES, patched
@@ -58,6 +56,8 @@ from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.methods import NTK, PI, YaRN
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rotary import find_sites
+from ctxext.texts.corpus import TokenisedDocument, corpus_of
+from ctxext.texts.documents import read_documents
 
 # Of the genetic search: individuals, parents, new ones of each kind in a round, chance that a divisor changes, the step
 # between two divisors, how often a crossover is tried, and by how much the longest divisor may exceed the factor.

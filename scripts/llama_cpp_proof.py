@@ -35,7 +35,7 @@ from ctxext.methods import Method
 from ctxext.runtimes.base import Export
 from scripts.llama_cpp_table import VERSION, Converter, expected, served
 from scripts.proof import FACTOR, Proof, distance, methods_for, some_tokens, tiny_of
-from scripts.walk.tiny import TRAINED_LENGTH
+from tests.walk.tiny import TRAINED_LENGTH
 
 SHAPES = ("llama", "qwen2", "qwen3", "phi3", "gemma", "bloom")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/llama-cpp.json"

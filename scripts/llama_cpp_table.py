@@ -43,7 +43,7 @@ from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.errors import CheckpointError, CtxextError
 from ctxext.runtimes.llama_cpp import TABLE, attention_factor, flags_of
 from scripts.proof import TARGET, distance, patched_as, some_tokens, tiny_of, write_table
-from scripts.walk.tiny import VOCABULARY, model_types
+from tests.walk.tiny import VOCABULARY, model_types
 
 VERSION = "0.3.36"  # of llama_cpp_python, whose tree the converter is from
 # Numbers that are not the defaults of llama.cpp, so that a parameter that is not read shows.

@@ -38,7 +38,7 @@ from ctxext.errors import CtxextError
 from ctxext.runtimes.mlx_lm import TABLE, form_of
 from ctxext.surgery.windows import window_of
 from scripts.proof import TARGET, distance, log_probabilities, patched_as, some_tokens, tiny_of, write_table
-from scripts.walk.tiny import model_types
+from tests.walk.tiny import model_types
 
 # Numbers that are not mlx-lm's defaults, so that a parameter that is not read shows.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {

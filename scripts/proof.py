@@ -23,7 +23,7 @@ from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS, Method
 from ctxext.runtimes.base import is_close
 from ctxext.spec import RopeSpec
-from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY, tiny_config, tiny_model
+from tests.walk.tiny import TRAINED_LENGTH, VOCABULARY, tiny_config, tiny_model
 
 FACTOR = 4
 TARGET = FACTOR * TRAINED_LENGTH

@@ -20,8 +20,8 @@ from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageMod
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ctxext.evaluation.corpus import tokenise
-from ctxext.evaluation.documents import Document, read_documents
+from ctxext.texts.corpus import tokenise
+from ctxext.texts.documents import Document, read_documents
 
 LENGTH, BATCH, VOCABULARY = 128, 32, 2048
 SPECIAL = {

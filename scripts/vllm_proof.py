@@ -22,7 +22,7 @@ import torch
 import typer
 
 from scripts.proof import FACTOR, measure
-from scripts.walk.tiny import TRAINED_LENGTH
+from tests.walk.tiny import TRAINED_LENGTH
 
 SHAPES = ("llama", "qwen3", "phi3", "gemma", "bloom")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/vllm.json"

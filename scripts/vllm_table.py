@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ctxext.runtimes.vllm import TABLE
 from scripts.proof import write_table
-from scripts.walk.tiny import model_types
+from tests.walk.tiny import model_types
 
 # What passes the config on, layer type by layer type where it has them.
 AS_THEY_ARE = {

@@ -48,12 +48,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ctxext.surgery.probe import look
 from ctxext.surgery.rebuild import rotaries
-from scripts.walk.check import Finding, Stock, check_model, walked_methods
-from scripts.walk.kinds import OTHER, positions_of
-from scripts.walk.pages import coverage as coverage_of
-from scripts.walk.pages import page, summarise, table
-from scripts.walk.special import NOT_ALONE
-from scripts.walk.tiny import KINDS, model_types, tiny_config, tiny_model
+from tests.walk.check import Finding, Stock, check_model, walked_methods
+from tests.walk.kinds import OTHER, positions_of
+from tests.walk.pages import coverage as coverage_of
+from tests.walk.pages import page, summarise, table
+from tests.walk.special import NOT_ALONE
+from tests.walk.tiny import KINDS, model_types, tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[1]
 _stock: Stock | None = None

@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
-from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.key_tokens import ALPHA, BETA
@@ -45,6 +44,7 @@ from ctxext.evaluation.statistics import PairedDifference, check_finite, documen
 from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
 from ctxext.progress import StageBar
+from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # Nats: a pass over a longer text multiplies other shapes, so that equal mathematics rounds otherwise.
 ROUNDING = 1e-4

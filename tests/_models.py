@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 # The newest transformers that ctxext is developed on; a few tests meet defects of older ones, each named there.
 RECENT = Version(transformers.__version__) >= Version("5.23")

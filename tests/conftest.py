@@ -24,11 +24,11 @@ from ctxext import patching
 from ctxext.checkpoints import load
 from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
-from scripts.walk.check import Stock
 from tests._checkpoints import SHAPE, save
 from tests._models import tiny
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
+from tests.walk.check import Stock
 
 # These check their own arguments, with errors that a user reads, and take 4 for 4.0. The runtime shape checker would
 # refuse both before that code runs, so it leaves the constructors and the verbs alone; all else stays checked.

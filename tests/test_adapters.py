@@ -37,10 +37,10 @@ from ctxext import adapters
 from ctxext.adapters import EXTENSION_FILE, SENTENCE
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.training.lora import attach_lora, reattach_lora
-from scripts.walk.check import State
 from tests._checkpoints import contents
 from tests._models import logits, tiny, tokens
 from tests._peft import refusal, through_transformers
+from tests.walk.check import State
 
 EXTENSION = {"method": "yarn", "factor": 4}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -28,6 +28,7 @@ ROOMS = [
     "patching",
     "runtimes",
     "checkpoints",
+    "texts",
     "evaluation",
     "training",
     "choosing",

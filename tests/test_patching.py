@@ -27,9 +27,9 @@ from ctxext.errors import (
 from ctxext.methods import METHODS, Method, YaRN
 from ctxext.registry import discover
 from ctxext.saved import TESTED
-from scripts.walk.check import State
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
+from tests.walk.check import State
+from tests.walk.tiny import TRAINED_LENGTH
 
 
 def refused(model: Any, error: type[CtxextError], message: str, *arguments: Any, **parameters: Any) -> None:

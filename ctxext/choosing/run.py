@@ -34,8 +34,6 @@ from ctxext.choosing.texts import SplitTexts, split_texts
 from ctxext.choosing.verdict import judge_held_out
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus, prefix_label, special_prefix, tokenise
-from ctxext.evaluation.documents import Document, read_documents
 from ctxext.evaluation.forward import Progress, turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import make_prompts
@@ -50,6 +48,8 @@ from ctxext.saved import already_extended
 from ctxext.surgery.rotary import RotarySite, find_sites
 from ctxext.surgery.texts import text_of
 from ctxext.surgery.wrappers import base_model
+from ctxext.texts.corpus import Corpus, prefix_label, special_prefix, tokenise
+from ctxext.texts.documents import Document, read_documents
 
 # Who can load a candidate, and its stock dictionary.
 LoadedBy = tuple[tuple[RuntimeVerdict, ...], dict[str, Any] | None]

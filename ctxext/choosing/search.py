@@ -28,7 +28,6 @@ from ctxext.choosing.race import READ
 from ctxext.choosing.texts import TextStretch
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
-from ctxext.evaluation.haystack import Haystack
 from ctxext.evaluation.passkey import ANSWER_ROOM, build
 from ctxext.evaluation.provenance import from_json
 from ctxext.evaluation.readings import Reading
@@ -36,6 +35,7 @@ from ctxext.evaluation.survey import Answer
 from ctxext.methods.longrope import LongRoPE
 from ctxext.surgery.learned import turns
 from ctxext.surgery.rotary import RotarySite
+from ctxext.texts.haystack import Haystack
 
 # What the digits of a hidden key add to the mean loss of all tokens, as a share of their own mean.
 NEEDLE = 0.1

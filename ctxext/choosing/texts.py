@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import TokenisedDocument
+from ctxext.texts.corpus import TokenisedDocument
 
 # Of eight documents, three are chosen on and five are judged on: a verdict needs more of them than a choice.
 SHARE = 3 / 8

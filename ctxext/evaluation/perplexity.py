@@ -16,7 +16,6 @@ from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import (
     Progress,
     cached_tokens_for,
@@ -57,6 +56,7 @@ from ctxext.evaluation.truncation import (
 from ctxext.patching import patched_state
 from ctxext.saved import already_extended
 from ctxext.surgery.wrappers import base_model
+from ctxext.texts.corpus import Corpus
 
 MODES = ("position", "sliding", "yarn", "longlora")
 PARTS = 4

@@ -21,8 +21,8 @@ from torch import nn
 from ctxext import patching
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus
 from ctxext.surgery.wrappers import base_model
+from ctxext.texts.corpus import Corpus
 from ctxext.version import __version__
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, distributed, nn
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import Progress
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.provenance import ExtensionRecord, Provenance
 from ctxext.evaluation.readings import Reader
+from ctxext.texts.corpus import Corpus
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, loggi
 
 from ctxext import patching
 from ctxext.errors import InvalidParameterError, ResultsError, UnknownNameError
-from ctxext.evaluation.documents import read_documents
 from ctxext.evaluation.forward import Progress
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
@@ -31,6 +30,7 @@ from ctxext.evaluation.statistics import check_finite
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
 from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Subject, subject_named, subjects
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text, task_named
+from ctxext.texts.documents import read_documents
 from ctxext.version import __version__
 
 JOURNAL = "cells.jsonl"

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.documents import Document
+from ctxext.texts.documents import Document
 
 REACH = 8
 """How many times the trained length is tested."""

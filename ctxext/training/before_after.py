@@ -15,13 +15,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
-from ctxext.evaluation.corpus import Corpus, corpus_of
-from ctxext.evaluation.documents import read_documents
 from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
 from ctxext.files import write_json
 from ctxext.progress import StageBar, terminal
 from ctxext.surgery.wrappers import base_model
+from ctxext.texts.corpus import Corpus, corpus_of
+from ctxext.texts.documents import read_documents
 from ctxext.training.figure import Gain
 from ctxext.training.settings import Settings
 

@@ -14,9 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
-from ctxext.evaluation.corpus import special_prefix, tokenise
-from ctxext.evaluation.documents import files_of, is_saved, read_documents
-from ctxext.evaluation.folders import say_left_out
+from ctxext.texts.corpus import special_prefix, tokenise
+from ctxext.texts.documents import files_of, is_saved, read_documents
+from ctxext.texts.folders import say_left_out
 
 
 class TokenisedDocuments:

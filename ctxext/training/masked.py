@@ -19,8 +19,8 @@ from transformers import DataCollatorForLanguageModeling
 from ctxext.architectures import find_architecture
 from ctxext.architectures.table import LearnedTable
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.corpus import special_prefix, special_suffix
 from ctxext.surgery.wrappers import base_model
+from ctxext.texts.corpus import special_prefix, special_suffix
 from ctxext.training.sequences import IGNORED, Sequences
 
 READ = 16  # tokens that show at which positions a model reads

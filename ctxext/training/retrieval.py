@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.evaluation.corpus import special_prefix, tokens_behind
+from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.training.sequences import IGNORED, Sequences
 
 Retrieval = Literal["keys", "copies", "chains"]

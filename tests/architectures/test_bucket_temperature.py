@@ -18,11 +18,11 @@ import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.saved import differences
-from scripts.walk.check import Stock
-from scripts.walk.stock import logits_of
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 from tests._models import on_recent
 from tests._products import crossed
+from tests.walk.check import Stock
+from tests.walk.stock import logits_of
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 LONG = 6 * TRAINED_LENGTH  # more than the last bucket of a stretched T5 begins at
 WITH_PADDING = 20

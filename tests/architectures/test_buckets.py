@@ -20,10 +20,10 @@ from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.surgery.edits import Edits
-from scripts.walk.check import Stock, check_model, walked_methods
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 from tests._famous import FAMOUS
 from tests._models import on_recent
+from tests.walk.check import Stock, check_model, walked_methods
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 RIGHT = ["t5", "mt5", "umt5", "switch_transformers"]
 LONG = 6 * TRAINED_LENGTH  # twice what T5's last bucket holds

@@ -13,11 +13,11 @@ import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.probe import Layers
 from scripts import walk_architectures
-from scripts.walk import check
-from scripts.walk.check import Stock, check_model, walked_methods
-from scripts.walk.tiny import model_types
 from tests._models import RECENT, tiny
 from tests._products import some
+from tests.walk import check
+from tests.walk.check import Stock, check_model, walked_methods
+from tests.walk.tiny import model_types
 
 # One method that stays static, one stored as another base, one with a temperature, one that needs its own cache.
 METHODS = ["pi", "ntk", "yarn", "dynamic_ntk"]

@@ -24,11 +24,11 @@ from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method
-from scripts.walk.check import State, Stock
-from scripts.walk.stock import logits_of
-from scripts.walk.tiny import tiny_config, tiny_model
 from tests._models import on_recent
 from tests._tokenizer import make_tokenizer
+from tests.walk.check import State, Stock
+from tests.walk.stock import logits_of
+from tests.walk.tiny import tiny_config, tiny_model
 
 LENGTH, FACTOR, WIDTH = 32, 2, 32
 LONG = LENGTH * FACTOR

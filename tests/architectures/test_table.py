@@ -32,10 +32,10 @@ from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from scripts.walk.check import State
-from scripts.walk.tiny import tiny_config, tiny_model
 from tests._models import RECENT
 from tests._tokenizer import make_tokenizer
+from tests.walk.check import State
+from tests.walk.tiny import tiny_config, tiny_model
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
 BERT = SMALL | {"intermediate_size": 48, "max_position_embeddings": 32}

@@ -12,11 +12,11 @@ import torch
 import ctxext
 from ctxext.methods import METHODS
 from scripts import walk_architectures
-from scripts.walk import check, pages
-from scripts.walk.check import Stock, check_model, sees_ahead, text_of_length, walked_methods
-from scripts.walk.kinds import GROUPS, group_of, positions_of
-from scripts.walk.tiny import KINDS, kind_of, tiny_config, tiny_model
 from tests._models import RECENT
+from tests.walk import check, pages
+from tests.walk.check import Stock, check_model, sees_ahead, text_of_length, walked_methods
+from tests.walk.kinds import GROUPS, group_of, positions_of
+from tests.walk.tiny import KINDS, kind_of, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 

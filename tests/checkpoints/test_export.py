@@ -452,7 +452,7 @@ def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
 @pytest.mark.parametrize("method", ["pi", "llama3", "nope", "dynamic_ntk"])
 def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: str) -> None:
     """Its runner makes a row of positions for each axis, and the other classes take them for so many more tokens."""
-    from scripts.walk.tiny import tiny_config
+    from tests.walk.tiny import tiny_config
 
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True}
     config = tiny_config("qwen3_5_text", rope_parameters=rope | {"mrope_section": [1, 1, 2]})
@@ -565,7 +565,7 @@ def test_too_few_factors_are_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_package_that_a_model_needs_is_named() -> None:
-    from scripts.walk.tiny import tiny_config
+    from tests.walk.tiny import tiny_config
 
     if find_spec("timm") is not None:
         pytest.skip("timm is installed, which gemma3n needs")

@@ -471,7 +471,7 @@ def compare_with_llama_cpp(model: LlamaForCausalLM, source: Path, method: Method
     pytest.importorskip("xllamacpp", reason="a llama.cpp for CPUs: pip install xllamacpp==2026.10.11549")
     from scripts.llama_cpp_table import expected, served
     from scripts.proof import TOKENS, distance
-    from scripts.walk.tiny import VOCABULARY
+    from tests.walk.tiny import VOCABULARY
 
     ids = torch.randint(5, VOCABULARY - 1, (TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
     plain = expected(model, ids)

@@ -28,9 +28,9 @@ from ctxext.errors import (
 from ctxext.evaluation.checkpoint import load_checkpoint
 from ctxext.methods import METHODS, Method, RopeMethod, YaRN
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.check import State, Stock
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import FOR_LLAMA, logits, tiny, tokens
+from tests.walk.check import State, Stock
+from tests.walk.tiny import TRAINED_LENGTH
 
 every_method = pytest.mark.parametrize("name", FOR_LLAMA)
 

@@ -24,11 +24,11 @@ import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import load_checkpoint
-from scripts.walk.special import SPECIAL
-from scripts.walk.tiny import TRAINED_LENGTH, _shrunk
 from tests._models import logits, tiny, tokens
 from tests._products import crossed
 from tests._tokenizer import make_tokenizer
+from tests.walk.special import SPECIAL
+from tests.walk.tiny import TRAINED_LENGTH, _shrunk
 
 
 def vision_language(model_type: str) -> PreTrainedModel:

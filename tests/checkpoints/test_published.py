@@ -17,8 +17,8 @@ from ctxext.checkpoints.source import read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import METHODS
 from ctxext.surgery.published import foreign_fields
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import tiny
+from tests.walk.tiny import TRAINED_LENGTH
 
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768}

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 import ctxext
 from ctxext.choosing.landscape import Example, Landscape, as_method
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import byte_model, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # they are not part of the installed package
 

@@ -17,8 +17,8 @@ from ctxext.evaluation.loss import loss_by_position
 from ctxext.methods import NTK, YaRN
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.wrappers import base_model
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import on_recent, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTH = 4 * TRAINED_LENGTH
 

@@ -19,11 +19,11 @@ from ctxext.choosing.losses import MeasuredLosses
 from ctxext.choosing.search import NEEDLE, Descent, State, hidden_key
 from ctxext.choosing.texts import TextStretch, split_texts
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.statistics import PairedDifference
 from ctxext.evaluation.truncation import UNPATCHED
 from ctxext.methods import PI, LongRoPE, YaRN
+from ctxext.texts.corpus import TokenisedDocument
 from tests._choices import on_disk, told
 from tests._models import byte_model
 from tests._programs import command

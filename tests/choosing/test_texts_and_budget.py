@@ -13,8 +13,8 @@ import torch
 from ctxext.choosing.budget import RACES, Costs, parse_budget, prefix_of, sizes_for, stretches_in
 from ctxext.choosing.texts import split_texts
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import TokenisedDocument, tokenise
-from ctxext.evaluation.documents import Document
+from ctxext.texts.corpus import TokenisedDocument, tokenise
+from ctxext.texts.documents import Document
 from tests._tokenizer import make_tokenizer
 
 COSTS = Costs(trained=8192, length=16384, judged=90, others=5, windows=(2048, 4096, 6144, 8192), turning_point=4096)

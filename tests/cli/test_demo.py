@@ -21,11 +21,11 @@ from ctxext.cli.eval.common import cost_of
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison import edges_for, prepare, summarise
 from ctxext.evaluation.comparison.plan import Cell
-from ctxext.evaluation.corpus import Corpus, TokenisedDocument, tokenise
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.labels import tokens_label
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.truncation import BestTruncation
+from ctxext.texts.corpus import Corpus, TokenisedDocument, tokenise
+from ctxext.texts.documents import Document
 from tests._models import byte_model
 
 TRAINED = 512

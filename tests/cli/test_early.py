@@ -10,7 +10,7 @@ import pytest
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.evaluation import checkpoint, survey
 from ctxext.evaluation.checkpoint import load_checkpoint
-from ctxext.evaluation.documents import require_sources
+from ctxext.texts.documents import require_sources
 from recipes import finetune
 from tests._programs import command
 

@@ -12,11 +12,11 @@ from markdown_it import MarkdownIt
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.choosing import budget, run
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.report.markdown import code, escaped, fenced, table
 from ctxext.evaluation.report.style import Drawing, saved_figure
 from ctxext.methods import YaRN
 from ctxext.progress import StageBar, terminal
+from ctxext.texts.documents import Document
 from tests._models import byte_model
 from tests._programs import command
 from tests.evaluation.test_masked import saved

@@ -22,10 +22,10 @@ from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.check import State, Stock, check_model
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import MODELS, RECENT, logits, tiny, tokens
 from tests._products import some
+from tests.walk.check import State, Stock, check_model
+from tests.walk.tiny import TRAINED_LENGTH
 
 ROPE_METHODS = [method for method in METHODS.values() if issubclass(method, RopeMethod)]
 

@@ -19,8 +19,8 @@ import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import LongRoPE
 from ctxext.surgery.caches import cache_argument
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import RECENT, logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
 FOLLOWING: list[tuple[str, dict[str, Any]]] = [

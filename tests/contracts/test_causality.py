@@ -16,8 +16,8 @@ from ctxext.methods import METHODS
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 from tests._models import FOR_LLAMA, RECENT, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 CAUSAL = ("llama", "gemma2", "deepseek_v3", "bloom")
 TURNED = ("llama", "mistral")  # with is_causal=False in their config

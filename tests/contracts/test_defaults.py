@@ -26,8 +26,8 @@ from ctxext.attention import Layout
 from ctxext.attention.flash import token_indices
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.spec import RopeSpec
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import FOR_LLAMA, logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=64)
 SHAPE: dict[str, Any] = {

@@ -22,8 +22,8 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.methods import LongRoPE, Method
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 DYNAMIC = ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)

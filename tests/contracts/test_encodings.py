@@ -34,9 +34,9 @@ from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import EncodingSpec
 from ctxext.surgery.encodings import ENCODING
 from ctxext.training.lora import attach_lora, encodings
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 ENCODINGS = {name: cls for name, cls in METHODS.items() if issubclass(cls, EncodingMethod)}
 LENGTH = TRAINED_LENGTH + 20

@@ -20,10 +20,10 @@ from ctxext.methods.base import BiasMethod, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._fake_cuda import CUDA, load_guard, on_fake_cuda
 from tests._models import on_recent, tiny
 from tests._products import some
+from tests.walk.tiny import TRAINED_LENGTH
 
 SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 LENGTH = TRAINED_LENGTH + 40

@@ -18,8 +18,8 @@ import ctxext
 from ctxext.attention import BACKENDS, flex
 from ctxext.errors import BackendUnavailableError
 from ctxext.methods import METHODS, LongRoPE
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 ROTARY, BIASED = ("llama", "mistral"), ("bloom", "mpt", "falcon")
 CHANGES: dict[str, dict[str, Any]] = {

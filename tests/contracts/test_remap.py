@@ -23,9 +23,9 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.methods import METHODS, DualChunk, ReRoPE, SelfExtend, Streaming
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import RECENT, logits, tiny, tokens
 from tests._remap import dense_attention, relative_positions, weights
+from tests.walk.tiny import TRAINED_LENGTH
 
 REMAPS = {name: cls for name, cls in METHODS.items() if issubclass(cls, RemapMethod)}
 # Of each structure one: halves with grouped keys, interleaved and partial, partial halves, norms of queries and keys.

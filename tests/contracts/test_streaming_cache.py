@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Streaming
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 EXACT = 1e-6
 LENGTH = 180

@@ -15,9 +15,9 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 import ctxext
 from ctxext.errors import PatchStateError
 from ctxext.methods import METHODS, TableMethod
-from scripts.walk.check import State, Stock
-from scripts.walk.stock import logits_of
-from scripts.walk.tiny import tiny_config, tiny_model
+from tests.walk.check import State, Stock
+from tests.walk.stock import logits_of
+from tests.walk.tiny import tiny_config, tiny_model
 
 # Rows that they have by default: 32 positions each, one reserved row more where padding is counted out.
 MODELS: dict[str, dict[str, Any]] = {

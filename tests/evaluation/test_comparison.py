@@ -23,8 +23,6 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.result import ComparisonResult, judge
 from ctxext.evaluation.comparison.run import Comparison, prepare
-from ctxext.evaluation.corpus import corpus_of
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.readings import TIMES, Readings, chosen_methods
@@ -32,6 +30,8 @@ from ctxext.evaluation.report.sentences import headline, sentences, verdict_line
 from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.evaluation.survey import my_share
 from ctxext.methods import PI, ALiBi, YaRN
+from ctxext.texts.corpus import corpus_of
+from ctxext.texts.documents import Document
 from tests._models import tiny
 
 TRAINED, TARGET, END = 512, 1024, 128

@@ -18,11 +18,11 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation import key_tokens, longppl
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus, corpus_of
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.key_tokens import KeyTokens, ending, find_key_tokens, search_cost
 from ctxext.evaluation.longppl import LongPplResult
 from ctxext.evaluation.loss import truncated_loss
+from ctxext.texts.corpus import Corpus, corpus_of
+from ctxext.texts.documents import Document
 from tests._programs import command
 
 TRAINED = 512

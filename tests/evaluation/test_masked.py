@@ -17,8 +17,6 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedToken
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.evaluation.corpus import Corpus, corpus_of
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.masked import (
     END,
     EVERY,
@@ -37,6 +35,8 @@ from ctxext.evaluation.provenance import provenance_of
 from ctxext.evaluation.report.masked import masked_sentences
 from ctxext.evaluation.survey import Survey
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED
+from ctxext.texts.corpus import Corpus, corpus_of
+from ctxext.texts.documents import Document
 from tests._models import tiny
 from tests._programs import command
 from tests._tokenizer import make_tokenizer

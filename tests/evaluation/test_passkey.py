@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
-from ctxext.evaluation.haystack import of_text, split_sentences
 from ctxext.evaluation.passkey import PasskeyCell, PasskeyResult, PasskeyTrial, build, measure, run
 from ctxext.evaluation.statistics import wilson_interval
+from ctxext.texts.haystack import of_text, split_sentences
 from tests._models import tiny
 
 STORY = "".join(f" Day {day}: Mr. A. walked {day % 7} miles. Why? Nobody knew!" for day in range(60))

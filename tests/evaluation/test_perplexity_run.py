@@ -23,12 +23,12 @@ from ctxext.cli.app import app
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation import loss
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import Corpus, corpus_of
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.loss import loss_by_position, truncated_loss
 from ctxext.evaluation.perplexity import Passes, make_plan, run, total_cost, window_losses
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
 from ctxext.evaluation.report.perplexity import save_figure
+from ctxext.texts.corpus import Corpus, corpus_of
+from ctxext.texts.documents import Document
 from tests._models import byte_model, trained_for
 from tests._programs import launched
 from tests._tokenizer import make_tokenizer

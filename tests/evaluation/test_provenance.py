@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, safe_dtype, weights_digest
-from ctxext.evaluation.corpus import corpus_of
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.provenance import Provenance, command, git_state, provenance_of
+from ctxext.texts.corpus import corpus_of
+from ctxext.texts.documents import Document
 
 
 @pytest.fixture

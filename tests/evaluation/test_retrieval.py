@@ -322,7 +322,7 @@ def test_ruler_is_that_of_the_evaluation(
 
 
 def ruler_document(path: Path) -> Any:
-    from ctxext.evaluation.documents import read_documents
+    from ctxext.texts.documents import read_documents
 
     return next(read_documents([path]))
 

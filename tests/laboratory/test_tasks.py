@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.documents import Document
 from ctxext.laboratory.tasks import ANSWER, BEGIN, NOT_ASKED, TASKS, byte_text, task_named
+from ctxext.texts.documents import Document
 
 Answers = list[int]
 

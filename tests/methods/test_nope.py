@@ -16,8 +16,8 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.nope import NoPE
 from ctxext.pictures.frequencies import bands, plot_spectrum, shown_by_default, speed
 from ctxext.spec import RopeSpec
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 
 @pytest.mark.parametrize("factor", [1, 4, 32])

@@ -28,9 +28,9 @@ from ctxext.methods import METHODS
 from ctxext.runtimes.base import CLOSE
 from scripts.llama_cpp_proof import RESULTS, SHAPES, Bench, prove
 from scripts.proof import all_methods, methods_for, tiny_of
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 
 STORED = json.loads(RESULTS.read_text())
 PROOFS: list[dict[str, Any]] = STORED["proofs"]

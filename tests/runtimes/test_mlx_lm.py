@@ -22,8 +22,8 @@ from ctxext.runtimes.mlx_lm import TABLE, form_of
 from scripts.mlx_lm_proof import RESULTS, SHAPES
 from scripts.mlx_lm_table import FORMS
 from scripts.proof import all_methods, methods_for, tiny_of
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._checkpoints import SHAPE, TRAINED
+from tests.walk.tiny import TRAINED_LENGTH
 
 PROOFS: list[dict[str, Any]] = json.loads(RESULTS.read_text())["proofs"]
 TYPES: dict[str, Any] = read_table(TABLE)["types"]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import ctxext
 from ctxext.checkpoints.export import export
-from ctxext.evaluation.documents import installed_texts
+from ctxext.texts.documents import installed_texts
 
 WINDOW, LENGTH = 8192, 12_288
 # In each of 24 stretches of text, the places at which both are asked for the next token.

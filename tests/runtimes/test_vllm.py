@@ -25,7 +25,7 @@ from ctxext.runtimes.vllm import TABLE
 from scripts import vllm_proof
 from scripts.proof import all_methods, methods_for, tiny_of
 from scripts.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 
 PROOFS: list[dict[str, Any]] = json.loads(vllm_proof.RESULTS.read_text())["proofs"]
 # The Python of an environment that has vLLM; make vllm makes one.

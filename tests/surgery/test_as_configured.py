@@ -19,8 +19,8 @@ import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 LONG = 4 * TRAINED_LENGTH
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}

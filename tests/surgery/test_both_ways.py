@@ -18,9 +18,9 @@ from ctxext.methods.formulas import alibi_slopes
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import AlibiSpec, RopeSpec
 from ctxext.surgery.rebuild import rotaries
-from scripts.walk.check import State
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 from tests._models import RECENT, tiny, tokens
+from tests.walk.check import State
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 LENGTH = 2 * TRAINED_LENGTH + 10
 ENCODERS = ("eurobert", "llama", *(("gte", "nomic_bert") if RECENT else ()))

@@ -13,8 +13,8 @@ import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.code import source_of
 from ctxext.training.lora import attach_lora
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 TYPED = """
 import torch

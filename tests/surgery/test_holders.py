@@ -21,9 +21,9 @@ from transformers import (
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import METHODS
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import RECENT, tiny
 from tests._tokenizer import make_tokenizer
+from tests.walk.tiny import TRAINED_LENGTH
 
 TRAINED, TARGET = 32, 128
 SHAPE: dict[str, Any] = {

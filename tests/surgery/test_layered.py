@@ -10,8 +10,8 @@ import torch
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import rotaries
-from scripts.walk.check import State
 from tests._models import RECENT, logits, tiny, tokens
+from tests.walk.check import State
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3", "mimo_v2_flash", "modernbert-decoder"])

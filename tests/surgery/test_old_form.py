@@ -27,8 +27,8 @@ from ctxext.saved import with_old_form
 from ctxext.spec import RopeSpec
 from ctxext.surgery.old_form import OLD_GUARD
 from ctxext.surgery.rotary import find_sites
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import FOR_LLAMA, RECENT, logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 OLD_KEYS = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"}

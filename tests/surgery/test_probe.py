@@ -14,8 +14,8 @@ import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.probe import Layers, look
 from ctxext.surgery.rebuild import rotaries
-from scripts.walk.check import State
 from tests._models import RECENT, tiny, tokens
+from tests.walk.check import State
 
 # Their full-attention layers do not rotate at all; what rotates sees only a window.
 LOCAL_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4", "llama4_text")

@@ -24,8 +24,8 @@ from transformers import (
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTH = 512  # what the scaled checkpoints of these tests read
 ORIGINAL = 64

@@ -19,9 +19,9 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import ALiBi, YaRN
 from ctxext.saved import identity
-from scripts.walk.check import State, Stock
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 from tests._models import RECENT, tokens
+from tests.walk.check import State, Stock
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 

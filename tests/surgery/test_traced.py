@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
 from tests._products import some
+from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)
 

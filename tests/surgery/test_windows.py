@@ -9,9 +9,9 @@ import torch
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from scripts.walk.check import State
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import RECENT, logits, tiny, tokens
+from tests.walk.check import State
+from tests.walk.tiny import TRAINED_LENGTH
 
 
 def last_sees_first(model: Any) -> bool:

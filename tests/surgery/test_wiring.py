@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.surgery.rebuild import rotaries
-from scripts.walk.check import State
-from scripts.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 from tests._models import RECENT, logits, tiny, tokens
+from tests.walk.check import State
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}

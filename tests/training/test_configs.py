@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ctxext.training.settings import Settings, Stage, read_settings
 from scripts.update_readme import header_of
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import tiny
 from tests.training._recipe import CONFIGS, losses, recipe, words_of
+from tests.walk.tiny import TRAINED_LENGTH
 
 LLAMA_3_1 = {
     "max_position_embeddings": 8 * TRAINED_LENGTH,

@@ -24,8 +24,8 @@ from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from ctxext.training import Memory, return_freed_memory
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import tiny, tokens
+from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTH = 60
 SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.training.lora import attach_lora, merged
-from scripts.walk.tiny import TRAINED_LENGTH
 from tests._models import logits, tiny, tokens
 from tests.training._recipe import RECIPES, losses, recipe
+from tests.walk.tiny import TRAINED_LENGTH
 
 CONFIG = RECIPES / "configs" / "smollm2-135m-64k-nope-drope.yaml"
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import create_causal_mask
 
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation.documents import Document
+from ctxext.texts.documents import Document
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, TrainingSequences
 from tests._models import tiny

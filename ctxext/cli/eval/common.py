@@ -29,10 +29,10 @@ from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint
-    from ctxext.evaluation.documents import Document
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.provenance import Provenance
     from ctxext.evaluation.survey import Job, Prompt, PromptJob, Survey
+    from ctxext.texts.documents import Document
 
 Result = TypeVar("Result", bound=Measurement)
 
@@ -205,8 +205,8 @@ class RetrievalSession(Session):
         """The provenance of prompts that are drawn, with the text that they hide things in."""
         import hashlib
 
-        from ctxext.evaluation.corpus import prefix_label, special_prefix
         from ctxext.evaluation.provenance import provenance_of
+        from ctxext.texts.corpus import prefix_label, special_prefix
 
         prefix = prefix_label(self.checkpoint.tokenizer, special_prefix(self.checkpoint.tokenizer))
         found = replace(provenance_of(self.checkpoint, seed=seed), prefix=prefix)
@@ -255,7 +255,7 @@ def first_document(text: str | None, split: str | None, column: str | None) -> D
     Raises:
         InvalidParameterError: it cannot be read, or holds no text.
     """
-    from ctxext.evaluation.documents import read_documents
+    from ctxext.texts.documents import read_documents
 
     if text is None:
         return None

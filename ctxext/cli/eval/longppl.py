@@ -26,8 +26,8 @@ from ctxext.files import write_whole
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
-    from ctxext.evaluation.corpus import Corpus
     from ctxext.evaluation.key_tokens import KeyTokens
+    from ctxext.texts.corpus import Corpus
 
 
 @grouped

@@ -48,7 +48,6 @@ def passages(
 
     [bold]Example[/]: ctxext eval passages all-MiniLM-L6-v2 -m pi -m tile -f 4 -o passages.json -o passages.png
     """
-    from ctxext.evaluation.haystack import noise, of_text
     from ctxext.evaluation.journal import Journal
     from ctxext.evaluation.labels import tokens_label
     from ctxext.evaluation.passages import load_embedder, make_shelf, passage_jobs, passage_readers, passage_report
@@ -56,6 +55,7 @@ def passages(
     from ctxext.evaluation.report.passages import save_passage_figure, show_passages
     from ctxext.evaluation.report.sentences import all_of
     from ctxext.evaluation.survey import Survey
+    from ctxext.texts.haystack import noise, of_text
 
     results.check()
     document = first_document(text, split, column)

@@ -38,9 +38,9 @@ def passkey(
     [bold]Example[/]: ctxext eval passkey Llama-3-8B --method yarn --factor 4 -o passkey.json -o passkey.png
     """
     from ctxext.evaluation.forward import turning_point
-    from ctxext.evaluation.haystack import noise, of_text
     from ctxext.evaluation.passkey import DEPTHS, make_prompts, passkey_report
     from ctxext.evaluation.report.retrieval import save_passkey_figure, show_passkeys
+    from ctxext.texts.haystack import noise, of_text
 
     document = first_document(text, split, column)
     session = RetrievalSession(asked, source, results)

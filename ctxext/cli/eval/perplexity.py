@@ -23,8 +23,8 @@ from ctxext.errors import InvalidParameterError
 
 if TYPE_CHECKING:
     from ctxext.evaluation.checkpoint import Checkpoint as Loaded
-    from ctxext.evaluation.corpus import Corpus
     from ctxext.evaluation.perplexity import PerplexityPlan
+    from ctxext.texts.corpus import Corpus
 
 
 @grouped

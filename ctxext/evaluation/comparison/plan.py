@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import TokenisedDocument
 from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.passkey import JUDGED, PasskeyPrompt
@@ -17,6 +16,7 @@ from ctxext.evaluation.readings import Reader, Reading, Readings, Refusal, requi
 from ctxext.evaluation.statistics import check_finite, edges_for
 from ctxext.evaluation.survey import Answer, Job
 from ctxext.evaluation.truncation import TRUNCATED, tail_losses, tail_passes
+from ctxext.texts.corpus import TokenisedDocument
 
 LOSS, PASSKEY = "loss", "passkey"
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.comparison.plan import LOSS, Cell, ComparisonPlan, check_lengths, make_plan
 from ctxext.evaluation.comparison.result import ComparisonResult, assemble
-from ctxext.evaluation.corpus import Corpus
 from ctxext.evaluation.forward import turning_point
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.passkey import DEPTHS, make_prompts
@@ -22,6 +21,7 @@ from ctxext.evaluation.readings import Reading, Readings, chosen_methods
 from ctxext.evaluation.survey import ProcessGroup, Survey
 from ctxext.evaluation.truncation import TRUNCATED
 from ctxext.methods import Method
+from ctxext.texts.corpus import Corpus
 
 
 @dataclass(eq=False, kw_only=True)

@@ -16,7 +16,6 @@ from transformers import GenerationConfig
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.corpus import special_prefix
 from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
 from ctxext.evaluation.key_tokens import tokenizer_digest
 from ctxext.evaluation.provenance import Provenance, from_json
@@ -24,6 +23,7 @@ from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
 from ctxext.evaluation.ruler.tasks import TASKS, choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, largest_fit
 from ctxext.evaluation.survey import Prompt, PromptJob, Survey, Trial
+from ctxext.texts.corpus import special_prefix
 
 # As in the generator's own configuration. 500 prompts per task and length are NVIDIA's; ten tell good from bad.
 SEED, SAMPLES = 42, 10

@@ -14,7 +14,6 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.ruler import (
     TASKS,
     RulerResult,
@@ -29,6 +28,7 @@ from ctxext.evaluation.ruler import (
 )
 from ctxext.evaluation.ruler.tasks.base import largest_fit, words
 from ctxext.evaluation.statistics import wilson_interval
+from ctxext.texts.documents import Document
 from tests._models import trained_for
 
 PROSE = Sources(Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40))))

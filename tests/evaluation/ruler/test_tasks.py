@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.documents import Document
 from ctxext.evaluation.ruler import TASKS, Question, Setting, Sources, Task, choose
 from ctxext.evaluation.ruler.tasks.base import all_of, any_of
+from ctxext.texts.documents import Document
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "nvidia.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = GOLDEN["cases"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ctxext.errors import require_package
-from ctxext.evaluation.documents import Document
+from ctxext.texts.documents import Document
 
 # Sizes that largest_fit interpolates before it halves what is left.
 GUESSES = 8

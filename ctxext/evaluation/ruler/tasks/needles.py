@@ -8,8 +8,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from ctxext.evaluation.haystack import split_sentences
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Sources, Task, distinct, words
+from ctxext.texts.haystack import split_sentences
 
 Kind = Literal["numbers", "words", "uuids"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ctxext.errors import InvalidParameterError, LeftOutWarning, UnknownNameError
-from ctxext.evaluation.documents import Document, read_documents
+from ctxext.texts.documents import Document, read_documents
 from ctxext.training.documents import TokenisedDocuments
 
 

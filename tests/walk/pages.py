@@ -16,7 +16,7 @@ import torch
 import transformers
 from rich.table import Table
 
-from scripts.walk.kinds import GROUPS, group_of, groups_for
+from tests.walk.kinds import GROUPS, group_of, groups_for
 
 Line = dict[str, Any]
 

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
-from ctxext.evaluation.documents import Document
+from ctxext.texts.documents import Document
 
 BOS_CHOICES = ("auto", "none", "bos", "eos")
 

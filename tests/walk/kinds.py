@@ -44,7 +44,7 @@ def positions_of(model: PreTrainedModel, read_as: str) -> str:
 
     Args:
         model: any model.
-        read_as: what it is walked as, one of ``scripts.walk.tiny.KINDS``.
+        read_as: what it is walked as, one of ``tests.walk.tiny.KINDS``.
     """
     found = find_architecture(model)
     if found is None:

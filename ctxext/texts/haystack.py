@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.corpus import tokens_behind
+from ctxext.texts.corpus import tokens_behind
 
 NOISE = (
     " The rain falls on the hills.",

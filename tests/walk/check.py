@@ -27,9 +27,9 @@ from ctxext.surgery.probe import look
 from ctxext.surgery.rebuild import FAILURES, rotaries
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.sides import sides_of
-from scripts.walk.kinds import group_of, groups_for
-from scripts.walk.stock import logits_of, output_of
-from scripts.walk.tiny import TRAINED_LENGTH, VOCABULARY
+from tests.walk.kinds import group_of, groups_for
+from tests.walk.stock import logits_of, output_of
+from tests.walk.tiny import TRAINED_LENGTH, VOCABULARY
 
 FIRST_TOKEN = 40  # below are special tokens (images, audio, ends of text) in some vocabularies
 # Largest difference of logits, whose size is about 10, where the model's own code computes ALiBi by another kernel: in
