@@ -32,9 +32,8 @@ ROOMS = [
     "evaluation",
     "training",
     "choosing",
-    "laboratory",
     "planning",
-    "pictures",
+    "laboratory",
     "cli",
     "__main__",
 ]
@@ -89,6 +88,11 @@ def test_no_import_runs_upwards() -> None:
         if name != "ctxext" and (room(other) == "" or ROOMS.index(room(name)) < ROOMS.index(room(other)))
     ]
     assert upward == []
+
+
+def test_the_laboratory_is_imported_by_the_command_line_only() -> None:
+    users = {room(name) for name, other in PAIRS if room(other) == "laboratory"}
+    assert users == {"laboratory", "cli"}
 
 
 def test_no_circle() -> None:

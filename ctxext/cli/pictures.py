@@ -74,7 +74,7 @@ def frequencies(
     output = output or _unused("frequencies")
     check_output(output)
     from ctxext.evaluation.readings import named_method
-    from ctxext.pictures.frequencies import plot_spectrum, shown_by_default
+    from ctxext.laboratory.pictures.frequencies import plot_spectrum, shown_by_default
 
     rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
     chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor)
@@ -125,7 +125,7 @@ def positions(
     check_output(output)
     from ctxext.checkpoints.inspect import rope_of_checkpoint
     from ctxext.evaluation.readings import named_method
-    from ctxext.pictures.positions import picture_of_positions
+    from ctxext.laboratory.pictures.positions import picture_of_positions
     from ctxext.spec import RopeSpec
 
     rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=16 if trained_length is None else trained_length)
@@ -188,7 +188,7 @@ def show(
     from transformers.utils.logging import disable_progress_bar
 
     from ctxext.evaluation.readings import named_method
-    from ctxext.pictures.of_method import PLAIN, ShownOn, picture_of
+    from ctxext.laboratory.pictures.of_method import PLAIN, ShownOn, picture_of
 
     chosen = None if method == PLAIN else named_method(method, factor)
     subject = ShownOn(

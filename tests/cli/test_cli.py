@@ -15,8 +15,8 @@ from typer.testing import Result
 
 import ctxext
 from ctxext.cli.show import LLAMA
+from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, speed
 from ctxext.methods import METHODS
-from ctxext.pictures.frequencies import bands, shown_by_default, speed
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
 

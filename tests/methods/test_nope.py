@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.laboratory.pictures.frequencies import bands, plot_spectrum, shown_by_default, speed
 from ctxext.methods.nope import NoPE
-from ctxext.pictures.frequencies import bands, plot_spectrum, shown_by_default, speed
 from ctxext.spec import RopeSpec
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH

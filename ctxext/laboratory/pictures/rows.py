@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.evaluation.report.style import INK, NOTE
-from ctxext.pictures.picture import AFTER, GRADED, Picture, quiet
+from ctxext.laboratory.pictures.picture import AFTER, GRADED, Picture, quiet
 
 MOST = 320  # positions that a picture tells apart along one side
 WAVES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of Okabe and Ito

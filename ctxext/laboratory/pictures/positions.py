@@ -13,9 +13,9 @@ from torch import Tensor
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.readings import name_for
 from ctxext.evaluation.report.style import Drawing
+from ctxext.laboratory.pictures.picture import Picture, as_numbers, wrapped
 from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod
-from ctxext.pictures.picture import Picture, as_numbers, wrapped
 from ctxext.spec import Band, Chunks, Piece, Region, RopeSpec
 
 GREY, UNTRAINED, DROPPED = "#555555", "#C0392B", "#E8E8E8"

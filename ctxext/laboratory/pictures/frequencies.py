@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.report.style import saved_figure
+from ctxext.laboratory.pictures.picture import wrapped
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.remap import RemapMethod
-from ctxext.pictures.picture import wrapped
 from ctxext.spec import RopeSpec
 
 # Okabe and Ito's colours, told apart under every common colour blindness and in print.

@@ -16,6 +16,21 @@ from ctxext.checkpoints.load import load, meta_model, model_class
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.evaluation.readings import known_trained_length, name_for
+from ctxext.laboratory.pictures.attention import (
+    QUERIES,
+    Looks,
+    attention_of,
+    by_distance,
+    edges_of,
+    picture_of_attention,
+)
+from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes, picture_of_bias
+from ctxext.laboratory.pictures.buckets import picture_of_buckets
+from ctxext.laboratory.pictures.picture import Picture
+from ctxext.laboratory.pictures.positions import picture_of_positions
+from ctxext.laboratory.pictures.rotation import picture_of_rotation
+from ctxext.laboratory.pictures.rows import picture_of_rows, rows_seen
+from ctxext.laboratory.pictures.sentence import depends_on_text, picture_of_sentence, sentence_seen, toy
 from ctxext.methods import METHODS, BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
 from ctxext.methods.encoding import Encoding
 from ctxext.methods.parameters import checked_tokens
@@ -23,14 +38,6 @@ from ctxext.methods.pi import PI
 from ctxext.methods.remap import RemapMethod
 from ctxext.methods.sinusoidal import Sinusoidal
 from ctxext.patching import patch, unpatch
-from ctxext.pictures.attention import QUERIES, Looks, attention_of, by_distance, edges_of, picture_of_attention
-from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes, picture_of_bias
-from ctxext.pictures.buckets import picture_of_buckets
-from ctxext.pictures.picture import Picture
-from ctxext.pictures.positions import picture_of_positions
-from ctxext.pictures.rotation import picture_of_rotation
-from ctxext.pictures.rows import picture_of_rows, rows_seen
-from ctxext.pictures.sentence import depends_on_text, picture_of_sentence, sentence_seen, toy
 from ctxext.saved import saved_extension
 from ctxext.spec import AlibiSpec, BucketSpec, EncodingSpec, RopeSpec
 from ctxext.surgery.encodings import spec_of

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.laboratory.pictures.picture import GRADED, Picture, distances_to, mark_trained, quiet, tokens_axis
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import Encoding
-from ctxext.pictures.picture import GRADED, Picture, distances_to, mark_trained, quiet, tokens_axis
 from ctxext.spec import AlibiSpec, EncodingSpec, Pairs
 
 OUT_OF_SIGHT = -12.0  # a score that is lower by so much weighs less than 1/100,000 of what it was

@@ -11,9 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.evaluation.report.style import INK, NOTE
-from ctxext.methods import RopeMethod
-from ctxext.methods.formulas import plain_inv_freq
-from ctxext.pictures.picture import (
+from ctxext.laboratory.pictures.picture import (
     AFTER,
     BEFORE,
     Picture,
@@ -22,6 +20,8 @@ from ctxext.pictures.picture import (
     quiet,
     tokens_axis,
 )
+from ctxext.methods import RopeMethod
+from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import RopeSpec
 
 NEARLY = 1.25  # ratio of distances that the thick line averages over

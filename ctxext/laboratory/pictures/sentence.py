@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.laboratory.pictures.bias import pairs_at
+from ctxext.laboratory.pictures.picture import Picture
+from ctxext.laboratory.pictures.rows import DIVERGING
 from ctxext.methods.encoding import Encoding, EncodingMethod
-from ctxext.pictures.bias import pairs_at
-from ctxext.pictures.picture import Picture
-from ctxext.pictures.rows import DIVERGING
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 from ctxext.surgery.edits import Edits
 

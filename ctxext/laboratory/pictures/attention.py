@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.report.style import NOTE
-from ctxext.pictures.picture import AFTER, BEFORE, GRADED, Picture, quiet
+from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Picture, quiet
 from ctxext.surgery.edits import Edits
 
 QUERIES = 64  # of the end of a text, over which attention is averaged

@@ -13,6 +13,14 @@ import torch
 from matplotlib.figure import Figure
 
 from ctxext.errors import InvalidParameterError
+from ctxext.laboratory.pictures.attention import by_distance, edges_of
+from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes
+from ctxext.laboratory.pictures.of_method import LLAMA, SMALL, ShownOn, picture_of
+from ctxext.laboratory.pictures.picture import as_numbers
+from ctxext.laboratory.pictures.positions import farthest, picture_of_positions, relative_positions
+from ctxext.laboratory.pictures.rotation import picture_of_rotation, rotation_of
+from ctxext.laboratory.pictures.rows import rows_seen
+from ctxext.laboratory.pictures.sentence import depends_on_text
 from ctxext.methods import METHODS, EncodingMethod, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.methods.kerple import KERPLE
@@ -21,14 +29,6 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.methods.sinusoidal import Sinusoidal
 from ctxext.methods.tile import Tiling
 from ctxext.methods.yarn import YaRN
-from ctxext.pictures.attention import by_distance, edges_of
-from ctxext.pictures.bias import bias_of_encoding, bias_of_slopes
-from ctxext.pictures.of_method import LLAMA, SMALL, ShownOn, picture_of
-from ctxext.pictures.picture import as_numbers
-from ctxext.pictures.positions import farthest, picture_of_positions, relative_positions
-from ctxext.pictures.rotation import picture_of_rotation, rotation_of
-from ctxext.pictures.rows import rows_seen
-from ctxext.pictures.sentence import depends_on_text
 from ctxext.registry import discover
 from ctxext.spec import AlibiSpec, RopeSpec
 

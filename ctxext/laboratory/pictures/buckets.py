@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ctxext.laboratory.pictures.picture import AFTER, BEFORE, Picture, distances_to, quiet, tokens_axis
 from ctxext.methods import BucketMethod
 from ctxext.methods.formulas import buckets_of
-from ctxext.pictures.picture import AFTER, BEFORE, Picture, distances_to, quiet, tokens_axis
 from ctxext.spec import BucketSpec
 
 CAPTION = (
