@@ -60,8 +60,8 @@ def killed_at(line: int, arguments: Sequence[str], place: Path) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def launched(script: str, arguments: Sequence[str], place: Path) -> str:
-    """The standard output of a script that ``accelerate launch`` runs on two processes."""
-    done = ran([*LAUNCH, str(ROOT / "scripts" / script), *arguments], place)
+def launched(arguments: Sequence[str], place: Path) -> str:
+    """Return the standard output of ``ctxext ARGUMENTS``, run by ``accelerate launch`` on two processes."""
+    done = ran([*LAUNCH, "-m", "ctxext", *arguments], place)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -240,7 +240,9 @@ def machine(device: str = "cpu") -> str:
 def command(arguments: Sequence[str] | None = None) -> str:
     """What was called, as it could be typed again in the same folder."""
     program, *rest = sys.argv if arguments is None else arguments
-    typed = shlex.join([Path(program).name, *rest])
+    path = Path(program)
+    name = path.parent.name if path.name == "__main__.py" else path.name  # of python -m ctxext
+    typed = shlex.join([name, *rest])
     return typed.encode(errors="replace").decode()  # names of files may hold bytes that are no UTF-8
 
 

@@ -84,7 +84,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     assert len(lines(killed)) == count
     # Two processes, each with cells of its own.
     shared = tmp_path / "shared"
-    said = launched("compare.py", [*arguments[2:], "-o", str(shared)], tmp_path)
+    said = launched([*arguments, "-o", str(shared)], tmp_path)
     assert said.count("Written:") == 1, "one process talks"
     shares = [path.read_text(encoding="utf-8").count("\n") for path in sorted(shared.glob("cells*.jsonl"))]
     assert sum(shares) == count

@@ -356,7 +356,7 @@ def test_two_processes_give_the_same(folder: Path) -> None:
     options = ["-m", "dynamic_yarn", "-f", "2", "-l", "96", "-l", "128"]
     assert call(folder, *options, "-o", str(alone)).exit_code == 0
     texts = ["-t", str(folder / "one.txt"), "-t", str(folder / "two.txt")]
-    said = launched("perplexity.py", [str(folder / "checkpoint"), *texts, *options, "-o", str(shared)], folder)
+    said = launched(["eval", "perplexity", str(folder / "checkpoint"), *texts, *options, "-o", str(shared)], folder)
     assert said.count("Does dynamic_yarn at positions") == 1, "one process talks"
     rows = [PerplexityResult.from_dict(json.loads(path.read_text(encoding="utf-8"))).rows() for path in (alone, shared)]
     for one, other in zip(*rows, strict=True):

@@ -104,6 +104,7 @@ def test_provenance_round_trip(model: LlamaForCausalLM, bos_tokenizer: PreTraine
 
 def test_the_command_can_be_typed_again() -> None:
     assert command(["/usr/bin/ctxext", "eval", "a b"]) == "ctxext eval 'a b'"
+    assert command(["/somewhere/ctxext/__main__.py", "eval", "compare"]) == "ctxext eval compare"  # by python -m
 
 
 def test_git_state(tmp_path: Path) -> None:

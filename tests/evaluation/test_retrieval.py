@@ -115,7 +115,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     # A method more costs that method alone.
     more = command("eval", *arguments, "-m", "pi", "-o", killed)
     assert (more.exit_code, asked) == (0, 3 + 9 + 4)
-    said = launched("passkey.py", [*arguments[1:], "-o", str(shared)], tmp_path)
+    said = launched(["eval", *arguments, "-o", str(shared)], tmp_path)
     assert said.count("Readings:") == 1, "one process talks"
     shares = [len(path.read_text(encoding="utf-8").splitlines()) for path in tmp_path.glob("shared.trials*.jsonl")]
     assert len(shares) == 2

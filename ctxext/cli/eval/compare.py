@@ -1,4 +1,4 @@
-"""``ctxext eval compare``, and the same as a script for several processes: ``accelerate launch scripts/compare.py``."""
+"""``ctxext eval compare``; with several processes: ``accelerate launch -m ctxext eval compare``."""
 
 from __future__ import annotations
 

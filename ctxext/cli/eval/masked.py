@@ -1,4 +1,4 @@
-"""``ctxext eval masked``: models that read to both sides, and the same as a script for several processes."""
+"""``ctxext eval masked``: models that read to both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ctxext eval passkey``, and the same as a script for several processes: ``scripts/passkey.py``."""
+"""``ctxext eval passkey``; with several processes: ``accelerate launch -m ctxext eval passkey``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ctxext eval perplexity``, and the same as a script for several processes: ``scripts/perplexity.py``."""
+"""``ctxext eval perplexity``; with several processes: ``accelerate launch -m ctxext eval perplexity``."""
 
 from __future__ import annotations
 

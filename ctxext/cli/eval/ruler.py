@@ -1,4 +1,4 @@
-"""``ctxext eval ruler``, and the same as a script for several processes: ``scripts/ruler.py``."""
+"""``ctxext eval ruler``; with several processes: ``accelerate launch -m ctxext eval ruler``."""
 
 from __future__ import annotations
 
