@@ -23,7 +23,7 @@ if typing.TYPE_CHECKING:
     from ctxext.checkpoints.load import load, save
     from ctxext.choosing.run import choose
     from ctxext.methods import package as methods
-    from ctxext.patching import describe, method, patch, unpatch
+    from ctxext.patching import describe, method, patch, patched, unpatch
 
 __all__ = [
     "choose",
@@ -34,6 +34,7 @@ __all__ = [
     "method",
     "methods",
     "patch",
+    "patched",
     "save",
     "training",
     "unpatch",
@@ -43,6 +44,7 @@ _VERBS = {
     "describe": "patching",
     "method": "patching",
     "patch": "patching",
+    "patched": "patching",
     "unpatch": "patching",
     "export": "checkpoints.export",
     "load": "checkpoints.load",

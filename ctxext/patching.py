@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -192,10 +193,10 @@ def patch(
         VerificationError: the patched model does not compute what the method says.
     """
     base = base_model(model)
-    if (patched := patched_state(base)) is not None:
+    if (state := patched_state(base)) is not None:
         raise PatchStateError(
-            f"This {type(base).__name__} is already extended by {patched.method.name!r} (factor "
-            f"{patched.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
+            f"This {type(base).__name__} is already extended by {state.method.name!r} (factor "
+            f"{state.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
         )
     refuse_lost_fields(base.config, f"this {type(base).__name__}")
     asked = _asked_of(
@@ -219,23 +220,23 @@ def patch(
             extension = _short_config(base, architecture_of(base).apply(base, chosen, request, edits))
             if chosen.dynamic:
                 recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
-            patched = Patched(chosen, extension, edits)
+            state = Patched(chosen, extension, edits)
             form = saved_form(chosen, extension)
         else:
             sides = _extended_sides(base, asked, edits)
             first = next(iter(sides.values()))
-            patched = Patched(first.method, first.extension, edits, sides)
+            state = Patched(first.method, first.extension, edits, sides)
             form = saved_form_of(sides)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", form)
         lead_nowhere(base.config, edits)
-        for part in [side.side.model for side in patched.sides.values()] or [base]:
+        for part in [side.side.model for side in state.sides.values()] or [base]:
             write_old_form(part.config, edits, of_any_type=True)
-        _raise_generation_limit(base, patched, edits)
-        _raise_limits(model, patched.extension, edits)
-        edits.set(base, "_ctxext", patched)
+        _raise_generation_limit(base, state, edits)
+        _raise_limits(model, state.extension, edits)
+        edits.set(base, "_ctxext", state)
         keep_extension(model, edits)
-        _guard_caches(model, patched.method, edits)
+        _guard_caches(model, state.method, edits)
     return model
 
 
@@ -399,12 +400,12 @@ def _take_off(
     return did
 
 
-def _raise_generation_limit(base: PreTrainedModel, patched: Patched, edits: Edits) -> None:
+def _raise_generation_limit(base: PreTrainedModel, state: Patched, edits: Edits) -> None:
     """Let ``generate`` of a live model reach the new window, if its limit was the old one."""
-    writer = patched.sides.get("decoder")
-    if patched.sides and writer is None:
+    writer = state.sides.get("decoder")
+    if state.sides and writer is None:
         return
-    extension = patched.extension if writer is None else writer.extension
+    extension = state.extension if writer is None else writer.extension
     settings = getattr(base, "generation_config", None)
     if settings is not None and settings.max_length == extension.trained_length < extension.target_length:
         edits.set(settings, "max_length", extension.target_length)
@@ -469,18 +470,36 @@ def unpatch(model: ModelT) -> ModelT:
         PatchStateError: if this model was not patched in this process (or by ``ctxext.load``).
     """
     base = base_model(model)
-    patched = patched_state(base)
-    if patched is None:
+    state = patched_state(base)
+    if state is None:
         raise PatchStateError(
             f"This {type(base).__name__} was not patched in place, so there is nothing to undo. A checkpoint that was "
             f"saved extended is undone by loading the original checkpoint."
         )
     guards = guards_of(base)
     with own_defaults():
-        patched.edits.undo()
+        state.edits.undo()
     for guard in guards:
         guard.release()
     return model
+
+
+@contextlib.contextmanager
+def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[ModelT]:
+    """Extend a model inside a ``with`` statement, and undo the extension at its end, also after an error.
+
+    Pick it to compare a model with its own extension: ``with ctxext.patched(model, "yarn", factor=4): ...``.
+
+    Args:
+        model: as for ``patch``.
+        method: as for ``patch``.
+        **arguments: as for ``patch``, whose errors are raised too.
+    """
+    patch(model, method, **arguments)
+    try:
+        yield model
+    finally:
+        unpatch(model)
 
 
 def describe(model: Any) -> Description:
@@ -492,13 +511,13 @@ def describe(model: Any) -> Description:
 def _described(model: Any) -> Description:
     """The description of a model, whatever versions are installed."""
     base = base_model(model)
-    patched, model_type = patched_state(base), base.config.model_type
-    if patched is not None and patched.sides:
-        found = describe_saved(saved_form_of(patched.sides), model_type, tuple(patched.edits.lines()))
-        return replace(found, sides=tuple(_with_attention(patched, name, side) for name, side in found.sides))
-    if patched is not None:
-        extension, notes = patched.extension, list(patched.extension.notes)
-        found = describe_saved(saved_form(patched.method, extension), model_type, tuple(patched.edits.lines()))
+    state, model_type = patched_state(base), base.config.model_type
+    if state is not None and state.sides:
+        found = describe_saved(saved_form_of(state.sides), model_type, tuple(state.edits.lines()))
+        return replace(found, sides=tuple(_with_attention(state, name, side) for name, side in found.sides))
+    if state is not None:
+        extension, notes = state.extension, list(state.extension.notes)
+        found = describe_saved(saved_form(state.method, extension), model_type, tuple(state.edits.lines()))
         notes += _limit_notes(model, extension)
         if getattr(base.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
             notes.append(REFERENCE)
@@ -512,9 +531,9 @@ def _described(model: Any) -> Description:
     return Description(model_type=model_type, method=None, trained_length=length, target_length=length)
 
 
-def _with_attention(patched: Patched, name: str, side: Description) -> tuple[str, Description]:
+def _with_attention(state: Patched, name: str, side: Description) -> tuple[str, Description]:
     """The description of a side with the backend that serves it."""
-    one = patched.sides[name]
+    one = state.sides[name]
     return name, replace(side, attention=attention_line(one.side.model, one.extension.attention))
 
 
@@ -551,9 +570,9 @@ def attention_line(base: PreTrainedModel, name: str | None) -> str:
     q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
     slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)
     need = Call.of(q, k, k, scale=1.0, slopes=slopes).need
-    patched = patched_state(base)
-    if patched is not None and isinstance(patched.method, EncodingMethod):
-        need = replace(need, biased=False, score=patched.method.score_form)
+    state = patched_state(base)
+    if state is not None and isinstance(state.method, EncodingMethod):
+        need = replace(need, biased=False, score=state.method.score_form)
     try:
         backend, passed_over = select(name, need)
     except BackendUnavailableError as error:  # a forward pass raises it; a description says it

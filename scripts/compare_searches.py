@@ -51,9 +51,10 @@ from ctxext.choosing.search import Descent, State
 from ctxext.evaluation.checkpoint import weights_digest
 from ctxext.evaluation.journal import Journal
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.readings import TIMES, patched
+from ctxext.evaluation.readings import TIMES
 from ctxext.evaluation.statistics import PairedDifference, document_difference
 from ctxext.methods import NTK, PI, YaRN
+from ctxext.patching import patched
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rotary import find_sites
 from ctxext.texts.corpus import TokenisedDocument, corpus_of

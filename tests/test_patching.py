@@ -161,6 +161,23 @@ def test_describe_shortens_long_tables() -> None:
     assert "<16 values>" in str(ctxext.describe(model))
 
 
+def test_patched_extends_inside_its_block_only() -> None:
+    model, inputs = tiny("llama"), tokens(3 * TRAINED_LENGTH)
+    before = State.of(model, inputs)
+    expected = logits(ctxext.patch(tiny("llama"), "yarn", factor=4, beta_fast=16), inputs)
+    with ctxext.patched(model, "yarn", factor=4, beta_fast=16) as extended:
+        assert extended is model
+        assert torch.equal(logits(model, inputs), expected)
+        assert not torch.equal(expected, before.logits)
+    assert before.difference(model) is None
+    with pytest.raises(ZeroDivisionError), ctxext.patched(model, YaRN(factor=2.0)):
+        raise ZeroDivisionError
+    assert before.difference(model) is None
+    with pytest.raises(UnknownNameError, match="Did you mean 'yarn'"), ctxext.patched(model, "yran", factor=2):
+        pytest.fail("the block ran")
+    assert before.difference(model) is None
+
+
 def test_unpatch_without_patch() -> None:
     model = tiny()
     with pytest.raises(PatchStateError, match=r"This LlamaForCausalLM was not patched in place.*original checkpoint"):

@@ -13,6 +13,7 @@ Source: Fang et al., arXiv:2410.23771.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import loss_by_position
 from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
-from ctxext.evaluation.readings import check_reference, label_for, name_for, patched
+from ctxext.evaluation.readings import check_reference, label_for, name_for
 from ctxext.evaluation.statistics import (
     PairedDifference,
     check_finite,
@@ -195,7 +196,8 @@ def run(
         work.best(truncations),
     ]
     for name, label, method in _named(methods):
-        with patched(checkpoint.model, method, trained_length=trained_length):
+        given = {"trained_length": trained_length}
+        with patching.patched(checkpoint.model, method, **given) if method is not None else contextlib.nullcontext():
             check_reach(checkpoint.model, lengths[-1], beyond=False)
             provenance = provenance.with_extension(name, checkpoint.model)
             found = [work.read(checkpoint.model, name, length) for length in lengths]

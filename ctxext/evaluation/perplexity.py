@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ from ctxext.evaluation.loss import (
 )
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import check_reference, known_trained_length, patched
+from ctxext.evaluation.readings import check_reference, known_trained_length
 from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
 from ctxext.evaluation.truncation import (
     AS_SAVED,
@@ -170,7 +171,7 @@ def _extension(
     model: nn.Module, method: str | None, given: Mapping[str, Any], trained: int
 ) -> tuple[int | None, bool, Callable[[int], int]]:
     """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
-    with patched(model, method, **(given if method is not None else {})):
+    with patching.patched(model, method, **given) if method is not None else contextlib.nullcontext():
         base = base_model(model)
         found, dynamic = patching.describe(model), follows_length(base)
         extended = dynamic or patched_state(base) is not None or already_extended(base.config) is not None
@@ -254,7 +255,7 @@ def run(
             readings.append(work.read(plain, UNPATCHED, dynamic=False))
     truncations = work.read_truncated(model if plain is None else plain)
     readings += truncations.values()
-    with patched(model, plan.method, **plan.arguments):
+    with patching.patched(model, plan.method, **plan.arguments) if plan.method else contextlib.nullcontext():
         provenance = provenance.with_extension(measured, model)
         found = work.read(model, measured, dynamic=plan.dynamic)
         comparable = measured != UNPATCHED and (inside is not None or plain is not None)

@@ -94,19 +94,6 @@ class Refusal:
     reason: str
 
 
-@contextlib.contextmanager
-def patched(model: nn.Module, method: str | Method | None, **arguments: Any) -> Iterator[None]:
-    """The model extended inside a ``with``, by the arguments of ``ctxext.patch``; as it is where no method is given."""
-    if method is None:
-        yield
-        return
-    patching.patch(model, method, **arguments)
-    try:
-        yield
-    finally:
-        patching.unpatch(model)
-
-
 def known_trained_length(model: nn.Module, given: int | None = None) -> int:
     """The tokens that a checkpoint was trained for: those given, or what its config says.
 
@@ -263,7 +250,7 @@ class Readings:
             trained = architecture_of(base).replaced_weights(base)  # which may have been trained since
             patching.unpatch(self.model)
         try:
-            with patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
+            with patching.patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
                 yield
         finally:
             if own is not None:

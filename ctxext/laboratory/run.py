@@ -242,11 +242,8 @@ class LabCell:
         """The model as it was trained (an empty name), then, if it rotates, under each extension without training."""
         yield ""
         for name in EXTENSIONS if self.subject.name == ROPE else ():
-            patching.patch(model, name, factor=float(REACH))
-            try:
+            with patching.patched(model, name, factor=float(REACH)):
                 yield name
-            finally:
-                patching.unpatch(model)
 
 
 def _order_learned(model: PreTrainedModel, text: ByteText, length: int) -> Float[Tensor, " windows"]:
