@@ -3,7 +3,8 @@
     python scripts/update_readme.py            # rewrite
     python scripts/update_readme.py --check    # exit 1 if a block is not what the code and the results say
 
-A block stands between ``<!-- name -->`` and ``<!-- /name -->``.
+A block stands between ``<!-- name -->`` and ``<!-- /name -->``. An error that a page prints stands in a block of text
+behind the example that ends in it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ctxext.methods.parameters import parameters_of
 from ctxext.training.settings import Settings
 from scripts.published_page import published_markdown
 from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
+from tests._examples import with_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -251,7 +253,7 @@ def main(check: Annotated[bool, typer.Option(help="only say whether it is curren
     """Fill the blocks of README.md and docs/."""
     for page in pages():
         before = page.read_text(encoding="utf-8")
-        after = filled(page, before)
+        after = with_errors(filled(page, before))
         if check and after != before:
             typer.echo(f"{page.relative_to(ROOT)} is not current: run python scripts/update_readme.py", err=True)
             raise typer.Exit(1)

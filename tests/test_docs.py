@@ -25,8 +25,10 @@ from typer.main import get_command
 import ctxext
 from ctxext.cli.app import app
 from ctxext.methods import METHODS
+from ctxext.surgery.rope_types import ROPE_TYPE
 from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings
+from tests._examples import EXAMPLE, error_of
 from tests._models import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -282,8 +284,10 @@ def check_python(code: str) -> None:
 
 @by_page
 def test_python_names_what_exists(page: Path) -> None:
+    failing = {code for _, code, _ in EXAMPLE.findall(text_of(page))}  # these are run
     for code in fenced(page, "python"):
-        check_python(code)
+        if code not in failing:
+            check_python(code)
     for code in inline(page):
         if code.startswith("ctxext."):
             check_python(code)
@@ -312,6 +316,26 @@ def test_a_wrong_name_is_seen() -> None:
     for wrong in ("ctxext.pathc(model)", "ctxext.patch(model, 'yarn', fator=4)", "from ctxext.spec import Nothing"):
         with pytest.raises((AttributeError, AssertionError, ImportError)):
             check_python(wrong)
+
+
+# Errors
+
+ERRORS = EXAMPLE.findall(text_of(ROOT / "docs" / "troubleshooting.md"))
+
+
+@pytest.mark.parametrize(("kind", "code", "printed"), ERRORS, ids=[code.split("\n")[-2][:50] for _, code, _ in ERRORS])
+def test_an_example_ends_in_the_error_on_the_page(kind: str, code: str, printed: str) -> None:
+    assert printed == error_of(kind, code), "run python scripts/update_readme.py"
+
+
+def test_every_section_of_troubleshooting_has_an_error_and_an_example_without_one_is_seen() -> None:
+    page = text_of(ROOT / "docs" / "troubleshooting.md")
+    assert f"`KeyError: {ROPE_TYPE!r}`" in page  # that this is how transformers ends, the tests of saved forms show
+    sections = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert len(ERRORS) == len(sections) - 1 == 12  # the last is about what ends in no error
+    for kind, code in (("python", "ctxext.patch(model, 'yarn', factor=4)"), ("bash", "ctxext methods")):
+        with pytest.raises(AssertionError, match="no error"):
+            error_of(kind, code)
 
 
 # Links and places
