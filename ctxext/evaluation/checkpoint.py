@@ -209,7 +209,7 @@ def _load(
         model = load(source, **options)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **options)
-    return model, AutoTokenizer.from_pretrained(source, **trust), f"{chosen} ({why})"
+    return model, AutoTokenizer.from_pretrained(source, config=config, **trust), f"{chosen} ({why})"
 
 
 def _load_masked(source: str, config: Any, options: dict[str, Any]) -> nn.Module:

@@ -1,0 +1,340 @@
+"""A checkpoint is loaded, measured and trained as the same model, bit for bit: the one of transformers and PEFT."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertModel,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+import ctxext
+from ctxext.errors import CheckpointError
+from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, weights_digest
+from ctxext.surgery.wrappers import base_model
+from ctxext.training import checkpoint as training
+from ctxext.training.settings import Settings, read_settings
+from tests._gguf import write_gguf
+from tests._models import logits, tiny, tokens
+from tests._tokenizer import make_tokenizer
+from tests.training._recipe import CONFIG, SMALL, words_of
+
+CPU = torch.device("cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Each type with a method that it takes and the dtype that its weights are stored in.
+TYPES = {
+    "llama": ("yarn", "fp32"),
+    "qwen3": ("dynamic_ntk", "bf16"),
+    "gemma3_text": ("ntk", "fp32"),
+    "gpt_neox": ("self_extend", "fp16"),
+    "gpt2": ("pi", "bf16"),
+    "bloom": ("pi", "fp32"),
+}
+# What "auto" makes of a stored dtype on a CPU, and why.
+AUTO = {
+    "fp32": ("bf16", "stored in float32"),
+    "bf16": ("bf16", "stored in bfloat16"),
+    "fp16": ("fp32", "stored in float16, which bfloat16 would round and a CPU does not compute in"),
+}
+
+
+def saved(model: Any, directory: Path) -> Path:
+    """Save a model with a tokenizer beside it."""
+    model.save_pretrained(directory)
+    make_tokenizer(bos=True).save_pretrained(directory)
+    return directory
+
+
+def plain(place: Path, dtype: str) -> Any:
+    """Load a checkpoint with transformers alone."""
+    return AutoModelForCausalLM.from_pretrained(place, dtype=DTYPES[dtype]).eval()
+
+
+def run(source: Path, *words: str) -> Settings:
+    """Make the settings of a training run that begins from a checkpoint."""
+    own = {"checkpoint": source, "data.train": "texts.txt", "output": source.parent / "run"}
+    return read_settings(CONFIG, words_of(SMALL | own, *words))
+
+
+def trained(source: Path, *words: str) -> Checkpoint:
+    return training.load_base(run(source, *words), CPU)
+
+
+def require_same(found: Any, expected: Any, length: int = 80) -> None:
+    """Fail unless two models have one class, config, state and logits, and both are in evaluation mode."""
+    assert type(found) is type(expected)
+    assert not found.training
+    state, wanted = found.state_dict(), expected.state_dict()
+    assert list(state) == list(wanted)
+    for name, tensor in wanted.items():
+        assert state[name].dtype == tensor.dtype, name
+        assert torch.equal(state[name], tensor), name
+    for one, other in zip(base_model(found).modules(), base_model(expected).modules(), strict=True):
+        buffers = dict(other.named_buffers(recurse=False))  # rotary frequencies are in no state dict
+        for name, buffer in one.named_buffers(recurse=False):
+            assert torch.equal(buffer, buffers[name]), name
+    configs = [base_model(model).config.to_dict() for model in (found, expected)]
+    for config in configs:
+        config.pop("_name_or_path", None)
+    assert configs[0] == configs[1]
+    text = tokens(length)
+    assert torch.equal(logits(found, text), logits(expected, text))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_model_type_in_the_dtype_that_is_chosen_for_it(model_type: str, tmp_path: Path) -> None:
+    method, stored = TYPES[model_type]
+    place = saved(tiny(model_type).to(DTYPES[stored]), tmp_path / "model")
+    chosen, why = AUTO[stored]
+    measured = load_checkpoint(str(place), device="cpu")
+    require_same(measured.model, plain(place, chosen), length=48)
+    assert (measured.name, measured.dtype_note) == ("model", f"{chosen} ({why})")
+    assert measured.sha256 == weights_digest(plain(place, chosen))
+    base = trained(place)
+    require_same(base.model, plain(place, "fp32"), length=48)
+    assert base.sha256 == weights_digest(plain(place, "fp32"))
+
+    extended = ctxext.patch(plain(place, chosen), method, factor=2.0)
+    require_same(ctxext.load(place, method, factor=2.0, dtype=DTYPES[chosen]), extended)
+    longer = saved(extended, tmp_path / "longer")
+    require_same(ctxext.load(longer, dtype=DTYPES[chosen]), extended)
+    measured = load_checkpoint(str(longer), device="cpu")
+    require_same(measured.model, ctxext.load(longer, dtype=measured.model.dtype))
+    assert measured.dtype_note.startswith(AUTO[chosen][0])
+    require_same(
+        ctxext.unpatch(load_checkpoint(str(longer), device="cpu", dtype=chosen).model), plain(place, chosen), 48
+    )
+    trained_length = str(ctxext.describe(extended).trained_length)
+    onward = trained(longer, "--extension.trained_length", trained_length, "--dtype", "bf16")
+    rounded = saved(plain(place, chosen), tmp_path / "rounded")  # twice, where the extension was saved in that dtype
+    require_same(onward.model, plain(rounded, "bf16"), length=48)
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_dtype_that_is_asked_for(stored: str, dtype: str, tmp_path: Path) -> None:
+    place = saved(tiny().to(DTYPES[stored]), tmp_path)
+    measured = load_checkpoint(str(place), device="cpu", dtype=dtype)
+    require_same(measured.model, plain(place, dtype))
+    assert measured.dtype_note == f"{dtype} (as asked for)"
+    if dtype != "fp16":
+        require_same(trained(place, "--dtype", dtype).model, plain(place, dtype))
+
+
+def test_an_encoding_with_weights_of_its_own(tmp_path: Path) -> None:
+    extended = ctxext.patch(tiny(), "kerple", factor=2.0)
+    longer = saved(extended, tmp_path)
+    require_same(load_checkpoint(str(longer), device="cpu", dtype="fp32").model, extended)
+    require_same(ctxext.load(longer), extended)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_masked_language_model(dtype: str, tmp_path: Path) -> None:
+    place = saved(tiny("bert"), tmp_path / "model")
+    expected = AutoModelForMaskedLM.from_pretrained(place, dtype=DTYPES[dtype]).eval()
+    require_masked(load_checkpoint(str(place), device="cpu", dtype=dtype, masked=True).model, expected)
+    ctxext.patch(expected, "pi", factor=2.0)
+    longer = saved(expected, tmp_path / "longer")
+    require_masked(load_checkpoint(str(longer), device="cpu", dtype=dtype, masked=True).model, expected)
+    require_masked(ctxext.load(longer, dtype=DTYPES[dtype]), expected)
+    headless = saved(ctxext.patch(BertModel(expected.config.from_pretrained(place)), "pi", factor=2), tmp_path / "less")
+    with pytest.raises(CheckpointError, match="BertModel"):
+        load_checkpoint(str(headless), device="cpu", masked=True)
+
+
+def require_masked(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    assert (found.training, found.dtype) == (False, expected.dtype)
+    state = found.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
+    text = tokens(48)
+    with torch.no_grad():
+        assert torch.equal(found(text).logits, expected(text).logits)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tiny(), tmp_path_factory.mktemp("gguf") / "tiny.q8.gguf", quantised=("blk.0.ffn_up.weight",))
+
+
+def from_gguf(file: Path, dtype: str) -> Any:
+    unpacked = {}
+    if hasattr(transformers, "GgufConfig"):  # since 5.17, before which transformers unpacked every file
+        unpacked["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    place = {"gguf_file": file.name, **unpacked}
+    return AutoModelForCausalLM.from_pretrained(file.parent, dtype=DTYPES[dtype], **place).eval()
+
+
+def test_a_gguf_file(gguf_file: Path, tmp_path: Path) -> None:
+    measured = load_checkpoint(str(gguf_file), device="cpu")
+    require_same(measured.model, from_gguf(gguf_file, "bf16"))
+    assert (measured.name, measured.dtype_note) == ("tiny", "bf16 (weights dequantised from GGUF)")
+    assert measured.tokenizer.convert_ids_to_tokens(4) == "ab"
+    require_same(trained(gguf_file).model, from_gguf(gguf_file, "fp32"))
+    extended = ctxext.patch(from_gguf(gguf_file, "fp32"), "yarn", factor=2.0)
+    require_same(ctxext.load(gguf_file, "yarn", factor=2.0, dtype=torch.float32), extended)
+    with pytest.raises(CheckpointError, match=r"masked language model: GGUF files hold causal ones\."):
+        load_checkpoint(str(gguf_file), masked=True)
+
+
+def adapted(model: Any, base: Path) -> Any:
+    """Wrap a model with an adapter whose weights are not zero."""
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    wrapped.peft_config["default"].base_model_name_or_path = str(base)
+    for name, weight in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.3)
+    return wrapped.eval()
+
+
+def test_a_plain_adapter(tmp_path: Path) -> None:
+    base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
+    adapted(plain(base, "fp32"), base).save_pretrained(place)
+    for dtype in ("fp32", "bf16"):
+        measured = load_checkpoint(str(place), device="cpu", dtype=dtype)
+        require_same(measured.model, PeftModel.from_pretrained(plain(base, dtype), place).eval())
+        assert measured.name == "adapter"
+    assert load_checkpoint(str(place), device="cpu").dtype_note == "bf16 (stored in float32)"
+    with pytest.raises(CheckpointError, match="it was saved without an extension"):
+        ctxext.load(place)
+    with pytest.raises(CheckpointError, match="is an adapter"):
+        load_checkpoint(str(place), device="cpu", masked=True)
+    with pytest.raises(CheckpointError, match="is an adapter on"):
+        trained(place)
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "kerple"])
+def test_an_adapter_with_its_extension(method: str, tmp_path: Path) -> None:
+    base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
+    expected = adapted(ctxext.patch(plain(base, "fp32"), method, factor=2.0), base)
+    ctxext.save(expected, place)
+    measured = load_checkpoint(str(place), device="cpu", dtype="fp32")
+    require_same(measured.model, expected)
+    require_same(ctxext.load(place).eval(), expected)
+    assert measured.tokenizer.bos_token_id == 256, "its base's tokenizer"
+    own = PreTrainedTokenizerFast.from_pretrained(base)
+    own.add_tokens(["<own>"])
+    own.save_pretrained(place)
+    assert len(load_checkpoint(str(place), device="cpu").tokenizer) == 258, "its own where it has one"
+
+
+def test_an_adapter_on_a_base_that_carries_the_extension(tmp_path: Path) -> None:
+    """Code without ctxext loads such a base extended, and saves the adapter unmarked."""
+    base, place = saved(ctxext.patch(tiny(), "yarn", factor=2.0), tmp_path / "base"), tmp_path / "adapter"
+    adapted(plain(base, "fp32"), base).save_pretrained(place)
+    (place / "ctxext_config.json").unlink(missing_ok=True)
+    expected = PeftModel.from_pretrained(ctxext.load(base), place).eval()
+    require_same(load_checkpoint(str(place), device="cpu", dtype="fp32").model, expected)
+    require_same(ctxext.load(place).eval(), expected)
+
+
+@pytest.mark.parametrize("method", [None, "yarn"])
+def test_an_adapter_on_a_gguf_file(method: str | None, gguf_file: Path, tmp_path: Path) -> None:
+    model = from_gguf(gguf_file, "fp32")
+    expected = adapted(model if method is None else ctxext.patch(model, method, factor=2.0), gguf_file)
+    expected.save_pretrained(tmp_path)
+    measured = load_checkpoint(str(tmp_path), device="cpu", dtype="fp32")
+    require_same(measured.model, expected)
+    assert measured.tokenizer.convert_ids_to_tokens(4) == "ab"
+    assert load_checkpoint(str(tmp_path), device="cpu").dtype_note.startswith("bf16 (")
+    if method is not None:
+        require_same(ctxext.load(tmp_path, dtype=torch.float32).eval(), expected)
+
+
+def test_weights_that_are_not_there(tmp_path: Path) -> None:
+    base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
+    adapted(plain(base, "fp32"), base).save_pretrained(place)
+    (place / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
+        load_checkpoint(str(place), device="cpu")
+    adapted(plain(base, "fp32"), base).save_pretrained(place)
+    shutil.rmtree(base)
+    for verb in (ctxext.load, load_checkpoint):
+        with pytest.raises(CheckpointError):
+            verb(str(place))
+
+
+class Rounding(QuantizationConfigMixin):  # type: ignore[misc]
+    """A quantisation that any machine can do: weights become multiples of 1/16."""
+
+    def __init__(self, steps: int = 16, quant_method: str = "rounding", **_: Any) -> None:
+        self.quant_method, self.steps = quant_method, steps
+
+
+class Rounder(HfQuantizer):  # type: ignore[misc]
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None: ...
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        for weight in model.parameters():
+            weight.data = (weight.data * self.quantization_config.steps).round() / self.quantization_config.steps
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Let transformers know it, and let a run ask for it in the place of bitsandbytes', which this machine lacks."""
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "rounding", Rounding)
+    monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "rounding", Rounder)
+    asked: list[dict[str, Any]] = []
+
+    def in_its_place(**settings: Any) -> Rounding:
+        asked.append(settings)
+        return Rounding()
+
+    monkeypatch.setattr(training, "BitsAndBytesConfig", in_its_place)
+    return asked
+
+
+def test_a_quantised_model(rounding: list[dict[str, Any]], tmp_path: Path) -> None:
+    place = saved(tiny(), tmp_path / "model")
+
+    def expected(dtype: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            place, dtype=DTYPES[dtype], quantization_config=Rounding(), device_map={"": "cpu"}
+        ).eval()
+
+    found = trained(place, "--quantisation", "nf4", "--dtype", "bf16")
+    model: Any = found.model
+    require_same(model, expected("bf16"))
+    assert not torch.equal(model.lm_head.weight, plain(place, "bf16").lm_head.weight)
+    assert (found.name, found.dtype_note) == ("model", "nf4, computed in bf16")
+    assert rounding[0]["bnb_4bit_quant_type"] == "nf4"
+    extended = ctxext.patch(expected("fp32"), "yarn", factor=2.0)
+    require_same(ctxext.load(place, "yarn", factor=2.0, quantization_config=Rounding(), dtype=torch.float32), extended)
+    longer = saved(ctxext.patch(plain(place, "fp32"), "yarn", factor=2.0), tmp_path / "longer")
+    onward = trained(longer, "--extension.trained_length", "64", "--quantisation", "nf4")
+    require_same(onward.model, expected("fp32"))
+    assert ctxext.describe(onward.model).method is None
+
+
+def test_a_checkpoint_that_says_its_quantisation(rounding: list[dict[str, Any]], tmp_path: Path) -> None:
+    place = saved(AutoModelForCausalLM.from_pretrained(saved(tiny(), tmp_path / "model")), tmp_path / "said")
+    config = LlamaForCausalLM.config_class.from_pretrained(place)
+    config.quantization_config = {"quant_method": "rounding", "steps": 4}
+    config.save_pretrained(place)
+    rounded = plain(place, "fp32")
+    assert not torch.equal(rounded.lm_head.weight, plain(tmp_path / "model", "fp32").lm_head.weight)
+    require_same(load_checkpoint(str(place), device="cpu", dtype="fp32").model, rounded)
+    extended = ctxext.patch(rounded, "yarn", factor=2.0)
+    require_same(ctxext.load(place, "yarn", factor=2.0, dtype=torch.float32), extended)
