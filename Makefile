@@ -41,13 +41,13 @@ wheel-test: ## the wheel, installed alone into an empty environment, as whoever 
 	scripts/wheel_test.sh
 
 check: $(INSTALLED) ## lint, format, types
-	$(BIN)/ruff check ctxext recipes scripts tests
-	$(BIN)/ruff format --check ctxext recipes scripts tests
+	$(BIN)/ruff check ctxext docs recipes scripts tests
+	$(BIN)/ruff format --check ctxext docs recipes scripts tests
 	$(BIN)/mypy
 
 format: $(INSTALLED)
-	$(BIN)/ruff check --fix ctxext recipes scripts tests
-	$(BIN)/ruff format ctxext recipes scripts tests
+	$(BIN)/ruff check --fix ctxext docs recipes scripts tests
+	$(BIN)/ruff format ctxext docs recipes scripts tests
 
 clean:
 	rm -rf $(VENV) demo

@@ -1,9 +1,8 @@
-"""``scripts/compare_searches.py``: every search keeps to its passes, and what is finished is not done again."""
+"""``docs/results/compare_searches.py``: every search keeps to its passes, and what is finished is not done again."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ from transformers import PreTrainedTokenizerFast
 import ctxext
 from ctxext.choosing.landscape import Example, Landscape, as_method
 from ctxext.surgery.rotary import find_sites
+from docs.results import compare_searches
+from docs.results.compare_searches import Genetic, Problem
 from tests._models import byte_model, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # they are not part of the installed package
-
-from scripts import compare_searches
-from scripts.compare_searches import Genetic, Problem
 
 TARGET = 4 * TRAINED_LENGTH
 

@@ -1,9 +1,8 @@
-"""``scripts/compare_checkpoints.py``: its losses are stock transformers', and what is read is not read again."""
+"""``docs/results/compare_checkpoints.py``: its losses are stock transformers', and what is read is not read again."""
 
 from __future__ import annotations
 
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,11 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
+from docs.results import compare_checkpoints
 from tests._models import byte_model
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # they are not part of the installed package
-
-from scripts import compare_checkpoints
 
 LENGTH = 640
 EDGES = (0, 512, 544, 576, 608, 640)

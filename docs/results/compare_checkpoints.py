@@ -1,6 +1,6 @@
 """Which of several checkpoints of one model predicts long texts better, paired by token: what training runs came to.
 
-    python scripts/compare_checkpoints.py first/merged second/merged -t other.parquet --length 16384 -o losses
+    python docs/results/compare_checkpoints.py first/merged second/merged -t other.parquet --length 16384 -o losses
 
 Each reads the same whole texts once. The table holds the mean loss of every span, and, for all but the first
 checkpoint, the difference to the first with its standard error. Weights may differ in any way; the tokenizer must not.
@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from measuring import machine, markdown_table
 from rich.console import Console
 from torch import Tensor, nn
 from typer import Argument, Option
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.checkpoints.source import checked_path, gguf_inside
 from ctxext.cli.options import TextOptions, grouped, run_script
@@ -52,6 +51,7 @@ from ctxext.evaluation.statistics import PairedDifference, check_finite, documen
 from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
+from scripts.measuring import machine, markdown_table
 
 Spans = Sequence[tuple[int, int]]
 

@@ -1,6 +1,6 @@
 """Train a tiny BERT on texts of 128 tokens, to see what an extended table of positions is worth where none ships.
 
-    python scripts/train_tiny_bert.py books.parquet tiny-bert --steps 600
+    python docs/results/train_tiny_bert.py books.parquet tiny-bert --steps 600
 
 It makes its own vocabulary, masks 30 percent of the tokens, and takes some ten minutes on one CPU core. The result is a
 checkpoint as any other: docs/results/masked.md extends it.
@@ -18,7 +18,7 @@ import typer
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.texts.corpus import tokenise
 from ctxext.texts.documents import Document, read_documents

@@ -1,7 +1,7 @@
 """What a longer context is worth without training, where it ends: the last positions of long texts, and passkeys.
 
-    python scripts/zero_shot.py --text novels.parquet -n 9 --skip 2000 -f 2 -f 4 -o zero-shot
-    python scripts/zero_shot.py --text novels.parquet -n 9 --skip 2000 -f 2 -m "self_extend reach=0.75" -o zero-shot
+    python docs/results/zero_shot.py --text novels.parquet -n 9 --skip 2000 -f 2 -f 4 -o study
+    python docs/results/zero_shot.py --text novels.parquet -n 9 --skip 2000 -f 2 -m "self_extend reach=0.75" -o study
 
 Each method reads each text once, up to the length that its factor reaches. Compared are the last positions, a quarter
 of the trained window, against the best of four truncations there, by text; what changes inside the trained window,
@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from measuring import machine, markdown_table
 from rich.console import Console
 from torch import Tensor, nn
 from typer import Option
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.cli.eval.common import Session, amount_of_work, cost_of, told_on_interrupt
 from ctxext.cli.options import SourceOptions, TextOptions, grouped, run_script
@@ -45,6 +44,7 @@ from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
+from scripts.measuring import machine, markdown_table
 
 # Nats: a pass over a longer text multiplies other shapes, so that equal mathematics rounds otherwise.
 ROUNDING = 1e-4

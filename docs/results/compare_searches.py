@@ -1,8 +1,8 @@
 """Searches of rotary frequencies at equal passes: LongRoPE's genetic one, a blind grid, gradients, and ctxext's own.
 
-    python scripts/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 -o searches
-    python scripts/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 \
-        --search longrope-ga --search choose --seed 0 --passes 224 -o searches
+    python docs/results/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 -o out
+    python docs/results/compare_searches.py CHECKPOINT --text train.parquet --held-out other.parquet --target 512 \
+        --search longrope-ga --search choose --seed 0 --passes 224 -o out
 
 Each search may read as much as ``--passes`` batches of texts of the target length. A step of gradients counts what it
 costs here, measured once against a pass in turns. What is found is judged on texts of other files, paired by token, the
@@ -38,12 +38,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import machine, markdown_table
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.choosing.candidates import grid
 from ctxext.choosing.landscape import Example, Landscape, Vector, as_method, learns_scale, vector_of
@@ -59,6 +58,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.rotary import find_sites
 from ctxext.texts.corpus import TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents
+from scripts.measuring import machine, markdown_table
 
 # Of the genetic search: individuals, parents, new ones of each kind in a round, chance that a divisor changes, the step
 # between two divisors, how often a crossover is tried, and by how much the longest divisor may exceed the factor.

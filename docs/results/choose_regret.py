@@ -1,6 +1,6 @@
 """How far the choice of a race is from the best of its own candidates, on other texts, and at what part of their cost.
 
-    python scripts/choose_regret.py CHECKPOINT -t choosing.parquet --judge other.parquet --target 512 -o regret
+    python docs/results/choose_regret.py CHECKPOINT -t choosing.parquet --judge other.parquet --target 512 -o regret
 
 A race (`ctxext choose`) drops most candidates after a look. Here all of them read the texts of --judge as well, whole:
 what the race never read. The regret is the loss of its choice beyond the window minus that of the best candidate, and
@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from measuring import machine, markdown_table
 from torch import Tensor, nn
 from typer import Option
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ctxext.choosing.choice import Choice
 from ctxext.choosing.run import Contest, prepare
@@ -38,6 +37,7 @@ from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents
+from scripts.measuring import machine, markdown_table
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
