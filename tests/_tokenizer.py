@@ -15,3 +15,12 @@ def make_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
     if bos:
         inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+
+
+def make_two_sided_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, with a token in front, one behind, and one for what is masked."""
+    made = make_tokenizer(bos=True)
+    made.add_special_tokens({"mask_token": "<mask>", "sep_token": "</s>", "pad_token": "<pad>"})
+    ends = [("<s>", 256), ("</s>", made.sep_token_id)]
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    return made

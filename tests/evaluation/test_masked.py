@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import processors
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, BertModel
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
@@ -40,18 +39,10 @@ from ctxext.texts.documents import Document
 from tests._models import tiny
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
+from tests._tokenizer import make_two_sided_tokenizer as tokenizer
 
 TRAINED = 64
 MASK = 257
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, with a token in front, one behind, and one for what is masked."""
-    made = make_tokenizer(bos=True)
-    made.add_special_tokens({"mask_token": "<mask>", "sep_token": "</s>", "pad_token": "<pad>"})
-    ends = [("<s>", 256), ("</s>", made.sep_token_id)]
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-    return made
 
 
 def bert(kind: Any = BertForMaskedLM) -> Any:
