@@ -41,8 +41,12 @@ LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
 
 def pages() -> list[Path]:
-    """README.md and the pages of docs/; what lies in docs/results is what was measured, and has no blocks."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ENCODINGS.glob("*.md"))]
+    """What is read in the root, and the pages of docs/; docs/results is what was measured, and has no blocks."""
+    return [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "changelog.d/README.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted(ENCODINGS.glob("*.md")),
+    ]
 
 
 def blocks() -> dict[str, tuple[str, Path]]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ctxext.architectures import ARCHITECTURES
 from ctxext.attention import BACKENDS
 from ctxext.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = sorted((ROOT / "ctxext").rglob("*.py"))
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".json", ".cfg", ""}
 
@@ -62,6 +66,40 @@ def test_tests_are_where_the_code_is() -> None:
     assert strangers == {"contracts", "walk"}
     # As packages, so that two files of one name, conftest.py among them, are two modules in every import mode.
     assert [str(folder) for folder in folders if not (ROOT / "tests" / folder / "__init__.py").is_file()] == []
+
+
+# What others see of the repository: fragments of the changelog, workflows, forms
+
+
+def test_fragments_are_of_a_kind_that_the_changelog_has() -> None:
+    kinds = {kind["directory"] for kind in PYPROJECT["tool"]["towncrier"]["type"]}
+    assert kinds == {"added", "changed", "removed", "fixed"}
+    names = [path.name for path in sorted((ROOT / "changelog.d").iterdir()) if path.name != "README.md"]
+    assert [name for name in names if not re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", name)] == []
+    assert PYPROJECT["tool"]["towncrier"]["start_string"] in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_workflows_run_what_everyone_can_run() -> None:
+    commands = {}
+    for path in sorted((ROOT / ".github" / "workflows").iterdir()):
+        jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values()
+        commands[path.stem] = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    assert commands == {"ci": [".ci/run"]}
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_forms_for_issues_ask_for_what_is_needed() -> None:
+    asked = {}
+    for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert {field["type"] for field in fields} <= {"input", "textarea", "checkboxes"}
+        asked[path.stem] = {field["id"] for field in fields if field.get("validations", {}).get("required")}
+    assert asked == {
+        "checkpoint-refused": {"checkpoint", "config", "code", "error", "versions"},
+        "new-method": {"paper", "code", "formula", "parameters"},
+    }
 
 
 def _is_about(path: Path, part: str) -> bool:
