@@ -7,26 +7,34 @@ INSTALLED := $(VENV)/installed
 LLAMA_CPP := $(VENV)/llama_cpp_python-0.3.36/vendor/llama.cpp
 VLLM := $(VENV)/vllm
 
-.PHONY: demo test slow llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
+.PHONY: demo core test nightly llama-cpp mlx-lm vllm gpu-test floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 minutes on 2 plain cores)
 	$(BIN)/ctxext demo
 
-test: $(INSTALLED) ## the test suite: CPU, offline
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow"
+# Shapes of tensors are checked while the quick tests run; the check doubles the time of the others, and make nightly has it.
+CORE := -n 2 --dist loadscope -m "not slow and not nightly"
+SLOW := -n 2 --dist loadscope -m "slow and not nightly" --override-ini addopts="-q --strict-markers"
 
-slow: $(INSTALLED) ## the long tests: the demo, the real checkpoint, products of which make test runs each value once
-	$(BIN)/python -m pytest -m slow
+core: $(INSTALLED) ## the quick tests, before each commit (3 minutes on 2 idle cores)
+	$(BIN)/python -m pytest $(CORE) --most-seconds 1
+
+test: $(INSTALLED) ## the test suite: CPU, offline (10 minutes on 2 idle cores)
+	$(BIN)/python -m pytest $(CORE) --most-seconds 3
+	$(BIN)/python -m pytest $(SLOW)
+
+nightly: $(INSTALLED) wheel-test floor newest ## everything: full products, the real checkpoint, the wheel, other versions
+	$(BIN)/python -m pytest -n 2 --dist loadscope
 
 llama-cpp: $(LLAMA_CPP) ## a real llama.cpp against the patched model, for every method (about 15 minutes; downloads 110 MB)
-	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m slow tests/runtimes tests/checkpoints/test_into_gguf.py
+	CTXEXT_LLAMA_CPP=$(LLAMA_CPP) $(BIN)/python -m pytest -m nightly tests/runtimes tests/checkpoints/test_into_gguf.py
 
 mlx-lm: $(INSTALLED) ## a real mlx-lm on the CPU against the patched model, for every method (about 2 minutes; downloads 50 MB)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
-	$(BIN)/python -m pytest -m slow tests/runtimes/test_mlx_lm.py
+	$(BIN)/python -m pytest -m nightly tests/runtimes/test_mlx_lm.py
 
 vllm: $(VLLM)/installed ## a real vLLM on the CPU against the patched model, for every method (about 15 minutes; downloads 1.5 GB)
-	CTXEXT_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m slow tests/runtimes/test_vllm.py
+	CTXEXT_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m nightly tests/runtimes/test_vllm.py
 
 gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; fails if none ran
 	scripts/gpu_test.sh

@@ -1,4 +1,4 @@
-"""What `make test` runs of a product of cases: each value once; `make slow` runs all the others as well."""
+"""What `make test` runs of a product of cases: each value once; `make nightly` runs all the others as well."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 
 
 def some(values: Iterable[Any], *kept: Any, ids: Any = None) -> list[Any]:
-    """All values as cases; those that are not ``kept`` are slow."""
+    """All values as cases; those that are not ``kept`` are nightly."""
     name = ids or str
     listed = list(values)
     assert all(value in listed for value in kept), "what is kept is one of them"
-    return [pytest.param(one, marks=[] if one in kept else pytest.mark.slow, id=name(one)) for one in listed]
+    return [pytest.param(one, marks=[] if one in kept else pytest.mark.nightly, id=name(one)) for one in listed]
 
 
 def crossed(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
-    """All pairs as cases; those with neither the first row nor the first column are slow."""
+    """All pairs as cases; those with neither the first row nor the first column are nightly."""
     return [
         pytest.param(
             row,
             column,
-            marks=[] if row == rows[0] or column == columns[0] else pytest.mark.slow,
+            marks=[] if row == rows[0] or column == columns[0] else pytest.mark.nightly,
             id=f"{_name(row)}-{_name(column)}",
         )
         for row in rows

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,6 +50,34 @@ for _verb in (
 # For all tests. Tiny models: more threads only wait for each other, and the order of a sum, so every bit of it, depends
 # on their number, here as in the processes of one thread that load what was saved.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the limit of the quick tests."""
+    parser.addoption("--most-seconds", type=float, help="fail a test whose call takes more processor time than this")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that belongs to another tier.
+
+    What its processes take counts; what its fixtures take does not, nor the first import of a large package.
+    """
+    began, modules = _processor_time(), len(sys.modules)
+    yield
+    most, taken = item.config.getoption("--most-seconds"), _processor_time() - began
+    if most is not None and taken > most and len(sys.modules) < modules + 20:
+        pytest.fail(
+            f"This test takes {taken:.1f} s of processor time, and those of `make core` at most {most:g}. "
+            f"Mark it @pytest.mark.slow, or make it quicker.",
+            pytrace=False,
+        )
+
+
+def _processor_time() -> float:
+    """Seconds of this process and of those that it has waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def pytest_collection_finish() -> None:

@@ -35,6 +35,7 @@ def adapted(plain: Path, method: str | None) -> Any:
     return found.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "self_extend"])
 def test_with_the_config_of_its_base_it_is_an_adapter(method: str, plain: Path, tmp_path: Path) -> None:
     """As axolotl writes one."""
@@ -88,6 +89,7 @@ def test_whole_weights_and_an_adapter_in_one_directory_are_refused(
             attempt()
 
 
+@pytest.mark.slow
 def test_what_the_refusal_says_helps(plain: Path, tmp_path: Path) -> None:
     model = adapted(plain, "yarn")
     expected = logits(model, tokens())

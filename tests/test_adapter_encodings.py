@@ -65,6 +65,7 @@ def test_there_are_encodings() -> None:
     assert set(SOME) < set(ENCODINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "method"), crossed([patched_then_wrapped, wrapped_then_patched, patched_inside], list(ENCODINGS))
 )
@@ -80,6 +81,7 @@ def test_the_encoding_travels_with_the_adapter(
     assert torch.equal(logits(ctxext.load(tmp_path, base=fresh), tokens()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SOME)
 def test_an_adapter_without_its_encoding_is_refused(method: str, plain: Path, tmp_path: Path) -> None:
     model = shaken(patched_then_wrapped(base_of(plain), method))
@@ -101,6 +103,7 @@ def test_an_adapter_without_its_encoding_is_refused(method: str, plain: Path, tm
     assert torch.equal(logits(loaded, tokens()), expected)
 
 
+@pytest.mark.slow
 def test_what_is_in_modules_to_save_is_not_saved_twice(plain: Path, tmp_path: Path) -> None:
     model = attach_lora(ctxext.patch(base_of(plain), "t5_bias", factor=4), rank=2).eval()
     model.save_pretrained(tmp_path)
@@ -110,6 +113,7 @@ def test_what_is_in_modules_to_save_is_not_saved_twice(plain: Path, tmp_path: Pa
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_several_adapters_of_which_one_holds_the_encoding_itself(plain: Path, tmp_path: Path) -> None:
     model = patched_then_wrapped(base_of(plain), "learned", modules_to_save=["ctxext_encoding"])
     model.add_adapter("second", lora())
@@ -120,12 +124,14 @@ def test_several_adapters_of_which_one_holds_the_encoding_itself(plain: Path, tm
         assert torch.equal(logits(ctxext.load(place), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_transformers_own_adapters_and_a_state_given(plain: Path, tmp_path: Path) -> None:
     model = shaken(patched_then_wrapped(base_of(plain), "fox"))
     model.save_pretrained(tmp_path, state_dict=model.state_dict())
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_saved_over_an_adapter_with_an_encoding(plain: Path, tmp_path: Path) -> None:
     """Nothing of the first is taken for the second's."""
     patched_then_wrapped(base_of(plain), "fox").save_pretrained(tmp_path)
@@ -135,6 +141,7 @@ def test_saved_over_an_adapter_with_an_encoding(plain: Path, tmp_path: Path) -> 
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_an_encoding_of_another_shape(plain: Path, tmp_path: Path) -> None:
     patched_then_wrapped(base_of(plain), "t5_bias").save_pretrained(tmp_path / "one")
     ctxext.patch(base_of(plain), "t5_bias", factor=4, buckets=16)
@@ -145,6 +152,7 @@ def test_an_encoding_of_another_shape(plain: Path, tmp_path: Path) -> None:
         ctxext.load(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_trained_and_resumed_by_the_trainer(plain: Path, tmp_path: Path) -> None:
     """A checkpoint of the Trainer carries the encoding, and is resumed into it, or not at all."""
 
@@ -163,6 +171,7 @@ def test_trained_and_resumed_by_the_trainer(plain: Path, tmp_path: Path) -> None
         trainer(wrapped_then_patched(base_of(plain), "t5_bias"), 2).train(resume_from_checkpoint=str(checkpoint))
 
 
+@pytest.mark.slow
 def test_a_second_adapter_with_another_encoding(plain: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -187,6 +196,7 @@ def test_weights_that_are_not_in_memory(plain: Path, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_file_holds_the_names_of_the_plain_model(plain: Path, tmp_path: Path) -> None:
     model = patched_then_wrapped(base_of(plain), "fox")
     model.save_pretrained(tmp_path)

@@ -77,6 +77,7 @@ def adapter(plain: Path, tmp_path: Path) -> tuple[Path, Tensor]:
     return tmp_path / "adapter", logits(model, tokens())
 
 
+@pytest.mark.slow
 def test_before_and_after_get_peft_model(plain: Path) -> None:
     before, after = trained(extended(base_of(plain))), trained(base_of(plain))
     unextended = State.of(after, tokens())
@@ -88,6 +89,7 @@ def test_before_and_after_get_peft_model(plain: Path) -> None:
     assert "save_pretrained" not in vars(after)
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(adapter: tuple[Path, Tensor]) -> None:
     directory, expected = adapter
     for path in (directory, str(directory)):
@@ -102,6 +104,7 @@ def test_saved_and_loaded(adapter: tuple[Path, Tensor]) -> None:
     assert low.get_base_model().model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_training_goes_on(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     directory, _ = adapter
     loaded = ctxext.load(directory, is_trainable=True, adapter_name="more")
@@ -134,6 +137,7 @@ def test_the_plain_way_fails_with_a_sentence(adapter: tuple[Path, Tensor], plain
             load()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -162,6 +166,7 @@ def test_an_adapter_without_its_extension(adapter: tuple[Path, Tensor], plain: P
         ctxext.load(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_a_model_patched_as_an_adapted_one_saves_its_extension_by_itself(plain: Path, tmp_path: Path) -> None:
     model = extended(trained(base_of(plain)))
     model.save_pretrained(tmp_path / "extended")
@@ -181,6 +186,7 @@ def test_another_adapter_saved_over_it(adapter: tuple[Path, Tensor], plain: Path
         ctxext.load(directory)
 
 
+@pytest.mark.slow
 def test_the_base_has_moved(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
     directory, expected = adapter
     shutil.copytree(plain, tmp_path / "moved")
@@ -197,6 +203,7 @@ def test_the_base_has_moved(adapter: tuple[Path, Tensor], plain: Path, tmp_path:
             ctxext.load(directory)
 
 
+@pytest.mark.slow
 def test_trained_on_an_extended_base_by_code_without_ctxext(plain: Path, tmp_path: Path) -> None:
     """The adapter carries no mark; the config of the base that it names says how that was extended."""
     ctxext.save(extended(base_of(plain)), tmp_path / "base")
@@ -218,12 +225,14 @@ def test_names_that_no_adapter_can_have(name: Any, adapter: tuple[Path, Tensor])
         ctxext.load(adapter[0], adapter_name=name)
 
 
+@pytest.mark.slow
 def test_a_directory_that_was_renamed(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     directory, expected = adapter
     directory.rename(tmp_path / "renamed")
     assert torch.equal(logits(ctxext.load(tmp_path / "renamed"), tokens()), expected)
 
 
+@pytest.mark.slow
 def test_bases_that_are_extended_themselves(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
     directory, expected = adapter
     extended(base_of(plain)).save_pretrained(tmp_path / "same")
@@ -239,6 +248,7 @@ def windowed() -> Any:
     return tiny("mistral", sliding_window=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("lift", "keep"), ("keep", "lift")])
 def test_a_base_whose_windows_were_treated_otherwise(before: str, after: str, tmp_path: Path) -> None:
     windowed().save_pretrained(tmp_path / "plain")
@@ -275,6 +285,7 @@ def test_onto_a_model_in_memory(adapter: tuple[Path, Tensor], plain: Path) -> No
         ctxext.load(plain, base=base)
 
 
+@pytest.mark.slow
 def test_another_base_model(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     tiny(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).save_pretrained(tmp_path / "other")
     with pytest.raises(VerificationError, match=r"it is not the same base model\. Give the right one with base="):
@@ -297,6 +308,7 @@ def test_an_adapter_chooses_its_extension_itself(
         ctxext.load(adapter[0], **arguments)
 
 
+@pytest.mark.slow
 def test_merged_saved_and_loaded_by_stock_code(plain: Path, tmp_path: Path) -> None:
     model = trained(extended(base_of(plain)))
     merged = model.merge_and_unload()
@@ -307,6 +319,7 @@ def test_merged_saved_and_loaded_by_stock_code(plain: Path, tmp_path: Path) -> N
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), expected)
 
 
+@pytest.mark.slow
 def test_trained_embeddings_and_norms(plain: Path, tmp_path: Path) -> None:
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, modules_to_save=whole)
@@ -318,6 +331,7 @@ def test_trained_embeddings_and_norms(plain: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged, tokens()), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_adapters(plain: Path, tmp_path: Path) -> None:
     model = trained(extended(base_of(plain)))
     model.add_adapter(
@@ -357,6 +371,7 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [whole, inner, compiled], ids=lambda given: given.__name__)
 def test_a_second_adapter_on_a_model_in_memory(given: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
     expected = {}
@@ -382,6 +397,7 @@ def test_a_second_adapter_on_a_model_in_memory(given: Callable[[Any], Any], plai
             ctxext.load(tmp_path / "second", base=given(model), adapter_name=name)
 
 
+@pytest.mark.slow
 def test_a_second_adapter_to_be_trained(adapter: tuple[Path, Tensor]) -> None:
     model = ctxext.load(adapter[0])
     assert ctxext.load(adapter[0], base=model, adapter_name="second", is_trainable=True) is model
@@ -390,6 +406,7 @@ def test_a_second_adapter_to_be_trained(adapter: tuple[Path, Tensor]) -> None:
     assert all(".second." in name for name in trainable)
 
 
+@pytest.mark.slow
 def test_a_second_adapter_that_cannot_be_read_leaves_nothing(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     model = ctxext.load(adapter[0])
     shutil.copytree(adapter[0], tmp_path / "torn")
@@ -400,6 +417,7 @@ def test_a_second_adapter_that_cannot_be_read_leaves_nothing(adapter: tuple[Path
     assert list(model.peft_config) == ["default"]
 
 
+@pytest.mark.slow
 def test_saving_twice_keeps_the_true_initialisation(plain: Path, tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, init_lora_weights="gaussian")
     model = trained(extended(base_of(plain)), config)
@@ -411,6 +429,7 @@ def test_saving_twice_keeps_the_true_initialisation(plain: Path, tmp_path: Path)
     assert ctxext.load(tmp_path / "again").peft_config["default"].init_lora_weights == "gaussian"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash_at", [0, 1])
 def test_a_crash_while_marking(crash_at: int, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT's own save writes in place: a half-written adapter is refused, whatever was there before.
@@ -518,6 +537,7 @@ def check_kept(directory: Path, model: Any, plain: Path) -> None:
     assert torch.equal(logits(ctxext.load(directory), tokens()), logits(model.eval(), tokens()))
 
 
+@pytest.mark.slow
 @every_order
 def test_however_it_was_put_together_and_saved(order: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
     model = order(base_of(plain))
@@ -535,6 +555,7 @@ def test_however_it_was_put_together_and_saved(order: Callable[[Any], Any], plai
         shutil.rmtree(tmp_path / "copied")
 
 
+@pytest.mark.slow
 def test_weights_gathered_by_an_engine(plain: Path, tmp_path: Path) -> None:
     """ZeRO-3 gathers weights itself: no state_dict is asked for between the last step and saving."""
     model = patched_then_wrapped(base_of(plain))
@@ -544,6 +565,7 @@ def test_weights_gathered_by_an_engine(plain: Path, tmp_path: Path) -> None:
     check_kept(tmp_path, model, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -571,6 +593,7 @@ def test_other_kinds_saved_by_peft(config: Any, plain: Path, tmp_path: Path) -> 
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_virtual_tokens_added_after_patch_to_a_wrapper_that_ctxext_knows(plain: Path, tmp_path: Path) -> None:
     model = extended(get_peft_model(base_of(plain), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)))
     model.add_adapter("second", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
@@ -582,6 +605,7 @@ def test_virtual_tokens_added_after_patch_to_a_wrapper_that_ctxext_knows(plain: 
     assert torch.equal(logits(ctxext.load(tmp_path / "second"), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_an_adapter_added_later(plain: Path, tmp_path: Path) -> None:
     model = trained(extended(base_of(plain)))
     model.save_pretrained(tmp_path)
@@ -592,6 +616,7 @@ def test_an_adapter_added_later(plain: Path, tmp_path: Path) -> None:
     check_kept(tmp_path / "second", model, plain)
 
 
+@pytest.mark.slow
 def test_one_lora_config_for_several_models(plain: Path, tmp_path: Path) -> None:
     """Each model's adapter is saved as that model is: two extended differently, and a plain one."""
     config = lora()
@@ -616,6 +641,7 @@ def test_a_config_taken_from_an_extended_model(plain: Path, tmp_path: Path) -> N
     assert torch.equal(logits(loaded, tokens()), logits(other, tokens()))
 
 
+@pytest.mark.slow
 def test_unpatched_it_is_saved_plain(plain: Path, tmp_path: Path) -> None:
     config = lora()
     model = trained(extended(base_of(plain)), config)
@@ -655,12 +681,14 @@ def test_an_adapter_that_was_deleted_does_not_come_back(plain: Path) -> None:
     assert list(model.peft_config) == ["default"]
 
 
+@pytest.mark.slow
 def test_compiled_whole(plain: Path) -> None:
     model = trained(extended(base_of(plain)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.allclose(logits(compiled, tokens()), logits(model, tokens()), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_patched_through_a_compiled_peft_model(plain: Path, tmp_path: Path) -> None:
     model = trained(base_of(plain))
     compiled = torch.compile(model, backend="eager")

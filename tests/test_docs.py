@@ -60,11 +60,13 @@ def inline(page: Path) -> list[str]:
 # Tables that are made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_what_is_filled_in_is_current(page: Path) -> None:
     assert filled(page, text_of(page)) == text_of(page), "run python scripts/update_readme.py"
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_filled_in_stands_somewhere() -> None:
     shown = {name for page in pages() for name in re.findall(r"^<!-- (\w+) -->$", text_of(page), re.MULTILINE)}
     assert shown == set(blocks())
@@ -386,6 +388,7 @@ def test_the_layout_names_every_room() -> None:
     assert named == rooms
 
 
+@pytest.mark.slow
 def test_the_glossary_is_of_the_code() -> None:
     glossary = text_of(ROOT / "docs" / "extending.md").partition("## Glossary")[2]
     words = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE)))

@@ -80,6 +80,7 @@ def test_two_classes_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         discover(package, Method)
 
 
+@pytest.mark.slow
 def test_a_name_and_an_object_are_the_same() -> None:
     model = tiny()
     plain = logits(model, tokens())
@@ -195,6 +196,7 @@ class Wrapped(nn.Module):
         self.module = module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [nn.DataParallel, Wrapped, torch.compile], ids=["parallel", "module", "compile"])
 def test_through_wrappers(wrap: Callable[[nn.Module], Any]) -> None:
     model, other = tiny(), ctxext.patch(tiny(), "ntk", factor=2)
@@ -322,6 +324,7 @@ def test_unknown_choices() -> None:
     refused(tiny(), UnknownNameError, "Did you mean 'flash'?", "alibi", attention="flahs")
 
 
+@pytest.mark.slow
 def test_patching_twice() -> None:
     model = ctxext.patch(tiny(), "yarn", factor=4)
     message = "This LlamaForCausalLM is already extended by 'yarn' (factor 4). Call ctxext.unpatch(model) first"
@@ -351,6 +354,7 @@ def test_an_extended_checkpoint_says_relative_to_what(rope: dict[str, Any], said
     assert torch.equal(logits(model, tokens()), logits(plain, tokens())), "the old extension shows through"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_extended_says_relative_to_what(tmp_path: Path) -> None:
     ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path)
     model = type(tiny()).from_pretrained(tmp_path).eval()

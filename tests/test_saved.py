@@ -40,6 +40,7 @@ def test_every_field_is_either_part_of_the_identity_or_named_as_none() -> None:
         assert not counted & {field.name for field in fields(method)}, f"a parameter of {name} would hide one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -57,6 +58,7 @@ def test_what_differs_is_named_with_both_values(other: dict[str, Any], said: str
     assert differences(saved(**other), saved(**other)) == ""
 
 
+@pytest.mark.slow
 def test_what_changes_no_logits_is_no_difference() -> None:
     assert differences(saved(), saved(sliding_window="keep")) == "", "leaving it out is to keep"
     assert differences(saved(), saved() | {"versions": {"ctxext": "0.0.1"}, "notes": ["another"]}) == ""
@@ -76,6 +78,7 @@ def test_plain_and_extended() -> None:
     assert differences(None, saved()) == "not extended there, method 'yarn' here"
 
 
+@pytest.mark.slow
 def test_forms_from_before_a_choice_existed(plain: Path, tmp_path: Path) -> None:
     """A stored checkpoint that knows neither windows, nor backends, nor any parameter of YaRN but its factor."""
     model = ctxext.patch(tiny(), "yarn", factor=4)

@@ -62,6 +62,7 @@ def test_every_method_of_then_is_stored_with_where_it_comes_from() -> None:
         assert len(named) >= 12
 
 
+@pytest.mark.slow
 @every_model
 def test_a_checkpoint_of_before_computes_what_it_computed(commit: str, name: str, tmp_path: Path) -> None:
     stored = STORED[commit]["models"][name]
@@ -76,6 +77,7 @@ def test_a_checkpoint_of_before_computes_what_it_computed(commit: str, name: str
     assert far > 100 * LOGITS, "this case could not tell an extended model from a plain one"
 
 
+@pytest.mark.slow
 @every_commit
 def test_an_adapter_of_before_computes_what_it_computed(commit: str, tmp_path: Path) -> None:
     stored = STORED[commit]["adapter"]

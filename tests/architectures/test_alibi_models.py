@@ -79,6 +79,7 @@ def stock_logits(family: str, heads: int, ids: Tensor, **arguments: Any) -> Tens
     return logits(model, ids, **arguments)
 
 
+@pytest.mark.slow
 @every_family
 @every_backend
 def test_equals_stock_inside_and_beyond_the_window(family: str, backend: str) -> None:
@@ -139,6 +140,7 @@ def test_stock_mpt_crashes_beyond_its_window_and_ours_reads_on() -> None:
     assert logits(patch(build("mpt")), tokens()).isfinite().all()
 
 
+@pytest.mark.slow
 @every_family
 @every_method
 @pytest.mark.parametrize("prompt", [24, 70])

@@ -78,6 +78,7 @@ def by_the_paper(plain: Any, table: Tensor, hidden: Tensor, *, causal: bool, tem
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.8, 0.5])
 @pytest.mark.parametrize("model_type", ["t5", "mt5", UMT5, "switch_transformers"])
 def test_every_self_attention_is_the_papers_and_no_other_is_touched(model_type: str, temperature: float) -> None:
@@ -108,6 +109,7 @@ def test_every_self_attention_is_the_papers_and_no_other_is_touched(model_type: 
     assert len([name for name in heard if name.endswith("SelfAttention")]) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "model_type"),
     crossed([torch.bfloat16, torch.float32, torch.float16], ["t5", "mt5", "umt5", "switch_transformers"]),
@@ -142,6 +144,7 @@ def test_stock_code_reads_it_bit_for_bit_and_unpatching_brings_the_very_weights_
     assert model.config.to_dict() == config
 
 
+@pytest.mark.slow
 def test_a_half_is_exact_in_every_precision() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         plain = tiny().to(dtype)
@@ -161,6 +164,7 @@ def test_without_one_the_weights_stay_where_they_are() -> None:
     assert "weights" not in ctxext.describe(model).stored_as
 
 
+@pytest.mark.slow
 def test_what_is_said_of_it() -> None:
     """A short text is not read as before, and the fingerprint tells it from one without."""
     plain, stretched, sharper = tiny(), extend(tiny(), temperature=1), extend(tiny())
@@ -175,6 +179,7 @@ def test_what_is_said_of_it() -> None:
     assert "temperature" in differences(sharper.config.ctxext, stretched.config.ctxext)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["t5", UMT5])
 def test_generating_with_a_cache_equals_generating_without(model_type: str) -> None:
     model = extend(tiny(model_type))
@@ -200,6 +205,7 @@ def test_padding_changes_nothing() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_saved_one_is_complete_and_cannot_be_extended_anew(tmp_path: Path) -> None:
     model, saved = extend(tiny()), tmp_path / "saved"
     model.save_pretrained(saved)
@@ -221,6 +227,7 @@ def test_a_saved_one_is_complete_and_cannot_be_extended_anew(tmp_path: Path) -> 
     assert torch.equal(logits(again), before)
 
 
+@pytest.mark.slow
 def test_load_extends_a_plain_checkpoint_or_one_whose_buckets_are_stretched(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "plain")
     extend(tiny(), factor=2.0, temperature=1.0).save_pretrained(tmp_path / "stretched")
@@ -235,6 +242,7 @@ def test_load_extends_a_plain_checkpoint_or_one_whose_buckets_are_stretched(tmp_
         )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_the_disk_is_written_with_other_weights(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     tiny().save_pretrained(source)
@@ -277,6 +285,7 @@ def test_numbers_that_are_no_temperature(temperature: Any) -> None:
     refused(tiny(), "temperature must be (a finite number, above 0 and )?at most 1, found", temperature=temperature)
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_divided() -> None:
     model = tiny()
     attention, cross = model.decoder.block[1].layer[0].SelfAttention, model.decoder.block[1].layer[1].EncDecAttention
@@ -293,6 +302,7 @@ def test_weights_that_cannot_be_divided() -> None:
     refused(large, r"too large for torch\.float16")
 
 
+@pytest.mark.slow
 def test_an_adapter_around_the_queries_and_one_put_on_afterwards() -> None:
     peft = pytest.importorskip("peft")
     around = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=["q"], r=2))

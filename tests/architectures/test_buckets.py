@@ -49,6 +49,7 @@ def logits(model: Any, length: int = LONG) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", RIGHT)
 def test_saved_reloaded_by_stock_code_and_unpatched(model_type: str, stock: Stock, tmp_path: Path) -> None:
     """Everything that the walk looks at: bit for bit in a process without ctxext, nothing left by a refusal."""
@@ -62,6 +63,7 @@ def test_saved_reloaded_by_stock_code_and_unpatched(model_type: str, stock: Stoc
         assert "stretch_buckets" in found[name].detail
 
 
+@pytest.mark.slow
 def test_a_short_text_is_read_as_before_and_a_long_one_otherwise() -> None:
     plain, long = tiny(), patched()
     assert torch.equal(logits(long, 8), logits(plain, 8)), "8 tokens know 7 tokens of distance each way"
@@ -69,6 +71,7 @@ def test_a_short_text_is_read_as_before_and_a_long_one_otherwise() -> None:
     assert (logits(long) - logits(plain)).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_it_is_what_stock_code_builds_from_the_config() -> None:
     """Without a word of ctxext: the weights of the plain model under a config with another number."""
     plain = tiny()
@@ -79,6 +82,7 @@ def test_it_is_what_stock_code_builds_from_the_config() -> None:
     assert torch.equal(logits(patched()), logits(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", ["t5", on_recent("umt5", reason="UMT5 reads its cache wrongly, extended or not")]
 )
@@ -90,6 +94,7 @@ def test_generating_with_a_cache_equals_generating_without(model_type: str) -> N
     assert torch.equal(cached, plain)
 
 
+@pytest.mark.slow
 def test_every_part_says_the_same_and_unpatching_brings_all_back(tmp_path: Path) -> None:
     model = tiny()
     before, said = logits(model), copy.deepcopy(model.config.to_dict())
@@ -110,6 +115,7 @@ def test_every_part_says_the_same_and_unpatching_brings_all_back(tmp_path: Path)
     assert {one.config.relative_attention_max_distance for one in (model.encoder, model.decoder)} == {128}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_a_patched_model_of_its_own(copied: Any) -> None:
     model = patched()
@@ -120,6 +126,7 @@ def test_a_copy_is_a_patched_model_of_its_own(copied: Any) -> None:
     assert ctxext.describe(model).method is not None
 
 
+@pytest.mark.slow
 def test_ctxext_load_brings_it_back_and_takes_another_in_its_place(tmp_path: Path) -> None:
     model = patched()
     model.save_pretrained(tmp_path)
@@ -133,6 +140,7 @@ def test_ctxext_load_brings_it_back_and_takes_another_in_its_place(tmp_path: Pat
     assert further.config.ctxext["original"] == {"relative_attention_max_distance": 128}
 
 
+@pytest.mark.slow
 def test_the_published_config_says_its_length(tmp_path: Path) -> None:
     """t5-small's config.json has n_positions, which no code reads; other T5 are told trained_length."""
     config = T5Config.from_dict(FAMOUS["google-t5/t5-small"])
@@ -151,6 +159,7 @@ def test_the_published_config_says_its_length(tmp_path: Path) -> None:
         export(tmp_path, to="llama.cpp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -178,6 +187,7 @@ def test_a_number_that_was_changed_in_a_live_config_without_effect_is_found() ->
         ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_middle_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     before, original = model.config.to_dict(), Edits.set

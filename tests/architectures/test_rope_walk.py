@@ -38,6 +38,7 @@ def outcomes(model_type: str, stock: Stock, folder: Path) -> dict[str, tuple[str
     return {finding.method: (finding.outcome, finding.detail) for finding in findings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", some(RIGHT, "gpt_neox", "deepseek_v2", "gpt_oss"))
 def test_every_structure_is_right(model_type: str, stock: Stock, tmp_path: Path) -> None:
     found = outcomes(model_type, stock, tmp_path)
@@ -45,12 +46,14 @@ def test_every_structure_is_right(model_type: str, stock: Stock, tmp_path: Path)
     assert {name: detail for name, (outcome, detail) in found.items() if outcome != "right"} == {}
 
 
+@pytest.mark.slow
 def test_every_layer_windowed_is_right_kept_and_lifted(stock: Stock, tmp_path: Path) -> None:
     found = outcomes("ministral", stock, tmp_path)
     assert list(found) == [f"{name} ({choice})" for name in METHODS for choice in ("keep", "lift")]
     assert {outcome for outcome, _ in found.values()} == {"right"}
 
 
+@pytest.mark.slow
 def test_phi3_stores_static_methods_as_its_own_factors(stock: Stock, tmp_path: Path) -> None:
     found = outcomes("phi3", stock, tmp_path)
     assert {found[name] for name in ("pi", "yarn")} == {
@@ -61,6 +64,7 @@ def test_phi3_stores_static_methods_as_its_own_factors(stock: Stock, tmp_path: P
     assert "must be one of ['longrope']" in found["dynamic_ntk"][1]
 
 
+@pytest.mark.slow
 def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path: Path) -> None:
     found = outcomes("gemma4_text", stock, tmp_path)
     assert {name: outcome for name, (outcome, _) in found.items()} == {
@@ -119,6 +123,7 @@ def test_phimoe_takes_what_reaches_its_forward_pass_and_nothing_else() -> None:
     assert model.config.rope_parameters["rope_theta"] > 10000
 
 
+@pytest.mark.slow
 def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     types = model_types("causal")
     assert len(types) > 150
@@ -137,6 +142,7 @@ def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: p
     assert "0 right, 0 refused by reason, 1 wrong" in walk_architectures.summarise([line])
 
 
+@pytest.mark.slow
 def test_a_silent_difference_is_found(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself fails where a model computes what its saved config does not say."""
     model = tiny()
@@ -156,6 +162,7 @@ def test_a_silent_difference_is_found(stock: Stock, tmp_path: Path, monkeypatch:
     assert "stock reload: logits differ" in finding.detail
 
 
+@pytest.mark.slow
 def test_retrofits_and_encoders_are_walked_as_well(stock: Stock, tmp_path: Path) -> None:
     for model_type in ("eurobert", "mixtral"):
         folder = tmp_path / model_type

@@ -167,6 +167,7 @@ def test_every_row_is_the_methods_own(name: str, method: str) -> None:
         torch.testing.assert_close(table[case.first], before[path][case.first], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @every_case
 def test_it_computes_what_a_longer_model_with_these_rows_computes(name: str) -> None:
     """Stock code with a longer config, into which the rows are put by hand."""
@@ -201,6 +202,7 @@ def test_yarn_without_its_temperature_is_its_ramp() -> None:
         torch.testing.assert_close(table.double(), torch.cat([angle.sin(), angle.cos()], 1), rtol=0, atol=2.0**-24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.grows])
 def test_a_text_beyond_the_target_goes_on_as_extended(name: str) -> None:
     case, model = CASES[name], build(name)
@@ -230,6 +232,7 @@ def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
 # --- saved, loaded, undone -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_case
 def test_stock_code_loads_it_exactly_or_refuses_it(name: str, stock: Stock, tmp_path: Path) -> None:
     """A process that never imports ctxext; then ``ctxext.load``, which has to give the same in either case."""
@@ -261,6 +264,7 @@ def test_stock_code_loads_it_exactly_or_refuses_it(name: str, stock: Stock, tmp_
         assert torch.equal(logits_of(loaded, before.inputs), before.logits)
 
 
+@pytest.mark.slow
 def test_what_was_trained_in_a_table_that_is_saved_stays(tmp_path: Path) -> None:
     model = ctxext.patch(build("PegasusForConditionalGeneration"), "pi", factor=FACTOR)
     with torch.no_grad():
@@ -271,6 +275,7 @@ def test_what_was_trained_in_a_table_that_is_saved_stays(tmp_path: Path) -> None
     assert torch.equal(logits_of(ctxext.load(tmp_path).eval(), text(LONG)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MarianMTModel", "PegasusForConditionalGeneration", "XGLMForCausalLM"])
 def test_extending_again_replaces_the_extension(name: str, tmp_path: Path) -> None:
     model = build(name)
@@ -282,6 +287,7 @@ def test_extending_again_replaces_the_extension(name: str, tmp_path: Path) -> No
     assert torch.equal(logits_of(again, text(4 * LENGTH)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MarianMTModel", "PegasusForConditionalGeneration"])
 def test_a_checkpoint_on_the_disk(name: str, tmp_path: Path) -> None:
     model = build(name)
@@ -292,6 +298,7 @@ def test_a_checkpoint_on_the_disk(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded, text(LONG)), logits_of(ctxext.patch(model, "pi", factor=FACTOR), text(LONG)))
 
 
+@pytest.mark.slow
 def test_inspect_says_what_extends_it(tmp_path: Path) -> None:
     build("XGLMForCausalLM").save_pretrained(tmp_path)
     found = inspect_checkpoint(tmp_path)
@@ -300,6 +307,7 @@ def test_inspect_says_what_extends_it(tmp_path: Path) -> None:
     assert extending == set(usable_methods()) == {"pi", "ntk", "ntk_by_parts", "llama3", "abf"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FSMTForConditionalGeneration", "M2M100ForConditionalGeneration"])
 def test_copies_are_undone_by_themselves(name: str) -> None:
     model = build(name)
@@ -313,6 +321,7 @@ def test_copies_are_undone_by_themselves(name: str) -> None:
     assert all(len(table) == 2 + LONG for table in tables_of(model).values()), "a copy's growth is its own"
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device() -> None:
     for name in ("MarianMTModel", "XGLMForCausalLM"):
         with torch.device("meta"):
@@ -338,6 +347,7 @@ def test_generate_beyond_the_old_end_equals_decoding_without_a_cache(name: str, 
     assert torch.equal(found, greedy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -388,6 +398,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FSMTForConditionalGeneration", "M2M100ForConditionalGeneration"])
 def test_padding_on_the_left_has_no_positions(name: str) -> None:
     model = ctxext.patch(build(name), "pi", factor=FACTOR)
@@ -399,6 +410,7 @@ def test_padding_on_the_left_has_no_positions(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_pads_otherwise(tmp_path: Path) -> None:
     model = ctxext.patch(build("M2M100ForConditionalGeneration"), "pi", factor=FACTOR)
     tokenizer = make_tokenizer(bos=True)
@@ -477,6 +489,7 @@ def test_audio_is_left_as_it_is() -> None:
     assert {len(table) for table in tables_of(model).values()} == {96 + 2, LONG + 2}
 
 
+@pytest.mark.slow
 def test_a_table_that_is_longer_than_what_was_trained() -> None:
     """Its rows are all computed anew, and its size stays, where the target is not beyond it."""
     model = build("CTRLLMHeadModel", n_positions=128)
@@ -487,6 +500,7 @@ def test_a_table_that_is_longer_than_what_was_trained() -> None:
     torch.testing.assert_close(table.double(), rows(CASES["CTRLLMHeadModel"], "pi", 128), rtol=0, atol=2.0**-24)
 
 
+@pytest.mark.slow
 def test_every_method_is_served_or_refused_by_name() -> None:
     model = build("MarianForCausalLM")
     spec = Sinusoids().spec(model)

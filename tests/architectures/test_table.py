@@ -113,6 +113,7 @@ def test_the_text_side_of_clip_as_long_clip_has_it() -> None:
     assert torch.isfinite(model(torch.randint(5, 300, (1, 248)))[0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
 def test_a_decoder_that_looks_at_its_encoder_first() -> None:
     """It projects what it is told from the encoder's width to its own before it asks for positions."""
@@ -145,6 +146,7 @@ def refused(model: PreTrainedModel, error: type[Exception], match: str, method: 
     assert before is None or before.difference(model) is None
 
 
+@pytest.mark.slow
 def test_one_length_for_two_tables_of_which_tokens_read_one() -> None:
     model = tiny_model(tiny_config("luke", entity_vocab_size=50))
     refused(
@@ -155,6 +157,7 @@ def test_one_length_for_two_tables_of_which_tokens_read_one() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_table_that_is_read_twice() -> None:
     model = tiny_model(tiny_config("prophetnet"))
     refused(
@@ -174,6 +177,7 @@ def test_methods_for_tables_on_a_rotary_model(method: str) -> None:
     refused(model, IncompatibleError, f"'{method}' works neither on .*, and this llama rotates", method, factor=2)
 
 
+@pytest.mark.slow
 def test_targets_that_cannot_be() -> None:
     refused(gpt2(), InvalidParameterError, "reaches 1,024 positions with two digits", "hierarchical", factor=33)
     refused(gpt2(), InvalidParameterError, "needs to know how far to reach", "tile")
@@ -254,6 +258,7 @@ def test_the_longer_table_is_trained() -> None:
 # --- on the disk -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_the_disk_is_written_anew(tmp_path: Path) -> None:
     model = gpt2()
     model.save_pretrained(tmp_path / "plain", max_shard_size="20KB")
@@ -268,6 +273,7 @@ def test_a_checkpoint_on_the_disk_is_written_anew(tmp_path: Path) -> None:
     assert not (tmp_path / "long/model.safetensors.index.json").exists()
 
 
+@pytest.mark.slow
 def test_inspect_says_what_extends_it(tmp_path: Path) -> None:
     roberta().save_pretrained(tmp_path)
     found = inspect_checkpoint(tmp_path)
@@ -281,6 +287,7 @@ def test_inspect_says_what_extends_it(tmp_path: Path) -> None:
     assert all(one.stock for one in found.verdicts if one.refused is None)
 
 
+@pytest.mark.slow
 def test_inspect_of_what_was_extended(tmp_path: Path) -> None:
     ctxext.patch(gpt2(), "tile", factor=2).save_pretrained(tmp_path)
     found = inspect_checkpoint(tmp_path)
@@ -353,7 +360,7 @@ def test_a_tokenizer_that_pads_otherwise(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x/tokenizer_config.json").read_text())["model_max_length"] >= 128
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sentence_transformers_reads_beyond_the_old_window(tmp_path: Path) -> None:
     """Its own ``encode``: a word behind the trained length changes the embedding, and nothing is cut."""
     sentence_transformers = pytest.importorskip("sentence_transformers")

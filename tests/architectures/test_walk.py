@@ -55,6 +55,7 @@ def test_every_method_belongs_to_a_group_on_every_kind() -> None:
     assert [group_of("pi", kind) for kind in ("rotary", "ALiBi", "learned table")] == ["frequencies", "slopes", "rows"]
 
 
+@pytest.mark.slow
 def test_a_table_gets_its_own_methods_and_one_of_each_other_group() -> None:
     line = walked("gpt2", "yarn", "ntk", "tile", "hierarchical", "stretch_buckets")
     assert line["outcome"] == "right"
@@ -64,7 +65,7 @@ def test_a_table_gets_its_own_methods_and_one_of_each_other_group() -> None:
     assert "ntk" not in found, "of a group that is for another kind, one method is enough"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_a_decoder_and_an_encoder_decoder_is_walked_as_both() -> None:
     line = walked("bart", "tile")
     assert line["kind"] == "causal, seq2seq"
@@ -72,7 +73,7 @@ def test_what_is_a_decoder_and_an_encoder_decoder_is_walked_as_both() -> None:
     assert walked("bert", "tile")["kind"] == "masked", "its causal form is a copy of it"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_side_of_an_encoder_decoder_is_walked() -> None:
     line = walked("t5gemma", "pi", "nope")
     sides = ("encoder", "decoder")
@@ -92,6 +93,7 @@ def test_each_kind_of_model_says_something_of_tokens(kind: str) -> None:
     assert sees_ahead(model, text_of_length(16)) == (kind not in ("causal", "encoder"),)
 
 
+@pytest.mark.slow
 def test_an_encoder_that_went_blind_is_found(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an encoder-decoder what its encoder sees is looked at by itself: its decoder sees all of it in any case."""
     model = tiny_model(tiny_config("t5gemma"))

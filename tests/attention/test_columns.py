@@ -41,6 +41,7 @@ def test_one_piece_would_not_do() -> None:
     assert (single.diff() - SLOPES[0]).abs().max() > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("length", [2048, 131072])
 def test_attention_is_as_exact_as_with_a_dense_float32_bias(dtype: torch.dtype, length: int) -> None:

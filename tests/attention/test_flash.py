@@ -96,6 +96,7 @@ def _without_alibi(function, *, pair: bool):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("biased", [True, False], ids=["alibi", "plain"])
 @pytest.mark.parametrize("window", [None, 20], ids=["all", "window"])

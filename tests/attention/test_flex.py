@@ -110,7 +110,7 @@ def test_cutoff_below_one_is_refused() -> None:
         Flex(cutoff=0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("cutoff", [None, 60.0])
 def test_compiled_kernel_and_its_cache(cutoff: float | None) -> None:
     """The compiled CPU kernel is exact, honours the cutoff, and a second layout of the same shape compiles nothing."""
@@ -131,7 +131,7 @@ def test_compiled_kernel_and_its_cache(cutoff: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layouts", "limit"), [(["causal"], 2), pytest.param(list(cases.LAYOUTS), 8, marks=pytest.mark.slow)]
+    ("layouts", "limit"), [(["causal"], 2), pytest.param(list(cases.LAYOUTS), 8, marks=pytest.mark.nightly)]
 )
 def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles anew for each kind, and stops at its limit, the ninth, unless told otherwise.

@@ -125,6 +125,7 @@ def _plain_flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_compiled", lambda _: flex.flex_attention)
 
 
+@pytest.mark.slow
 @every_layout
 @every_method
 def test_output_and_gradients_are_those_of_dense_attention(method: RemapMethod, layout: Callable[[], Layout]) -> None:

@@ -41,6 +41,7 @@ def _check(regions: list[Region], first: int, stop: int, size: int) -> None:
         assert torch.equal(seen, held.long()), (region, first, stop, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_each_pair_of_a_region_is_in_one_rectangle(seed: int) -> None:
     draw = random.Random(seed)

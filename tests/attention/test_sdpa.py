@@ -37,6 +37,7 @@ def _tensors(length: int, heads: int = 2) -> list[torch.Tensor]:
     return [torch.randn(1, h, length, 16, generator=generator, requires_grad=True) for h in (2, heads, heads)]
 
 
+@pytest.mark.nightly
 def test_compiles_in_one_graph() -> None:
     """In a process of its own: the runtime shape checker of the test suite cannot be traced."""
     program = Path(__file__).with_name("compiled_program.py")

@@ -221,6 +221,7 @@ def test_vllm_is_told_no_rotation_in_a_form_that_it_starts_with(llama: Path, sha
     assert extended.rope_parameters["rope_type"] == ("longrope" if sharpening else "linear"), "the files stay"
 
 
+@pytest.mark.slow
 def test_what_stops_all_rotation_promises_no_length(llama: Path, tmp_path: Path) -> None:
     """A factor of 1e30 in a config that has lost its ctxext entry is no extension by 1e30."""
     extended = extended_config(LlamaConfig.from_pretrained(llama), "nope", factor=4)
@@ -370,6 +371,7 @@ def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None
     assert overrides["text_config"]["max_position_embeddings"] == TARGET
 
 
+@pytest.mark.slow
 def test_gemma4_factor_is_refused_and_another_base_is_not() -> None:
     """Both runtimes build proportional frequencies from the base alone and would serve a factor as if it were 1."""
     from transformers import Gemma4TextConfig
@@ -462,6 +464,7 @@ def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: st
         assert export_config(extended_config(config, served, factor=4.0), to="vllm", served=config).exact
 
 
+@pytest.mark.slow
 def test_a_model_of_several_parts_is_not_proven_by_its_text_model() -> None:
     from transformers import LlavaConfig
 
@@ -616,6 +619,7 @@ def test_gemma3_holds_its_extended_length() -> None:
     assert not any("multiplies" in note for note in made.notes), "vLLM excepts Gemma 3"
 
 
+@pytest.mark.slow
 def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_path: Path) -> None:
     """By export and inspect as by load: its entry says 4, its rope parameters 8."""
     patch_checkpoint(llama, tmp_path / "long", "yarn", factor=4.0)

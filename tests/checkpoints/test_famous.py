@@ -144,6 +144,7 @@ def test_a_plain_config_is_read_as_it_is_meant(name: str, place: Callable[[str],
     assert (found.trained_length, found.rotary_dim, found.base) == PLAIN[name][:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", able(KINDS))
 def test_inspect_says_which_methods_extend_it(name: str, place: Callable[[str], Path]) -> None:
     found, known = inspect_checkpoint(place(name)), PLAIN[name]
@@ -175,6 +176,7 @@ def test_inspect_knows_alibi(name: str, place: Callable[[str], Path]) -> None:
     assert extending == {"alibi", "pi", "dynamic_pi"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", able(PLAIN))
 def test_patch_reaches_what_it_says(name: str) -> None:
     """On a model without data: what the config says afterwards, and what unpatch leaves; all methods in turn."""
@@ -199,6 +201,7 @@ def test_patch_reaches_what_it_says(name: str) -> None:
         assert model.config.to_dict() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*KINDS, *ALIBI])
 def test_patch_on_disk_export_and_load(
     name: str, place: Callable[[str], Path], tmp_path: Path, cli: Callable[..., Result]
@@ -244,6 +247,7 @@ def test_what_is_scaled_is_extended_from_its_window(name: str) -> None:
     assert (described.trained_length, described.target_length) == (known.window, 2 * known.window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ELSEWHERE | NO_REACH | OTHER_KINDS | OWN_CODE | OUTDATED))
 def test_what_cannot_be_extended_is_refused_with_a_sentence(
     name: str, place: Callable[[str], Path], tmp_path: Path, cli: Callable[..., Result]
@@ -262,6 +266,7 @@ def test_what_cannot_be_extended_is_refused_with_a_sentence(
             assert (result.exit_code == 0) == (name in OTHER_KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*KINDS[1:4], BLOOM, "openai/gpt-oss-20b"])
 def test_plan_counts_every_one(name: str, place: Callable[[str], Path]) -> None:
     """The weights are counted to the byte, and a longer context takes more."""

@@ -76,6 +76,7 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(build: Build, size: int, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ROOMS)
 @pytest.mark.parametrize("build", [whole, lora])
 def test_a_full_disk_leaves_what_was_there(build: Build, size: int, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_a_kill_leaves_what_was_there(build: Build, tmp_path: Path, monkeypatch:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("100KB", "1GB"), ("1GB", "100KB"), ("100KB", "300KB")])
 def test_weights_of_an_earlier_save_are_not_left_beside_the_new_ones(first: str, then: str, tmp_path: Path) -> None:
     """transformers reads model.safetensors before any shards, also an old one."""
@@ -117,6 +119,7 @@ def test_weights_of_an_earlier_save_are_not_left_beside_the_new_ones(first: str,
     assert torch.equal(logits(ctxext.load(tmp_path / "model"), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_saving_over_the_checkpoint_that_it_was_loaded_from(tmp_path: Path) -> None:
     """Its weights may still be mapped into memory from there."""
     ctxext.save(whole(), tmp_path / "model")
@@ -137,6 +140,7 @@ def test_an_adapter_beside_its_base_leaves_that_config(tmp_path: Path) -> None:
     assert "Mine." in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_patched_copy_whose_weights_are_written_anew(tmp_path: Path) -> None:
     tiny("gpt2").save_pretrained(tmp_path / "source")
     before = contents(tmp_path / "source")

@@ -71,6 +71,7 @@ def rotation(model: nn.Module) -> tuple[np.ndarray, float]:
     return inner.inv_freq.double().numpy(), cos.flatten()[0].item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_loader_gives_the_positions_in_the_file(name: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
     keys, inv_freq, scale = FILES[name]
@@ -106,6 +107,7 @@ def test_two_sets_of_divisors(model: LlamaForCausalLM, tmp_path: Path) -> None:
         np.testing.assert_allclose(cos[0, :, :HALF].numpy(), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_copy_that_export_wrote_is_the_extended_model(model: LlamaForCausalLM, tmp_path: Path) -> None:
     plain = write_gguf(model, tmp_path / "plain.gguf")
     export(plain, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain, tmp_path / "long.gguf"))

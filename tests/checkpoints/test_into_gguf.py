@@ -256,12 +256,14 @@ def test_a_method_and_a_gguf_file_are_enough(plain_gguf: Path, tmp_path: Path) -
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_in_memory(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
     patched = ctxext.load(llama, "pi", factor=4.0)
     assert export(patched, to="llama.cpp", gguf=(plain_gguf, tmp_path / "out.gguf")).exact
     assert same_divisors(tmp_path / "out.gguf", PLAIN / 4)
 
 
+@pytest.mark.slow
 def test_without_a_file_llama_cpp_is_said_to_load_it_this_way(llama: Path) -> None:
     """The same verdict as with one; of what flags say, the flags stay the answer."""
     for name, (parameters, _, _) in EXTENSIONS.items():
@@ -339,6 +341,7 @@ def test_architectures_that_do_not_load_the_tensor(
     assert not (tmp_path / "out.gguf").exists()
 
 
+@pytest.mark.slow
 def test_a_window_that_llama_cpp_has_not(checkpoints: dict[str, Path], plain_gguf: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"to": "llama.cpp", "method": "yarn", "factor": 4.0}
     place = checkpoints["mistral"]
@@ -349,6 +352,7 @@ def test_a_window_that_llama_cpp_has_not(checkpoints: dict[str, Path], plain_ggu
     assert lifted.exact, lifted.notes
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_read_or_written(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"to": "llama.cpp", "method": "pi", "factor": 4.0}
     out, broken, cut = (tmp_path / name for name in ("out.gguf", "broken.gguf", "cut.gguf"))
@@ -436,7 +440,7 @@ def test_a_file_made_meanwhile_is_not_replaced(llama: Path, plain_gguf: Path, tm
 WILD = [1.3, 0.8, 2.0, 1.0, 5.0, 3.3, 4.1, 7.9, 2.2, 6.0, 1.1, 4.0, 9.0, 3.0, 8.0, 4.4]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "parameters"),
     [
@@ -457,7 +461,7 @@ def test_a_real_llama_cpp_computes_what_the_patched_model_does(
     compare_with_llama_cpp(model, source, METHODS[method].from_dict({"factor": 4.0, **parameters}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_llama_cpp_computes_an_extension_of_divisors_that_were_there(tmp_path: Path) -> None:
     model = tiny(rope_parameters=LLAMA31 | {"original_max_position_embeddings": 64}, max_position_embeddings=128)
     plain = 10000.0 ** (-np.arange(16) / 16)

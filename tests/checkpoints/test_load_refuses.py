@@ -111,6 +111,7 @@ def test_bad_requests_fail_before_the_weights_are_read(plain: Path, tmp_path: Pa
         ctxext.load(tmp_path, "yarn", factor=4)
 
 
+@pytest.mark.slow
 def test_pickled_weights_are_refused(plain: Path, tmp_path: Path) -> None:
     shutil.copy(plain / "config.json", tmp_path)
     model = tiny()
@@ -122,6 +123,7 @@ def test_pickled_weights_are_refused(plain: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(trusted, tokens()), logits(ctxext.patch(model, "yarn", factor=4), tokens()))
 
 
+@pytest.mark.slow
 def test_broken_weights(plain: Path, tmp_path: Path) -> None:
     shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     whole = (tmp_path / "model.safetensors").read_bytes()
@@ -131,6 +133,7 @@ def test_broken_weights(plain: Path, tmp_path: Path) -> None:
             ctxext.load(tmp_path, "yarn", factor=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -210,6 +213,7 @@ class Halving(RopeMethod):
         return not self.stock  # what is dynamic and has no stock form is computed by the class when it is loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stock", [True, False])
 def test_a_method_of_ones_own_has_to_be_registered_before_its_checkpoint_is_loaded(
     stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

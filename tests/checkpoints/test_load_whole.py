@@ -41,6 +41,7 @@ def vision_language(model_type: str) -> PreTrainedModel:
 HEADS = ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model", "ForCausalLM"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "name"), crossed(HEADS, ["yarn", "dynamic_ntk", "alibi"]))
 def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -62,6 +63,7 @@ def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
             assert torch.equal(loaded(inputs)[0], expected)
 
 
+@pytest.mark.slow
 def test_the_class_can_be_chosen(plain: Path) -> None:
     for chosen in ("AutoModelForSequenceClassification", AutoModelForSequenceClassification):
         loaded = ctxext.load(plain, "yarn", factor=4, auto_class=chosen)
@@ -70,6 +72,7 @@ def test_the_class_can_be_chosen(plain: Path) -> None:
         ctxext.load(plain, "yarn", factor=4, auto_class="AutoModelForCausaLM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_5", "mllama", "gemma3", "llava"])
 def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Path) -> None:
     model = vision_language(model_type)
@@ -99,6 +102,7 @@ def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Pat
     assert ctxext.describe(again).target_length == 2 * TRAINED_LENGTH
 
 
+@pytest.mark.slow
 def test_a_llama_4_is_refused_by_name(tmp_path: Path) -> None:
     """It rotates in windowed layers only; extending it in memory, on disk and while loading say so alike."""
     model = vision_language("llama4")
@@ -113,6 +117,7 @@ def test_a_llama_4_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "disk").exists()
 
 
+@pytest.mark.slow
 def test_the_language_part_can_be_chosen_and_saved(tmp_path: Path) -> None:
     model = vision_language("qwen3_5")
     ctxext.patch(model, "yarn", factor=4)
@@ -137,6 +142,7 @@ def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
         ctxext.load(tmp_path / "plain", "yarn", factor=4)
 
 
+@pytest.mark.slow
 def test_a_class_of_ones_own_is_not_taken_for_a_language_model(tmp_path: Path) -> None:
     """A reward model with tied embeddings has all the weights of one, and would be read as one without a word."""
     tiny(tie_word_embeddings=True).save_pretrained(tmp_path / "own")
@@ -166,6 +172,7 @@ def test_what_predicts_no_tokens_is_not_evaluated(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_python_code_beside_a_type_that_transformers_knows_is_not_needed(plain: Path, tmp_path: Path) -> None:
     source = shutil.copytree(plain, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
@@ -192,6 +199,7 @@ def test_a_bloom_says_what_it_was_trained_for(length: int, tmp_path: Path) -> No
     assert ctxext.describe(ctxext.patch(tiny("bloom"), "pi", factor=2)).trained_length == 2048
 
 
+@pytest.mark.slow
 def test_generate_reaches_the_new_window(tmp_path: Path) -> None:
     """Llama 2's generation_config.json holds its window as max_length."""
     model = tiny()
@@ -246,6 +254,7 @@ def test_save_raises_the_tokenizer_and_hands_arguments_on(tmp_path: Path) -> Non
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_arguments_of_load_that_cannot_be_meant(plain: Path) -> None:
     abf = ctxext.load(plain, "abf", factor=4, base=5e5)  # the method's own parameter, not an adapter's base
     assert abf.config.rope_parameters["rope_theta"] == 5e5

@@ -132,6 +132,7 @@ def two_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "METHODS", {name: METHODS[name] for name in ("yarn", "alibi")})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_methods")
 def test_a_damaged_config_never_ends_in_a_traceback(tmp_path: Path) -> None:
     said = [walk(seed, tmp_path / str(seed)) for seed in SAMPLE]
@@ -141,7 +142,7 @@ def test_a_damaged_config_never_ends_in_a_traceback(tmp_path: Path) -> None:
     assert all(len(text) > 20 for text in refusals)  # sentences
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("hundred", [0, 100, 200])
 def test_three_hundred_damaged_configs(hundred: int, tmp_path: Path) -> None:
     for seed in SEEDS[hundred : hundred + 100]:

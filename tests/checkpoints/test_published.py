@@ -288,6 +288,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_other_programs_obey_is_named_and_taken_out(
     name: str, written: Callable[..., Path], tmp_path: Path
@@ -314,6 +315,7 @@ def test_what_other_programs_obey_is_named_and_taken_out(
     assert after.get("dual_chunk_attention_config") == before.get("dual_chunk_attention_config")
 
 
+@pytest.mark.slow
 def test_chunks_are_taken_out_of_a_plain_checkpoint_and_of_one_that_stays_on_disk(written: Callable[..., Path]) -> None:
     place = written(QWEN2 | DUAL | {"max_position_embeddings": 1010000})
     assert inspect_checkpoint(place).notes[0].startswith("dual_chunk_attention_config={...}")
@@ -412,6 +414,7 @@ def test_positions_that_the_class_of_transformers_does_not_have_are_refused(
         ctxext.patch(model, "pi", factor=2)
 
 
+@pytest.mark.slow
 def test_what_the_class_reads_or_has_is_taken(written: Callable[..., Path]) -> None:
     for config, method in (
         (BERT | {"position_embedding_type": "absolute"}, "tile"),
@@ -439,6 +442,7 @@ def test_a_length_that_was_changed_after_loading_is_asked_about() -> None:
     assert ctxext.describe(model).target_length == 4 * TRAINED_LENGTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 4 * TRAINED_LENGTH])
 def test_and_one_that_config_json_does_not_have(length: int, tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)

@@ -69,6 +69,7 @@ def test_patching_on_disk_refuses_it_too(tmp_path: Path) -> None:
 WINDOWED = {"layer_types": ["full_attention"] * 12 + ["sliding_attention"] + ["full_attention"] * 27}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
@@ -99,6 +100,7 @@ def test_a_deep_model_is_inspected_on_one_layer_of_every_kind(
     assert set(tried) == {layers}
 
 
+@pytest.mark.slow
 def test_what_is_found_on_few_layers_is_what_is_found_on_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = Qwen2Config(**SHAPE | {"num_hidden_layers": 14}, **{"layer_types": WINDOWED["layer_types"][6:20]},
                          sliding_window=16, use_sliding_window=True)  # fmt: skip

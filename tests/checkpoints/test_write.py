@@ -60,6 +60,7 @@ def patched_logits(source: Path, method: ctxext.methods.Method) -> torch.Tensor:
         return model(TOKENS, use_cache=False).logits
 
 
+@pytest.mark.slow
 def test_stock_transformers_loads_what_patching_in_place_gives(llama: Path, tmp_path: Path) -> None:
     """In a process that never imports ctxext: the same logits, or a hard error, for every method."""
     stock = {}
@@ -79,6 +80,7 @@ def test_stock_transformers_loads_what_patching_in_place_gives(llama: Path, tmp_
     assert not all(stock.values())
 
 
+@pytest.mark.slow
 def test_ctxext_loads_what_stock_transformers_refuses(llama: Path, tmp_path: Path) -> None:
     method = METHODS["dynamic_yarn"].example(SPEC)
     patch_checkpoint(llama, tmp_path / "long", method)
@@ -188,6 +190,7 @@ def test_what_does_not_belong_stays_behind(llama: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_sliding_window_and_layer_types(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(IncompatibleError, match="sliding_window='lift'"):
         patch_checkpoint(checkpoints["mistral"], tmp_path / "long", "yarn", factor=4.0)
@@ -199,6 +202,7 @@ def test_sliding_window_and_layer_types(checkpoints: dict[str, Path], tmp_path: 
     assert rope["sliding_attention"]["rope_type"] == "default"
 
 
+@pytest.mark.slow
 def test_extending_again_is_relative_to_the_trained_length(llama: Path, tmp_path: Path) -> None:
     patch_checkpoint(llama, tmp_path / "long", "pi", factor=2.0)
     with pytest.raises(PatchStateError, match="trained_length"):
@@ -393,6 +397,7 @@ def test_bad_source_is_refused_with_the_reason(llama: Path, tmp_path: Path, what
     assert contents(source) == before
 
 
+@pytest.mark.slow
 def test_weights_that_lack_nothing_under_another_name_pass(llama: Path, tmp_path: Path) -> None:
     """Tied weights are stored once; old files hold what no model reads now; quantised ones have names of their own."""
     there = load_file(llama / "model.safetensors")
@@ -449,6 +454,7 @@ patch_checkpoint(sys.argv[1], sys.argv[2], "pi", factor=2.0, progress=step)
 """
 
 
+@pytest.mark.slow
 def test_a_terminated_copy_leaves_nothing(llama: Path, tmp_path: Path) -> None:
     done = ran(["-c", TERMINATED, str(llama), str(tmp_path / "long")], tmp_path)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr

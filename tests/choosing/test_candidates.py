@@ -70,6 +70,7 @@ def test_the_critical_dimension_lies_where_training_saw_ten_turns_to_one() -> No
     assert critical(2.0, RopeSpec(rotary_dim=2, base=1e4, trained_length=64)) == []
 
 
+@pytest.mark.slow
 def test_what_rounding_makes_the_same_is_entered_once() -> None:
     few = RopeSpec(rotary_dim=8, base=1e4, trained_length=128)
     found = [replace(reading(one), fingerprint=fingerprint(one, few)) for one in grid(4.0)]

@@ -50,6 +50,7 @@ def chosen(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Choi
     return ctxext.choose(model, tokenizer, **asked)
 
 
+@pytest.mark.slow
 def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     before = loss_by_position(model, torch.arange(100)[None])
     choice = chosen(model, bos_tokenizer)
@@ -93,6 +94,7 @@ def test_a_choice_says_what_was_measured(model: LlamaForCausalLM, bos_tokenizer:
     ctxext.unpatch(model)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +126,7 @@ def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
         chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given | {"texts": TEXTS[:3]})
 
 
+@pytest.mark.slow
 def test_a_budget_in_time_is_turned_into_passes(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_budget_in_time_is_turned_into_passes(
         chosen(model, bos_tokenizer, keys=False, budget="0.001s")
 
 
+@pytest.mark.slow
 def test_only_what_stock_transformers_loads(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     found = chosen(model, bos_tokenizer, keys=False, stock=True, budget="12 passes")
     assert [one.method for one in found.candidates] == [one for one in FEW if not isinstance(one, SelfExtend)]
@@ -184,6 +188,7 @@ def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCaus
     assert not ctxext.describe(model).method
 
 
+@pytest.mark.slow
 def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def flags(model: nn.Module) -> list[tuple[bool, bool]]:
     return [(module.training, "forward" in vars(module)) for module in model.modules()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm", "gpt_neox", "starcoder2"])
 def test_the_gradient_is_that_of_central_differences(model_type: str) -> None:
     model = exact(model_type)

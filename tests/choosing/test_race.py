@@ -104,6 +104,7 @@ def quiet_of(measured: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return measured[0], measured[1] / 10
 
 
+@pytest.mark.nightly
 def test_among_equals_nothing_is_declared_better_or_worse_in_95_of_100_races(measured: tuple[Tensor, Tensor]) -> None:
     """All looks of all rungs and both verdicts at the end together."""
     names = [f"candidate {number}" for number in range(12)]

@@ -65,6 +65,7 @@ def searched(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Ch
     return ctxext.choose(model, tokenizer, **asked)
 
 
+@pytest.mark.slow
 def test_what_is_found_is_stock_and_judged_on_texts_that_nothing_was_chosen_on(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -97,7 +98,7 @@ def test_what_is_found_is_stock_and_judged_on_texts_that_nothing_was_chosen_on(
     assert ctxext.describe(model).target_length == TARGET
 
 
-@pytest.mark.slow  # test_choose has the same of a choice without a search
+@pytest.mark.nightly  # test_choose has the same of a choice without a search
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
     assert told(searched(model, bos_tokenizer)) == told(whole), "the same seed finds the same"
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_gained_nothing_is_taken(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -221,6 +223,7 @@ def test_a_hidden_key_counts_beside_the_text(bos_tokenizer: PreTrainedTokenizerF
     assert found.weights[0, -1] > 100 * found.weights[0, 0] / 6
 
 
+@pytest.mark.slow
 def test_keys_are_a_part_of_it_only_where_the_model_reads_any(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +279,7 @@ def test_the_budget_is_kept_and_shared() -> None:
             search_sizes_for(allowed, costs, **given)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_searched_is_said_before_the_first_pass(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -288,6 +292,7 @@ def test_what_cannot_be_searched_is_said_before_the_first_pass(
         searched(model, bos_tokenizer)
 
 
+@pytest.mark.slow
 def test_the_command_searches_and_shows_it(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

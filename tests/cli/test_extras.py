@@ -136,6 +136,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verb",
     [

@@ -72,6 +72,7 @@ def test_help_states_every_default(cli: Cli, path: tuple[str, ...]) -> None:
             assert f"[default: ({option.show_default})]" in said
 
 
+@pytest.mark.slow
 def test_a_bare_call_greets() -> None:
     """``ctxext`` alone and ``python -m ctxext`` print the same help, with the first commands to type."""
     runner = CliRunner().invoke(app, [], env={"COLUMNS": "200"})

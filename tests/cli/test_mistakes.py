@@ -65,6 +65,7 @@ def test_a_forgotten_factor_is_no_success(cli: Cli, llama: Path, tmp_path: Path,
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_messages_speak_flags(cli: Cli, checkpoints: dict[str, Path], llama: Path, tmp_path: Path) -> None:
     yarn = ("--method", "yarn", "--factor", 4)
     said = refused(cli("patch", checkpoints["mistral"], tmp_path / "x", *yarn))
@@ -166,6 +167,7 @@ def test_the_last_resort(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pyt
 # --- what a checkpoint is -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "trained"),
     [("Qwen/Qwen2-VL-7B-Instruct", 32_768), ("llava-hf/llava-1.5-7b-hf", 4096), ("unsloth/ModernBERT-base", 8192)],
@@ -182,6 +184,7 @@ def test_models_that_are_more_than_a_decoder_or_less(cli: Cli, tmp_path: Path, n
     assert "decoders only" not in said
 
 
+@pytest.mark.slow
 def test_learned_positions_are_named(cli: Cli, tmp_path: Path) -> None:
     small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
     GPT2Config(**small).save_pretrained(tmp_path)
@@ -224,6 +227,7 @@ def test_plan_says_what_is_missing_before_it_works(cli: Cli, llama: Path, tmp_pa
     assert "is an adapter. Plan its base model, meta-llama/Llama-3.1-8B" in said
 
 
+@pytest.mark.slow
 def test_plan_says_how_far_the_model_reaches(cli: Cli, llama: Path) -> None:
     printed = cli("plan", llama, "--length", TRAINED + 256).stdout
     assert f"made for {TRAINED} tokens" in printed
@@ -231,6 +235,7 @@ def test_plan_says_how_far_the_model_reaches(cli: Cli, llama: Path) -> None:
     assert "Extend it first" not in cli("plan", llama, "--length", TRAINED).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "window"), [("gemma3_text", 16), ("mistral", 16)])
 def test_plan_counts_what_the_caches_of_windows_keep(model_type: str, window: int) -> None:
     """The planned cache is what transformers' own cache shows; what lies behind its views passes with a token."""

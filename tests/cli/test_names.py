@@ -58,6 +58,7 @@ def outputs(folder: Path, stem: str) -> list[Any]:
     return [word for path in paths for word in ("-o", path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -77,6 +78,7 @@ def test_a_measurement_ends_in_its_files(asked: list[str], place: Path, tmp_path
     assert CHECKPOINT in text_of(page)
 
 
+@pytest.mark.slow
 def test_masked_tokens_end_in_their_files(tmp_path: Path) -> None:
     model = saved(tmp_path / CHECKPOINT)
     texts = jsonl(tmp_path, ["The quick brown fox jumps over the lazy dog. " * 12])
@@ -85,6 +87,7 @@ def test_masked_tokens_end_in_their_files(tmp_path: Path) -> None:
     assert NAMES[0] in done.output
 
 
+@pytest.mark.slow
 def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
     asked = ["eval", "compare", place / CHECKPOINT, "-t", place / "texts.jsonl", "-n", "7", "--dtype", "fp32"]
     done = command(*asked, "-m", "yarn", "--no-passkey", "-o", tmp_path / "report")
@@ -96,6 +99,7 @@ def test_a_comparison_ends_in_its_page(place: Path, tmp_path: Path) -> None:
     assert "<img src=x" not in html
 
 
+@pytest.mark.slow
 def test_a_choice_ends_in_its_page(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "candidates", lambda *_: (YaRN(factor=2), YaRN(factor=2, attention_factor=1)))
     monkeypatch.setattr(budget, "ENOUGH", 1)
@@ -144,6 +148,7 @@ def test_markdown_shows_a_name_as_it_is(name: str) -> None:
     assert shown in text_of(fenced(f"```\n{shown}", "text"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bar_and_a_figure_show_a_name_as_it_is(name: str, tmp_path: Path) -> None:
     console = terminal(record=True, width=100, force_terminal=True)

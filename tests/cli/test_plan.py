@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig, Mamba2Config
 from typer.testing import Result
@@ -18,6 +19,7 @@ Cli = Callable[..., Result]
 KV = 2 * 2 * SHAPE["num_key_value_heads"] * 16 * 2  # bytes per token: two layers, keys and values, bfloat16
 
 
+@pytest.mark.slow
 def test_what_a_length_takes(cli: Cli, llama: Path) -> None:
     found = json.loads(cli("plan", llama, "--length", 4096, "--memory", "1GiB", "--no-embeddings", "--json").stdout)
     assert (found["dtype"], found["memory"], found["training"]["fits"]) == ("bf16", 2**30, True)
@@ -32,6 +34,7 @@ def test_what_a_length_takes(cli: Cli, llama: Path) -> None:
     assert "more than there is" in printed
 
 
+@pytest.mark.slow
 def test_a_length_beyond_the_window_is_said_in_plain_words(cli: Cli, llama: Path) -> None:
     """Nobody asked which length some memory holds."""
     printed = cli("plan", llama, "--length", 4096).stdout
@@ -40,6 +43,7 @@ def test_a_length_beyond_the_window_is_said_in_plain_words(cli: Cli, llama: Path
     assert "exceed" not in cli("plan", llama, "--length", 256).stdout
 
 
+@pytest.mark.slow
 def test_the_longest_of_an_extended_checkpoint(cli: Cli, llama: Path, tmp_path: Path) -> None:
     cli("patch", llama, tmp_path / "long", "--method", "yarn", "--factor", 4)
     found = json.loads(cli("plan", tmp_path / "long", "--memory", "16MiB", "--no-embeddings", "--json").stdout)
@@ -47,6 +51,7 @@ def test_the_longest_of_an_extended_checkpoint(cli: Cli, llama: Path, tmp_path: 
     assert found["serving"]["total"] <= 16 * 2**20
 
 
+@pytest.mark.slow
 def test_no_weights_and_no_training(cli: Cli, tmp_path: Path) -> None:
     """A state space alone has no attention to adapt."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_heads": 4, "head_dim": 32}
@@ -61,6 +66,7 @@ def gpt_oss(**changes: Any) -> GptOssConfig:
     return GptOssConfig(**{"quantization_config": packing} | changes)
 
 
+@pytest.mark.slow
 def test_the_published_weights_of_gpt_oss() -> None:
     """``total_size`` of openai/gpt-oss-20b's and -120b's model.safetensors.index.json."""
     for layers, experts, published in ((24, 32, 13_761_264_768), (36, 128, 65_248_815_744)):
@@ -68,6 +74,7 @@ def test_the_published_weights_of_gpt_oss() -> None:
         assert plan_serving(shape, dtype=torch.bfloat16).fixed.weights == published
 
 
+@pytest.mark.slow
 def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Path) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
     gpt_oss(**small, vocab_size=128).save_pretrained(tmp_path / "mxfp4")
@@ -88,6 +95,7 @@ def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Pat
     assert json.loads(cli("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
 
 
+@pytest.mark.slow
 def test_refused(cli: Cli, llama: Path, tmp_path: Path) -> None:
     LlamaConfig(**SHAPE).save_pretrained(tmp_path)
     for arguments, said in (

@@ -39,6 +39,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["rope", "self_extend window=8", "alibi", "tile", "cope"])
 def test_a_picture_of_each_kind(cli: Cli, tmp_path: Path, asked: str) -> None:
     place = tmp_path / "picture.png"
@@ -57,6 +58,7 @@ def test_numbers_without_a_picture(cli: Cli, llama: Path, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_table_of_a_checkpoint_and_its_extension(cli: Cli, bert: Path, tmp_path: Path) -> None:
     found = json.loads(cli("show", "pi", "--model", bert, "-f", 2, "--json", "-o", tmp_path / "a.png").stdout)
     assert (tmp_path / "a.png").stat().st_size > 20_000
@@ -67,6 +69,7 @@ def test_the_table_of_a_checkpoint_and_its_extension(cli: Cli, bert: Path, tmp_p
     torch.testing.assert_close(torch.tensor(own["rows"]), table, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_attention_before_and_after(cli: Cli, reader: Path, tmp_path: Path) -> None:
     """By eager attention of its own and by ctxext's; the first is compared with what transformers returns."""
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 3, encoding="utf-8")
@@ -87,6 +90,7 @@ def test_attention_before_and_after(cli: Cli, reader: Path, tmp_path: Path) -> N
     torch.testing.assert_close(before[..., 0], at_itself.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Path) -> None:
     """Untrained on a plain checkpoint, and with the weights of one that was saved with the encoding."""
     plain = json.loads(cli("show", "cope", "--model", reader, "--text", SENTENCE, "--layer", 1, "--json").stdout)

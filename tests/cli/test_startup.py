@@ -26,6 +26,7 @@ def imported_by(*arguments: str, **environment: str) -> tuple[subprocess.Complet
     return done, set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, flags=re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -45,6 +46,7 @@ def test_help_and_mistakes_import_nothing_heavy(arguments: tuple[str, ...], said
     assert modules.isdisjoint(HEAVY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "number", "offered"),
     [("ctxext ins", 1, "inspect"), ("ctxext patch SRC DST -m ya", 5, "yarn"), ("ctxext patch --meth", 2, "--method")],
@@ -61,6 +63,7 @@ def test_completion_knows_every_method() -> None:
     assert method_names("dynamic") == ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
 
 
+@pytest.mark.slow
 def test_import_registers_before_anything_is_asked_for(tmp_path: Path) -> None:
     """A program that only imports ctxext and then uses transformers: it gets the names, and the sentence."""
     program = f"""
@@ -91,6 +94,7 @@ def test_a_name_that_is_not_there() -> None:
         ctxext.pathc  # noqa: B018
 
 
+@pytest.mark.slow
 def test_import_brings_no_engine() -> None:
     """Engines, trainers and plots wait until they are asked for, also where they are installed; nothing is printed."""
     program = (
@@ -111,6 +115,7 @@ def test_import_brings_no_engine() -> None:
     assert modules & {"transformers.trainer", "ctxext.evaluation", "ctxext.training", "ctxext.cli"} == set()
 
 
+@pytest.mark.slow
 def test_import_takes_little_more_than_transformers() -> None:
     """Half a second on top of what any program with a model imports: transformers' models and its generation.
 

@@ -56,7 +56,7 @@ NOT_REMAPPED = {"gemma3_text": "its positions differ by layer type", "deepseek_v
 A_FEW = [METHODS[name] for name in ("yarn", "longrope", "dynamic_yarn", "self_extend")]
 
 
-@pytest.mark.parametrize("methods", [pytest.param(ROPE_METHODS, marks=pytest.mark.slow, id="all"), A_FEW])
+@pytest.mark.parametrize("methods", [pytest.param(ROPE_METHODS, marks=pytest.mark.nightly, id="all"), A_FEW])
 @every_model
 def test_saved_then_reloaded_by_stock_code_and_unpatched(
     model_type: str, methods: list[type[RopeMethod]], stock: Stock, tmp_path: Path
@@ -131,6 +131,7 @@ def test_patching_twice_raises_and_changes_nothing(method: type[RopeMethod]) -> 
     assert before.difference(model) is None
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.parametrize("place", ["_prove", "_notes", "fingerprint"])
 def test_a_failure_in_the_middle_leaves_no_trace(
@@ -157,6 +158,7 @@ def greedy_without_cache(model: PreTrainedModel, prompt: Tensor, count: int) -> 
     return prompt
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generating_with_a_cache_equals_generating_without(method: type[RopeMethod], cache: str) -> None:
@@ -201,6 +203,7 @@ def test_a_row_does_not_depend_on_padding_or_its_batch(method: type[RopeMethod])
     torch.testing.assert_close(found[:1], logits(model, long), atol=2e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", some(ROPE_METHODS, *A_FEW, ids=lambda method: method.name))
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_code_computes_the_same(method: type[RopeMethod]) -> None:
@@ -210,6 +213,7 @@ def test_compiled_code_computes_the_same(method: type[RopeMethod]) -> None:
     torch.testing.assert_close(logits(compiled, tokens()), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_before_it_was_patched() -> None:
     compiled = torch.compile(tiny(), backend="eager")
@@ -221,6 +225,7 @@ def test_compiled_before_it_was_patched() -> None:
     torch.testing.assert_close(logits(compiled, tokens()), plain, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @every_method
 def test_gradient_checkpointing_gives_the_same_gradients(method: type[RopeMethod]) -> None:
     gradients = []
@@ -240,6 +245,7 @@ def adapted(model: PreTrainedModel) -> Any:
     return get_peft_model(model, config).eval()
 
 
+@pytest.mark.slow
 @every_method
 def test_peft_before_and_after_patching_and_merging(method: type[RopeMethod]) -> None:
     before = adapted(patched(method))
@@ -278,6 +284,7 @@ def _everything_global() -> dict[tuple[str, str], int]:
     return found
 
 
+@pytest.mark.slow
 @every_method
 def test_nothing_global_is_reassigned(method: type[RopeMethod]) -> None:
     model = tiny()

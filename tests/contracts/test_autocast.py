@@ -121,6 +121,7 @@ def test_a_backend_computes_in_the_dtype_of_its_tensors(
         assert all(torch.equal(*pair) for pair in zip(plain, cast, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_the_recipe_takes_a_step(name: str) -> None:
     """A bfloat16 model, an adapter whose own weights are float32, autocast: as the recipe trains."""

@@ -307,6 +307,7 @@ def test_a_cache_that_the_model_made_is_remembered(model_type: str, method: dict
         read(model, tokens(1), caches[0])
 
 
+@pytest.mark.slow
 @following
 def test_beams_of_padded_rows_across_the_window(model_type: str, method: dict[str, Any]) -> None:
     model = build(model_type, method)
@@ -337,6 +338,7 @@ def test_a_learned_prefix_is_taken_where_the_whole_peft_model_is_patched(method:
         logits(inside, tokens(KEPT))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_for_compiling")
 def test_compiled_whole_a_static_method_still_remembers() -> None:
     model = build("llama", {"method": "yarn", "factor": 4.0})
@@ -348,6 +350,7 @@ def test_compiled_whole_a_static_method_still_remembers() -> None:
     torch.testing.assert_close(last, expected[:, -1:], atol=3e-4, rtol=0)
 
 
+@pytest.mark.nightly
 def test_a_static_cache_is_one_graph_for_all_tokens() -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
     program = [sys.executable, "-m", "tests.contracts.compiled_generate_program"]

@@ -87,6 +87,7 @@ def test_a_decoder_turned_into_an_encoder_still_sees_both_ways(model_type: str, 
         assert past_sees_future(model)
 
 
+@pytest.mark.slow
 def test_the_work_list_is_not_one_of_refusals() -> None:
     """Most pairs are extended; where ALiBi is not, the reason is one of the model's."""
     for build, model_type in [*((tiny, name) for name in CAUSAL[:3]), *((masked, name) for name in MASKED)]:
@@ -97,6 +98,7 @@ def test_the_work_list_is_not_one_of_refusals() -> None:
         ctxext.patch(masked("modernbert"), "alibi", factor=4.0)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_sees_itself_is_refused_when_it_comes() -> None:
     """PaliGemma: causal for a plain text, both ways inside the prefix that token_type_ids mark."""
     config = tiny_config("paligemma")

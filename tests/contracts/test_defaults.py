@@ -98,6 +98,7 @@ def patched(kind: str, method: str, around: Callable[[], Any], *, runs: bool) ->
         return said, long, model(tokens[:, :50], use_cache=False).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SURROUNDINGS)
 @pytest.mark.parametrize(("kind", "method"), KINDS, ids=["-".join(pair) for pair in KINDS])
 def test_patch_describe_and_unpatch(kind: str, method: str, name: str) -> None:
@@ -108,6 +109,7 @@ def test_patch_describe_and_unpatch(kind: str, method: str, name: str) -> None:
     assert torch.equal(plain, unextended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [SURROUNDINGS[name] for name in SURROUNDINGS if "dtype" in name])
 def test_load(around: Callable[[], Any], tmp_path: Path) -> None:
     """A default device of "meta" is nothing to load under: transformers itself makes its buffers there."""

@@ -38,6 +38,7 @@ def method_name(method: str | Method) -> str:
     return method if isinstance(method, str) else method.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dynamic_ntk", LONGROPE], ids=method_name)
 def test_what_stock_code_makes_of_it_is_said_and_so(method: str | Method, tmp_path: Path) -> None:
     factor = 4.0 if isinstance(method, str) else None
@@ -115,6 +116,7 @@ def test_a_trace_that_would_hold_one_length_is_refused(model_type: str, method: 
         torch.jit.trace(model, (tokens(),), check_trace=False, strict=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi"), ("llama", "self_extend")]
 )
@@ -179,6 +181,7 @@ def seen(ids: Tensor) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [30, 45, 70])
 def test_the_positions_of_an_image_count_and_not_its_tokens(text: int) -> None:
     """Of 38 + text tokens, the image's 16 take 4 positions: dynamic PI is PI by the last position."""
@@ -191,6 +194,7 @@ def test_the_positions_of_an_image_count_and_not_its_tokens(text: int) -> None:
     assert last <= TRAINED_LENGTH or (found - logits(qwen2_vl(), ids, **seen(ids))).abs().max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("growth", ["exact", "doubling"])
 @pytest.mark.parametrize("method", DYNAMIC)
 def test_generating_from_an_image_equals_decoding_without_a_cache(method: str, growth: str) -> None:

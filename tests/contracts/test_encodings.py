@@ -1,6 +1,6 @@
 """What every encoding promises on a live model. A new file in ``ctxext/methods`` gets all of this for nothing.
 
-What most files would break is in every run: a cache, saving, undoing, the future unseen. The rest is marked slow.
+What most files would break is in every run: a cache, saving, undoing, the future unseen. The rest is marked nightly.
 
 That it computes what its paper says is the business of its own test file: ``tests._encodings.check_score``.
 """
@@ -112,7 +112,7 @@ def test_says_something_and_sees_no_future(name: str) -> None:
 
 
 @every_encoding
-@pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.nightly)])
 def test_cached_decoding_is_one_forward(name: str, cache: str) -> None:
     model, ids = extended(name), tokens(LENGTH)
     whole = logits(model, ids)
@@ -126,7 +126,7 @@ def test_cached_decoding_is_one_forward(name: str, cache: str) -> None:
     close(torch.cat(parts, 1), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_a_row_does_not_depend_on_padding_or_on_what_it_is_packed_with(name: str) -> None:
     model, ids = extended(name), tokens(LENGTH)
@@ -161,6 +161,7 @@ def test_unpatch_is_bit_for_bit(name: str) -> None:
     assert model.config.to_dict() == config
 
 
+@pytest.mark.slow
 @every_encoding
 def test_survives_saving_and_stock_code_refuses_it(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain, ids = tiny(), tokens(LENGTH)
@@ -183,7 +184,7 @@ def test_survives_saving_and_stock_code_refuses_it(name: str, tmp_path: Path, ca
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_a_checkpoint_is_loaded_with_a_new_one(name: str, tmp_path: Path) -> None:
     """As ``load`` with a method does it: the same as to load it and to patch it then."""
@@ -196,7 +197,7 @@ def test_a_checkpoint_is_loaded_with_a_new_one(name: str, tmp_path: Path) -> Non
     assert torch.equal(logits(once, tokens(LENGTH)), logits(twice, tokens(LENGTH)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_copies_and_casts(name: str) -> None:
     model, ids = extended(name), tokens(LENGTH)
@@ -220,7 +221,7 @@ def test_copies_and_casts(name: str) -> None:
     assert errors[0] <= 2 * errors[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_a_model_without_data_gets_one_without_data(name: str) -> None:
     with torch.device("meta"):
@@ -229,7 +230,7 @@ def test_a_model_without_data_gets_one_without_data(name: str) -> None:
     assert all(weight.is_meta for weight in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_learns_with_all_its_weights(name: str) -> None:
     """30 steps, and gradient checkpointing gives the gradients that are got without it."""
@@ -259,7 +260,7 @@ def test_learns_with_all_its_weights(name: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_an_adapter_trains_it_whole_and_carries_it(name: str, tmp_path: Path) -> None:
     ids = tokens(40)
@@ -302,7 +303,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_a_long_text_is_never_all_paired(name: str) -> None:
     """Forward and backward: the largest tensor has fewer numbers than a quarter of one head's pairs.
@@ -324,7 +325,7 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
     assert 0 < seen.found < length * length / 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_backends_serve_it_or_say_why_not(name: str) -> None:
     encoding, layout = modules_of(extended(name))[0], Layout.causal(1, 30)
@@ -351,7 +352,7 @@ def test_backends_serve_it_or_say_why_not(name: str) -> None:
             logits(extended(name, attention="flex"), tokens(40))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_a_model_that_it_cannot_be_right_on_is_left_alone(name: str) -> None:
     model = tiny("gemma2")
@@ -361,6 +362,7 @@ def test_a_model_that_it_cannot_be_right_on_is_left_alone(name: str) -> None:
     assert model.state_dict().keys() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["path", "hierarchical_summary"])
 def test_what_needs_the_whole_text_takes_no_sliding_window(name: str) -> None:
     """A cache of the last tokens would drop what it reads; without a window the same model is served."""
@@ -369,7 +371,7 @@ def test_what_needs_the_whole_text_takes_no_sliding_window(name: str) -> None:
     ctxext.patch(tiny("mistral", sliding_window=32), name, factor=4.0, sliding_window="lift")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every_encoding
 def test_begins_alike_from_the_same_seed(name: str) -> None:
     def made(seed: int) -> list[Tensor]:
@@ -458,7 +460,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_is_enough(tmp_path: Path) -> None:
     """Dropped into the folder of methods, it is listed, documented, drawn, trained in the laboratory, held to this."""
     root = Path(__file__).parents[2]
@@ -487,6 +489,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, M
     return found
 
 
+@pytest.mark.slow
 @every_encoding
 def test_inspect_says_what_patching_does(name: str, inspected: dict[str, dict[str, MethodCheck]]) -> None:
     found = inspected["llama"][name]

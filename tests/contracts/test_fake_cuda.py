@@ -70,6 +70,7 @@ def require(logits: Tensor, rows: int, length: int, dtype: torch.dtype) -> None:
     assert logits.shape[:2] == (rows, length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "name"), MODELS)
 def test_it_reads_padded_rows_and_goes_on(model_type: str, name: str, dtype: torch.dtype) -> None:
     model = patched(model_type, name, dtype)
@@ -85,6 +86,7 @@ def test_it_reads_padded_rows_and_goes_on(model_type: str, name: str, dtype: tor
             require(read.logits, 2, 1, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
@@ -103,6 +105,7 @@ def test_it_computes_a_loss_with_a_gradient(model_type: str, name: str, dtype: t
         assert read.loss.device == CUDA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "name", "length"), [(_Differentiable, "self_extend", LENGTH), (_WithFar, "t5_bias", 8 * LENGTH)]
 )
@@ -147,6 +150,7 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16], indirect=True)
 @pytest.mark.parametrize(
     ("name", "capability", "head_dim", "kernel"),
@@ -175,6 +179,7 @@ def test_no_kernel_is_called_that_refuses_the_device_or_the_head(
     assert all(size % 8 == 0 for _, size in kernels.called)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", BOTH, indirect=True)
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)], ids=str)
 def test_grouped_heads_do_not_cost_the_fused_kernel(

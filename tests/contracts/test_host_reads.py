@@ -69,6 +69,7 @@ def patched_names() -> list[str]:
 NAMES = sorted(patched_names(), key=lambda name: name != "self_extend")  # in front: with and without a mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "name"), crossed([True, False], NAMES))  # as generate calls, and bare
 def test_reads_do_not_grow_with_the_layers_and_are_few(name: str, given: bool) -> None:
     few, many = (of_method(name, layers, given=given) for layers in (2, 4))

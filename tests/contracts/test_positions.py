@@ -117,6 +117,7 @@ def test_the_work_list_is_whole() -> None:
     assert set(BACKENDS) == {*OURS, "flash", "flash3", "flash4"}
 
 
+@pytest.mark.slow
 @every_setting
 def test_padded_documents_and_their_gradients(model_type: str, method: dict[str, Any], backend: str) -> None:
     own = oracle(model_type, method, backend)
@@ -138,6 +139,7 @@ def test_padded_documents_and_their_gradients(model_type: str, method: dict[str,
         _same_gradients(model, own)
 
 
+@pytest.mark.slow
 @every_setting
 def test_packed_documents_and_their_gradients(model_type: str, method: dict[str, Any], backend: str) -> None:
     own = oracle(model_type, method, backend)
@@ -154,6 +156,7 @@ def test_packed_documents_and_their_gradients(model_type: str, method: dict[str,
         _same_gradients(model, own)
 
 
+@pytest.mark.slow
 @every_setting
 def test_cached_decoding_is_uncached_decoding(model_type: str, method: dict[str, Any], backend: str) -> None:
     """From inside the trained window across its edge: token for token, and the last logits too."""

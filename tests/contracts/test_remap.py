@@ -64,6 +64,7 @@ def test_there_are_methods() -> None:
     assert len(REMAPS) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_length", [64, 100, 2048])
 @every_method
 def test_relative_positions_stay_where_the_model_was_trained(cls: type[RemapMethod], trained_length: int) -> None:
@@ -155,6 +156,7 @@ def test_a_short_text_is_read_bit_for_bit_as_before(cls: type[RemapMethod]) -> N
     assert error(logits(model, tokens(96)), logits(plain, tokens(96))) > 1e-3, "beyond, it does something"
 
 
+@pytest.mark.slow
 @every_method
 def test_a_cache_changes_nothing(cls: type[RemapMethod]) -> None:
     """Token by token, in chunks, in slots; cropped, copied and pickled on the way."""
@@ -213,6 +215,7 @@ def emptied(cache: Any) -> Any:
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @every_method
 def test_a_cache_stays_right_whatever_is_done_to_it(cls: type[RemapMethod], kind: str) -> None:
@@ -248,6 +251,7 @@ class MovedSinks(RemapMethod):
         return (Piece(region=Band(0, 20)), far)
 
 
+@pytest.mark.slow
 def test_a_cache_that_drops_keys_and_has_some_turned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "moved_sinks", MovedSinks)
     model = ctxext.patch(tiny().double(), MovedSinks(factor=4.0))
@@ -262,6 +266,7 @@ def test_a_cache_that_drops_keys_and_has_some_turned(monkeypatch: pytest.MonkeyP
     assert error(torch.cat(parts, 1), torch.cat([wanted, wanted[:, -30:]], 1)) < EXACT
 
 
+@pytest.mark.slow
 @every_method
 def test_generate_is_the_same_however_it_caches_and_whoever_stands_beside(cls: type[RemapMethod]) -> None:
     model, method = extended(cls)
@@ -323,6 +328,7 @@ def test_gradients_are_those_of_dense_attention(cls: type[RemapMethod], monkeypa
         assert error(one, other) < EXACT * max(1.0, float(other.abs().max()))
 
 
+@pytest.mark.slow
 @every_method
 def test_a_saved_model_loads_with_ctxext_only_and_is_the_same(cls: type[RemapMethod], tmp_path: Path) -> None:
     model, method = extended(cls)
@@ -342,6 +348,7 @@ def test_a_saved_model_loads_with_ctxext_only_and_is_the_same(cls: type[RemapMet
     assert torch.equal(logits(ctxext.unpatch(copied), ids), plain)
 
 
+@pytest.mark.slow
 def test_two_settings_have_two_fingerprints() -> None:
     found = {ctxext.describe(ctxext.patch(tiny(), SelfExtend(factor=2, window=w))).fingerprint for w in (16, 24, 32)}
     assert len(found) == 3
@@ -368,6 +375,7 @@ def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:
     assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["logn", "yarn"])
 def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> None:
     rope = RopeSpec(8, 1e4, 64)
@@ -421,6 +429,7 @@ def test_bad_parameters_leave_the_model_as_it_was() -> None:
     assert model.config.to_dict() == before
 
 
+@pytest.mark.slow
 @every_method
 def test_under_autocast_the_cache_itself_is_turned(cls: type[RemapMethod]) -> None:
     """There, attention is given a copy of the keys in 16 bits, and the cache keeps what rotation left: 32."""
@@ -444,6 +453,7 @@ class OtherLayer(DynamicLayer):
     """A layer of a cache that may keep something else than what it returns."""
 
 
+@pytest.mark.slow
 @every_method
 def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> None:
     model, method = extended(cls)
@@ -456,6 +466,7 @@ def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> Non
     assert error(torch.cat(parts, 1), logits(model, ids)) < EXACT
 
 
+@pytest.mark.nightly
 def test_compiled_it_is_the_same_and_one_graph_is_refused_with_the_reason() -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
     program = [sys.executable, "-m", "tests.contracts.compiled_remap_program"]
@@ -469,6 +480,7 @@ def test_training_with_dropout_is_refused() -> None:
         model(tokens(70))
 
 
+@pytest.mark.slow
 def test_a_named_backend_is_taken_and_never_falls_back() -> None:
     ids = tokens(100)
     one = ctxext.patch(tiny(), "self_extend", factor=2, attention="reference")

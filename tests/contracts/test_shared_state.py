@@ -76,6 +76,7 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
+@pytest.mark.slow
 @following
 def test_a_pass_is_not_disturbed_by_another_of_another_length(model_type: str, method: dict[str, Any]) -> None:
     model = build(model_type, method)
@@ -100,6 +101,7 @@ def test_a_pass_changes_no_buffer_and_no_number(model_type: str, method: dict[st
         assert {key: vars(module)[key] for key in scalars} == scalars, path
 
 
+@pytest.mark.slow
 def test_chunked_prefill_of_two_threads_does_not_mix() -> None:
     model = build("llama", {"method": "dynamic_ntk", "factor": 4.0})
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 40}
@@ -124,6 +126,7 @@ def _generated(model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], 
     return torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @every
 def test_patched_or_read_in_inference_mode_then_trained(model_type: str, method: dict[str, Any]) -> None:
     """Tensors that are made in inference mode may not be written, nor saved for a backward pass, outside of it."""

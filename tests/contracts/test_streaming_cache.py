@@ -48,6 +48,7 @@ def read(model: PreTrainedModel, cache: Any, ids: Tensor, steps: list[int], keep
     return torch.cat(found, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "glm"])
 def test_decoding_is_that_of_no_cache_and_holds_no_more_keys_than_it_sees(model_type: str) -> None:
     model = model_of(model_type=model_type)
@@ -62,6 +63,7 @@ def test_decoding_is_that_of_no_cache_and_holds_no_more_keys_than_it_sees(model_
     assert cache.get_seq_length() == LENGTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [[130] + [1] * 40, [37] * 5, [90, 1, 1, 60, 3, 25], [16] * 11])
 def test_chunks_of_a_prefill_are_dropped_too(steps: list[int]) -> None:
     model, cache = model_of(), DynamicCache()
@@ -71,6 +73,7 @@ def test_chunks_of_a_prefill_are_dropped_too(steps: list[int]) -> None:
     assert held(cache) < MOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [[0, 23], [3, 95], [0, 119], [40, 40]])
 def test_rows_that_begin_at_different_slots_keep_their_own_first_tokens(padding: list[int]) -> None:
     """The second row is shorter than the window when the first one drops keys, and later drops its own."""
@@ -84,6 +87,7 @@ def test_rows_that_begin_at_different_slots_keep_their_own_first_tokens(padding:
         assert float((found[row : row + 1, start:] - alone).abs().max()) < EXACT
 
 
+@pytest.mark.slow
 def test_generate_is_the_same_however_it_caches() -> None:
     model = model_of()
     ids = tokens(100, rows=2)
@@ -101,6 +105,7 @@ def test_generate_is_the_same_however_it_caches() -> None:
     assert torch.equal(model.generate(ids[:1], prompt_lookup_num_tokens=20, **how), batch[:1])
 
 
+@pytest.mark.slow
 def test_a_static_cache_stays_as_it_is() -> None:
     model = model_of()
     ids = tokens(LENGTH)
@@ -109,6 +114,7 @@ def test_a_static_cache_stays_as_it_is() -> None:
     assert float((found - logits(model, ids)).abs().max()) < EXACT
 
 
+@pytest.mark.slow
 def test_it_is_cropped_as_far_as_it_still_holds_what_is_seen_and_refused_beyond() -> None:
     model, cache = model_of(), DynamicCache()
     ids = tokens(LENGTH, rows=2)
@@ -129,6 +135,7 @@ def test_it_is_cropped_as_far_as_it_still_holds_what_is_seen_and_refused_beyond(
     assert float((read(model, cache, ids, [130, 20]) - whole[:, :150]).abs().max()) < EXACT
 
 
+@pytest.mark.slow
 def test_rows_are_repeated_picked_and_put_in_another_order() -> None:
     model = model_of()
     ids = tokens(150, rows=2)
@@ -165,6 +172,7 @@ def test_a_mask_that_forgets_the_padding_is_refused() -> None:
         model(ids[:, 200:201], past_key_values=cache, attention_mask=keep[:, 200:201])
 
 
+@pytest.mark.slow
 def test_right_padding_drops_nothing_and_stays_right() -> None:
     """Slots do not tell distances there."""
     model, cache = model_of(), DynamicCache()

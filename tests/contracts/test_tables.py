@@ -99,6 +99,7 @@ def test_stock_transformers_loads_the_same_model(method: str, model_type: str, s
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @every_case
 def test_loading_restores_and_unpatching_brings_the_model_back(method: str, model_type: str, tmp_path: Path) -> None:
     model = table_model(model_type)
@@ -242,6 +243,7 @@ def test_half_precision_is_rounded_once(method: str, dtype: torch.dtype) -> None
     assert torch.equal(new, exact.to(dtype))
 
 
+@pytest.mark.slow
 def test_a_shared_table_stays_shared() -> None:
     model = table_model("bart")
     model.model.decoder.embed_positions.weight = model.model.encoder.embed_positions.weight
@@ -252,6 +254,7 @@ def test_a_shared_table_stays_shared() -> None:
     assert model.model.decoder.embed_positions.weight is model.model.encoder.embed_positions.weight
 
 
+@pytest.mark.slow
 def test_training_the_new_rows_is_kept_by_loading(tmp_path: Path) -> None:
     model = ctxext.patch(table_model("gpt2"), "tile", factor=2)
     with torch.no_grad():
@@ -264,6 +267,7 @@ def test_training_the_new_rows_is_kept_by_loading(tmp_path: Path) -> None:
     assert torch.equal(loaded.transformer.wpe.weight, model.transformer.wpe.weight[:LENGTH])
 
 
+@pytest.mark.slow
 def test_extending_again_replaces_the_extension(tmp_path: Path) -> None:
     plain = table_model("opt")
     plain.save_pretrained(tmp_path / "plain")
@@ -283,6 +287,7 @@ def test_a_shorter_trained_length_mixes_only_those_rows() -> None:
     assert torch.equal(model.transformer.wpe.weight, old[:16].repeat(4, 1))
 
 
+@pytest.mark.slow
 def test_sides_of_different_reach(tmp_path: Path) -> None:
     model = table_model("led", max_encoder_position_embeddings=64)
     ctxext.patch(model, "tile", factor=2)
@@ -294,6 +299,7 @@ def test_sides_of_different_reach(tmp_path: Path) -> None:
     ctxext.unpatch(ctxext.load(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"factor": 1.5}, {"target_length": 40}])
 def test_any_target(change: dict[str, Any], tmp_path: Path) -> None:
     model = ctxext.patch(table_model("roberta"), "pi", **change)

@@ -46,6 +46,7 @@ def folder(tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_stock_transformers_and_are_read_once(
     folder: Path, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -91,6 +92,7 @@ def truncated(model: torch.nn.Module, ids: list[int], window: int, start: int) -
     return torch.cat(found)
 
 
+@pytest.mark.slow
 def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
     given = (folder / "first", folder / "second", *texts, "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out")
@@ -140,6 +142,7 @@ def test_a_checkpoint_that_does_not_reach_is_refused_before_it_reads(folder: Pat
     assert not (folder / "out" / "cells.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "length", "said"),
     [
@@ -159,6 +162,7 @@ def test_what_could_not_be_compared_in_the_end_is_refused_before_it_is_read(
     assert not (folder / "out" / "cells.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_what_is_read_says_of_which_run_it_is(folder: Path) -> None:
     for run, name in {"a": "first", "b": "second"}.items():
         (folder / run).mkdir()

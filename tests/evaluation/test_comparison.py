@@ -65,6 +65,7 @@ def measured(*arguments: Any, **given: Any) -> ComparisonResult:
     return comparison.result()
 
 
+@pytest.mark.slow
 def test_every_number_is_that_of_the_evaluations(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_errors_needed(candidates: int, units: int, expected: float) -> None:
     assert PairedDifference(0.0, 0.0, 0, units).errors_needed(candidates) == pytest.approx(expected, abs=6e-5)
 
 
+@pytest.mark.slow
 def test_the_verdict_follows_the_losses(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -213,6 +215,7 @@ def test_the_verdict_follows_the_losses(
     assert any(inside in sentence for sentence in sentences(result))
 
 
+@pytest.mark.slow
 def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     names = [(method.name, method.factor) for method in chosen_methods(model, [], [4.0, 2.0])]
     assert {("yarn", 2.0), ("yarn", 4.0), ("dynamic_yarn", 4.0)} <= set(names)
@@ -229,6 +232,7 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in plan.refusals] == [("given", True)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_extended_competes_as_it_is(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -247,6 +251,7 @@ def test_a_checkpoint_saved_extended_competes_as_it_is(
     assert torch.equal(loaded(torch.arange(200)[None], use_cache=False).logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -296,6 +301,7 @@ def test_a_model_extended_from_a_trained_length_of_its_own_is_given_back_as_it_w
     assert model.config.ctxext == before
 
 
+@pytest.mark.slow
 def test_another_folder_is_refused_by_name(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -313,6 +319,7 @@ def test_another_folder_is_refused_by_name(
         planned(model, tokenizer, tmp_path, methods=["pi"]).begin()
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_is_finished(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +346,7 @@ def test_a_full_disk_keeps_what_is_finished(
     assert again.begin() == ()
 
 
+@pytest.mark.slow
 def test_cells_are_found_again_only_for_what_they_were(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -360,6 +368,7 @@ def test_cells_are_found_again_only_for_what_they_were(
         planned(model, tokenizer, tmp_path, methods=["pi"]).result()
 
 
+@pytest.mark.slow
 def test_passkeys_that_were_judged_otherwise_are_asked_again(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +429,7 @@ def test_what_earlier_versions_finished_is_found_again(
     assert found[key.key]["loss"] == 0.25
 
 
+@pytest.mark.slow
 def test_a_comparison_without_a_folder_finds_the_same(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

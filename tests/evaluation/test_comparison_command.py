@@ -52,6 +52,7 @@ def lines(output: Path) -> list[str]:
     return [line for path in sorted(output.glob("cells*")) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[str], tmp_path: Path) -> None:
     output = tmp_path / "report"
     shown = command(*arguments, "-m", "table inv_freq=[1,2]", "-o", output)
@@ -167,6 +169,7 @@ def test_the_page_needs_nothing_else_and_says_what_was_measured(arguments: list[
     assert {Path(path).stem for path in re.findall(r"\]\((.*?)\)", markdown)} == names
 
 
+@pytest.mark.slow
 def test_a_package_that_is_missing_is_named_before_anything_is_computed(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

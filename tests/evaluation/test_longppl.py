@@ -76,6 +76,7 @@ def test_key_tokens_are_the_published_ones(checkpoint: Checkpoint, window: int, 
         assert all(96 + stride <= token <= window for token in expected)
 
 
+@pytest.mark.slow
 def test_a_short_context_keeps_the_prefix(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     loaded = Checkpoint("tiny", model, bos_tokenizer)
     texts = corpus(bos_tokenizer)
@@ -94,6 +95,7 @@ def test_a_short_context_keeps_the_prefix(model: LlamaForCausalLM, bos_tokenizer
     assert expected
 
 
+@pytest.mark.slow
 def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     model = checkpoint.model
     texts = corpus(checkpoint.tokenizer)
@@ -215,6 +217,7 @@ def test_finding_refuses(checkpoint: Checkpoint, change: dict[str, float], messa
         find_key_tokens(checkpoint, corpus(checkpoint.tokenizer), **change)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> None:
     texts = corpus(checkpoint.tokenizer)
     keys = find_key_tokens(checkpoint, texts, window=400, **LOOSE)
@@ -239,6 +242,7 @@ def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> N
         longppl.run(checkpoint, texts, keys, lengths=[700])
 
 
+@pytest.mark.slow
 def test_the_command(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

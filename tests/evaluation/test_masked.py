@@ -156,6 +156,7 @@ def test_losses_in_windows_are_those_of_each_window_read_by_itself() -> None:
     assert found.isnan().sum() == text.length - len(torch.cat(text.passes))
 
 
+@pytest.mark.slow
 def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyond_with_the_best_window() -> None:
     report = measured(bert(), ["hierarchical", "pi"], factors=[4.0], documents=4)
     assert report.lengths == (TRAINED, 4 * TRAINED)
@@ -195,6 +196,7 @@ def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyo
     assert ends == [(0, 16), (16, 64), (64, 256)]
 
 
+@pytest.mark.slow
 def test_of_enough_documents_each_weighs_the_same() -> None:
     """Documents have about as many masked tokens, so that the difference is near that of the losses, and not it."""
     report = measured(bert(), ["pi"], factors=[2.0], documents=6)
@@ -207,6 +209,7 @@ def test_of_enough_documents_each_weighs_the_same() -> None:
     assert score.versus.mean == pytest.approx(score.loss - plain.loss, rel=0.1)
 
 
+@pytest.mark.slow
 def test_distance_to_the_end_counts_the_tokens_behind() -> None:
     report = measured(bert(), ["pi"], factors=[2.0])
     reading = report.find("pi x2")
@@ -217,6 +220,7 @@ def test_distance_to_the_end_counts_the_tokens_behind() -> None:
     assert first.tokens == len(near)
 
 
+@pytest.mark.slow
 def test_a_rotary_encoder_is_read_beyond_its_window_unextended_as_a_control() -> None:
     report = measured(tiny("modernbert", vocab_size=260), ["yarn"], factors=[2.0], lengths=[128])
     plain = report.find(UNPATCHED)
@@ -225,6 +229,7 @@ def test_a_rotary_encoder_is_read_beyond_its_window_unextended_as_a_control() ->
     assert plain.at(128, WHOLE)[0].versus is not None
 
 
+@pytest.mark.slow
 def test_a_report_is_read_as_it_was_written_and_says_what_it_found() -> None:
     report = measured(bert(), ["pi"], factors=[2.0])
     assert MaskedReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
@@ -241,6 +246,7 @@ def saved(folder: Path, kind: Any = BertForMaskedLM) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_result_and_goes_on_where_it_was(tmp_path: Path) -> None:
     model = saved(tmp_path / "model")
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 12)
@@ -261,6 +267,7 @@ def test_the_command_writes_its_result_and_goes_on_where_it_was(tmp_path: Path) 
     assert json.loads(outputs[0].read_text())["readings"] == written["readings"]
 
 
+@pytest.mark.slow
 def test_a_saved_extension_is_measured_as_it_was_saved(tmp_path: Path) -> None:
     saved(tmp_path / "model")
     model = bert()
@@ -275,6 +282,7 @@ def test_a_saved_extension_is_measured_as_it_was_saved(tmp_path: Path) -> None:
     assert torch.equal(masked_losses(own.model, text).nan_to_num(-1), masked_losses(model, text).nan_to_num(-1))
 
 
+@pytest.mark.slow
 def test_new_rows_that_were_trained_are_measured_and_survive_other_methods(tmp_path: Path) -> None:
     model = bert()
     ctxext.patch(model, "hierarchical", factor=2)
@@ -295,6 +303,7 @@ def test_new_rows_that_were_trained_are_measured_and_survive_other_methods(tmp_p
     assert torch.equal(masked_losses(checkpoint.model, text).nan_to_num(-1), expected)
 
 
+@pytest.mark.slow
 def test_what_fills_in_no_masked_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack cls\.predictions"):
         load_checkpoint(str(saved(tmp_path / "headless", BertModel)), masked=True)

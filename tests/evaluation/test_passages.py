@@ -207,6 +207,7 @@ def saved_model(folder: Path) -> Path:
     return folder / "model"
 
 
+@pytest.mark.slow
 def test_a_real_encoder_reads_past_its_table_once_it_is_extended(tmp_path: Path) -> None:
     import ctxext
 
@@ -220,6 +221,7 @@ def test_a_real_encoder_reads_past_its_table_once_it_is_extended(tmp_path: Path)
     assert torch.equal(embedder.embed(texts, TRAINED), cut)
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_result_and_goes_on_where_it_was(tmp_path: Path) -> None:
     model = saved_model(tmp_path)
     out = tmp_path / "found.json"

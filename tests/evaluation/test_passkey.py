@@ -109,6 +109,7 @@ DYNAMIC: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_what_a_method_writes_is_what_it_is_judged_to_know(name: str) -> None:
     """Greedy decoding token by token, each with the positions of the text so far; inside and across the window."""

@@ -77,6 +77,7 @@ def best_of(cut: dict[int, list[torch.Tensor]], start: int, stop: int) -> tuple[
     return best, parts[best]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "ntk"])
 def test_every_length_from_one_pass_is_what_a_pass_of_its_own_gives(make: Make, method: str) -> None:
     checkpoint, corpus = make(257)
@@ -96,6 +97,7 @@ def test_every_length_from_one_pass_is_what_a_pass_of_its_own_gives(make: Make, 
     assert extension.at(POSITIONS)[4].loss == pytest.approx(mean([part[:, 112:160] for part in whole]))
 
 
+@pytest.mark.slow
 def test_references_and_differences_by_hand(make: Make) -> None:
     checkpoint, corpus = make(257)
     plan = make_plan(checkpoint.model, method="pi", lengths=[128, 256], arguments={"factor": 4.0})
@@ -140,6 +142,7 @@ def test_references_and_differences_by_hand(make: Make) -> None:
     assert not any("read by the extended model" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_what_beats_the_last_window_may_still_lose_to_the_best_truncation(make: Make) -> None:
     """From its last 48 tokens this model predicts better than from all 64 that it was trained for; PI lies between."""
     checkpoint, corpus = make(257)
@@ -155,6 +158,7 @@ def test_what_beats_the_last_window_may_still_lose_to_the_best_truncation(make: 
     assert beyond.versus_truncation.mean == pytest.approx(beyond.loss - losses[48], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_original_may_be_remembered(make: Make) -> None:
     """A model in training has no original beside it: what that read inside the window is kept from before."""
     checkpoint, corpus = make(129)
@@ -170,6 +174,7 @@ def test_the_original_may_be_remembered(make: Make) -> None:
     assert any("read by the extended model itself" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_dynamic_method_has_a_pass_per_length(make: Make) -> None:
     checkpoint, corpus = make(129)
     plan = make_plan(checkpoint.model, method="dynamic_ntk", lengths=[32, 64, 96, 128], arguments={"factor": 2.0})
@@ -187,6 +192,7 @@ def test_a_dynamic_method_has_a_pass_per_length(make: Make) -> None:
         assert score.loss == pytest.approx(mean([part[:, score.start :] for part in own]), abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliding", "yarn", "longlora"])
 def test_windows(make: Make, mode: str) -> None:
     checkpoint, corpus = make(257, whole=True)
@@ -235,6 +241,7 @@ def test_windows(make: Make, mode: str) -> None:
     assert sum(costs) == pytest.approx(total_cost(checkpoint, corpus, plan), rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_saved_extension_is_measured_as_saved(make: Make, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     checkpoint, corpus = make(129)
     ctxext.patch(checkpoint.model, "yarn", factor=2.0)
@@ -306,6 +313,7 @@ def call(folder: Path, *options: str) -> Result:
     )
 
 
+@pytest.mark.slow
 def test_command_to_files_and_back(folder: Path) -> None:
     files = [folder / name for name in ("result.json", "rows.csv", "loss.png")]
     found = call(folder, "-m", "yarn", "-f", "2", *(part for file in files for part in ("-o", str(file))))
@@ -332,6 +340,7 @@ def test_command_to_files_and_back(folder: Path) -> None:
         PerplexityResult.from_dict({**result.to_dict(), "format": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
@@ -351,6 +360,7 @@ def test_command_in_every_mode(folder: Path, mode: list[str], words: str) -> Non
     assert [reading["name"] for reading in saved["readings"]] == [*TRUNCATIONS, "dynamic_yarn"]
 
 
+@pytest.mark.nightly
 def test_two_processes_give_the_same(folder: Path) -> None:
     alone, shared = folder / "alone.json", folder / "shared.json"
     options = ["-m", "dynamic_yarn", "-f", "2", "-l", "96", "-l", "128"]
@@ -402,6 +412,7 @@ def prefixed(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sliding", "yarn"])
 @pytest.mark.parametrize("front", [[], ["<s>"], ["<gmask>", "<sop>"], ["<s>", "<gmask>", "<sop>"]], ids=len)
 def test_inside_the_window_both_sides_read_the_same_tokens(front: list[str], mode: str) -> None:
@@ -444,6 +455,7 @@ def test_losses_that_are_no_numbers_are_refused_by_name(make: Make, mode: str) -
         run(checkpoint, corpus, plan)
 
 
+@pytest.mark.slow
 def test_a_report_knows_the_trained_length_that_was_given(make: Make) -> None:
     checkpoint, corpus = make(129)
     plan = make_plan(checkpoint.model, method="yarn", lengths=[128], arguments={"trained_length": 32})

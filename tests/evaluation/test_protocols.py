@@ -36,6 +36,7 @@ def scored_by_hugging_face(model: LlamaForCausalLM, tokens: list[int], ignored: 
         return float(model(ids, labels=labels).loss)
 
 
+@pytest.mark.slow
 def test_sliding_window_by_hand(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
     """Every token once, alone: which tokens does it see, and what does the plain model charge?"""
     window, stride, prefix = 24, 7, 1

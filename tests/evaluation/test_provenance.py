@@ -26,6 +26,7 @@ def saved(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_p
     return tmp_path / "plain"
 
 
+@pytest.mark.slow
 def test_loading_is_quiet_and_says_its_dtype(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_checkpoint(str(saved))
     assert (loaded.name, next(loaded.model.parameters()).dtype) == ("plain", torch.bfloat16)
@@ -43,6 +44,7 @@ def test_bfloat16_only_where_it_is_safe() -> None:
     assert [safe_dtype(torch.float16, place)[0] for place in (cpu, cuda)] == ["fp32", "fp16"]
 
 
+@pytest.mark.slow
 def test_saved_extensions_come_back(model: LlamaForCausalLM, saved: Path, tmp_path: Path) -> None:
     tokenizer = load_checkpoint(str(saved)).tokenizer
     ctxext.patch(model, "dynamic_ntk", factor=2.0)
@@ -53,6 +55,7 @@ def test_saved_extensions_come_back(model: LlamaForCausalLM, saved: Path, tmp_pa
     ctxext.unpatch(extended.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extended", [False, True])
 def test_adapters(saved: Path, tmp_path: Path, extended: bool) -> None:
     peft = pytest.importorskip("peft")

@@ -48,6 +48,7 @@ def read(path: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_passkeys_are_those_of_the_evaluation(
     checkpoint: str, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -84,7 +85,7 @@ def test_passkeys_are_those_of_the_evaluation(
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
 
 
-@pytest.mark.slow  # the same survey as that of test_comparison_command
+@pytest.mark.nightly  # the same survey as that of test_comparison_command
 def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def test_killed_interrupted_and_shared_runs_end_in_the_same_report(
     assert read(shared) == read(whole)
 
 
+@pytest.mark.slow
 def test_saved_extended_checkpoints_are_read_as_saved(
     checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -188,6 +190,7 @@ def test_what_cannot_be_read_is_refused(
     assert ctxext.describe(model).method is None
 
 
+@pytest.mark.slow
 def test_lengths_follow_from_methods_and_factors_from_lengths(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -274,6 +277,7 @@ def test_a_damaged_identity_is_an_error_that_names_it(tmp_path: Path) -> None:
         journal.claim({"made_by": "ctxext eval compare", "checkpoint": mine})
 
 
+@pytest.mark.slow
 def test_ruler_is_that_of_the_evaluation(
     checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +331,7 @@ def ruler_document(path: Path) -> Any:
     return next(read_documents([path]))
 
 
+@pytest.mark.slow
 def test_the_words_follow_the_numbers(
     model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

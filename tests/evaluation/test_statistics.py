@@ -137,6 +137,7 @@ def test_what_is_there_is_found() -> None:
     assert share(found) > 0.9
 
 
+@pytest.mark.slow
 def test_held_out_texts_declare_no_winner_among_equals() -> None:
     """Sixteen stretches of one text and one of each of four others, between which readings differ by chance."""
     generator = torch.Generator().manual_seed(11)

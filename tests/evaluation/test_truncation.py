@@ -37,6 +37,7 @@ def test_windows_are_the_quarters_of_the_trained_length() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids: Tensor) -> None:
     """By hand: the last tokens before each one, at least three quarters of the window, the prefix in front."""
     steps: list[tuple[str, float]] = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.evaluation.readings import TIMES
 from tests._programs import ROOT, ran
 
 
+@pytest.mark.nightly
 def test_a_study_grows(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "checkpoint")
     bos_tokenizer.save_pretrained(tmp_path / "checkpoint")

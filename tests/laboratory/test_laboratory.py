@@ -62,6 +62,7 @@ def found(result: LabResult) -> Any:
     return readings, result.settings, result.text_sha256, result.provenance | {"date": ""}
 
 
+@pytest.mark.slow
 def test_a_cell_whose_losses_are_no_numbers_is_refused_by_name(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vars(package).pop("backwards", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_file")
 def test_a_new_file_among_the_methods_is_measured_and_shown(text: Path) -> None:
     """Not another line is touched."""
@@ -178,6 +180,7 @@ def test_a_new_file_among_the_methods_is_measured_and_shown(text: Path) -> None:
 # What is measured
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_cell(result: LabResult) -> None:
     assert [reading.name for reading in result.of("text")] == [
         "rope",
@@ -197,6 +200,7 @@ def test_what_is_kept_of_a_cell(result: LabResult) -> None:
     assert parity.values.shape == (2, 4, 5)
 
 
+@pytest.mark.slow
 def test_who_is_slow_gets_three_times_the_steps_and_the_page_says_so(text: Path) -> None:
     measured = laboratory(None, text, only=("rope", "nope"), tasks=("text",), seeds=1).run()
     steps = {reading.name: reading.steps for reading in measured.readings}
@@ -204,6 +208,7 @@ def test_who_is_slow_gets_three_times_the_steps_and_the_page_says_so(text: Path)
     assert "is trained longer" in page(measured)
 
 
+@pytest.mark.slow
 def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
     """What follows the byte ``a`` here depends on the one before it."""
     path = tmp_path / "rhythm.txt"
@@ -218,6 +223,7 @@ def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
     assert not blank.has_learned(blank.of("text")[0])
 
 
+@pytest.mark.slow
 def test_extensions_leave_the_next_one_a_plain_model(text: Path) -> None:
     """The same seeds without any extension give the same model and the same scores."""
     cell = LabCell(task="parity", subject=subject_named("rope"), seed=0, settings=TINY)
@@ -230,6 +236,7 @@ def test_extensions_leave_the_next_one_a_plain_model(text: Path) -> None:
 # What is kept
 
 
+@pytest.mark.slow
 def test_a_kill_costs_one_cell_and_changes_nothing(
     result: LabResult, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +272,7 @@ def test_a_kill_costs_one_cell_and_changes_nothing(
     assert readable(again) == readable(at_once)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_find_what_one_process_finds(result: LabResult, text: Path, tmp_path: Path) -> None:
     told: list[str] = []
     both = laboratory(tmp_path, text, only=("rope",), tasks=("parity",), workers=2)
@@ -274,6 +281,7 @@ def test_processes_find_what_one_process_finds(result: LabResult, text: Path, tm
     assert found(measured)[0] == [one for one in found(result)[0] if (one.task, one.subject) == ("parity", "rope")]
 
 
+@pytest.mark.slow
 def test_other_settings_are_other_cells(text: Path, tmp_path: Path) -> None:
     one = laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=1)
     one.run()
@@ -292,6 +300,7 @@ def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> No
 # What is shown
 
 
+@pytest.mark.slow
 def test_the_page_says_who_learned_order_before_anything_beyond(result: LabResult, tmp_path: Path) -> None:
     written = write_page(result, tmp_path)
     assert [path.name for path in written] == ["lab.html", "lab.json", "figures"]
@@ -337,6 +346,7 @@ def test_mistakes_are_told_before_anything_is_measured(
         prepare(None, **asked)
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_shows(cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "quick", replace(PRESETS["quick"], settings=TINY))
     said = cli(

@@ -15,6 +15,7 @@ def score(weights: dict[str, Tensor], h: int, i: int, j: int, *_: object) -> Ten
     return -p * torch.log(1 + a * (i - j))
 
 
+@pytest.mark.slow
 def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     check_score(KERPLE(), score, monkeypatch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ctxext.attention import Layout
@@ -9,6 +10,7 @@ from ctxext.methods.path_fox import PaTHFoX
 from tests._encodings import SCALE, SPEC, encoding_of, pairs_of
 
 
+@pytest.mark.slow
 def test_without_transitions_only_the_gates_are_left() -> None:
     encoding = encoding_of(PaTHFoX())
     weights = dict(encoding.named_parameters())

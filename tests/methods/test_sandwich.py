@@ -24,6 +24,7 @@ def score(_: dict[str, Tensor], h: int, i: int, j: int, *__: object) -> Tensor:
     return torch.tensor(product / ((h + 1) * 8 / 4), dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     check_score(Sandwich(dimensions=20), score, monkeypatch)
 

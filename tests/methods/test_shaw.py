@@ -14,6 +14,7 @@ def score(weights: dict[str, Tensor], h: int, i: int, j: int, query: Tensor, key
     return scale * (query * weights["weight"][min(i - j, 4)]).sum()
 
 
+@pytest.mark.slow
 def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     check_score(Shaw(clip=4), score, monkeypatch)
 

@@ -26,6 +26,7 @@ def score(weights: dict[str, Tensor], h: int, i: int, j: int, *_: object) -> Ten
     return weights["weight"][h, bucket(i - j, 8, 12)]
 
 
+@pytest.mark.slow
 def test_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     check_score(T5Bias(buckets=8, max_distance=12), score, monkeypatch)
 

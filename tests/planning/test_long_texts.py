@@ -33,7 +33,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "FIRST", FIRST)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])  # of all pairs of tokens
+@pytest.mark.parametrize(
+    "attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)]
+)  # of all pairs of tokens
 def test_a_long_prompt_is_continued_from_short_ones(attention: str) -> None:
     plan = plan_serving(looping(attn_implementation=attention))
     found = plan.at(16 * FIRST)
@@ -45,13 +47,14 @@ def test_a_long_prompt_is_continued_from_short_ones(attention: str) -> None:
     assert longest(plan, 2**36).length > 10 * FIRST  # and to look for the longest takes no longer
 
 
+@pytest.mark.slow
 def test_other_models_run_at_the_length_itself() -> None:
     plan = plan_serving(LlamaConfig(**SMALL))
     plan.at(16 * FIRST)
     assert [length for _, length in plan.run._taken] == [16 * FIRST]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_training_step_is_continued_from_short_ones() -> None:
     plan = plan_training(looping())
     taken, found = plan.run._step(4 * FIRST), plan.run.step(4 * FIRST)

@@ -49,6 +49,7 @@ def test_by_hand_in_use(dtype: torch.dtype, size: int) -> None:
     assert found.layer >= size * LENGTH * (2 * HIDDEN + 3 * INNER)
 
 
+@pytest.mark.slow
 def test_by_hand_in_training() -> None:
     three, five = (plan_training(llama(layers), lora_rank=3).at(LENGTH) for layers in (3, 5))
     updates = 3 * sum(inputs + outputs for inputs, outputs in LINEAR)
@@ -60,6 +61,7 @@ def test_by_hand_in_training() -> None:
     assert five.loss - 2 * HIDDEN * LENGTH == pytest.approx(LENGTH * VOCABULARY * 10, rel=0.15)
 
 
+@pytest.mark.nightly
 def test_by_hand_what_memory_does() -> None:
     def at(layers: int = 5, **memory: Any) -> Any:
         return plan_training(llama(layers), memory=Memory(**memory)).at(LENGTH)
@@ -75,6 +77,7 @@ def test_by_hand_what_memory_does() -> None:
     assert at(loss_chunk=None).loss >= 10 * VOCABULARY * LENGTH > 5 * at(loss_chunk=64).loss
 
 
+@pytest.mark.slow
 def test_by_hand_quantised() -> None:
     plain, packed = (plan_serving(llama(5), quantisation=how).at(LENGTH) for how in (None, "nf4"))
     linear = 5 * sum(inputs * outputs for inputs, outputs in LINEAR)
@@ -124,6 +127,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_holds_what_is_planned(name: str) -> None:
     model = MODELS[name]()
@@ -133,6 +137,7 @@ def test_a_prompt_holds_what_is_planned(name: str) -> None:
     assert planned.total - planned.fixed == pytest.approx(found, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "memory"),
     crossed(
@@ -150,6 +155,7 @@ def test_a_step_holds_what_is_planned(name: str, memory: Memory) -> None:
     assert planned.total - planned.fixed == pytest.approx(found, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_longest_that_fits() -> None:
     planned = plan_serving(llama(2))
     budget = 20 * 2**20
@@ -158,6 +164,7 @@ def test_the_longest_that_fits() -> None:
     assert found.total <= budget < planned.at(found.length + STEP).total
 
 
+@pytest.mark.slow
 def test_frequencies_that_follow_the_text_are_planned_alike() -> None:
     plain = plan_serving(llama(2)).at(LENGTH)
     for method in ("dynamic_ntk", "yarn"):
@@ -171,6 +178,7 @@ def tiny_of(config: LlamaConfig) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.slow
 def test_refused() -> None:
     planned = plan_serving(llama(2))
     with pytest.raises(InvalidParameterError, match=r"256 tokens take .* GiB, .* GiB of it for the weights .* Allow"):

@@ -78,6 +78,7 @@ def test_in_use_weights_are_counted_as_they_are_stored(form: dict[str, Any], bit
     assert found.dequantised == (2 * HIDDEN * INNER if bits < 8 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [form for form, _ in FORMS if form["quant_method"] not in ("aqlm", "bitnet")][:12])
 def test_advice_leads_into_no_refusal(form: dict[str, Any]) -> None:
     """Where nothing fits: nf4 is advised for plain weights alone, and is there taken."""
@@ -91,6 +92,7 @@ def test_advice_leads_into_no_refusal(form: dict[str, Any]) -> None:
             plan_serving(llama(form), quantisation="nf4")
 
 
+@pytest.mark.slow
 def test_advice_for_plain_weights_helps() -> None:
     with pytest.raises(InvalidParameterError, match=r"or quantise \(--quantisation nf4\)"):
         longest(plan_serving(llama(None)), 1000)
@@ -99,6 +101,7 @@ def test_advice_for_plain_weights_helps() -> None:
         longest(plan_serving(llama(None), quantisation="nf4"), 1000)
 
 
+@pytest.mark.slow
 def test_training_unpacks_what_it_cannot_train_packed() -> None:
     plain = plan_training(llama(None)).fixed.weights
     assert plan_training(llama(FORMS[0][0])).fixed.weights == plain

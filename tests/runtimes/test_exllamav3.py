@@ -29,6 +29,7 @@ def label(case: dict[str, Any]) -> str:
     return "-".join([case["model_type"], *said, case["by"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_what_is_called_exact_is_what_it_computes(case: dict[str, Any]) -> None:
     plain = PLAIN[case["model_type"]]
@@ -72,6 +73,7 @@ def test_a_factor_that_the_lengths_do_not_give_is_not_exact() -> None:
     assert any("takes YaRN's factor from the two lengths, 3.69922" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_what_was_not_read_or_is_not_there() -> None:
     plain = GemmaConfig(**SHAPE, head_dim=16)
     assert not export_config(extended_config(plain, "yarn", factor=4.0), to="exllamav3").exact

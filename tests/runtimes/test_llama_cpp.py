@@ -1,4 +1,4 @@
-"""What a real llama.cpp was seen to do, against what ``export`` says today; and, slow, the seeing itself."""
+"""What a real llama.cpp was seen to do, against what ``export`` says today; and, nightly, the seeing itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_whatever_is_called_exact_was_measured_to_be() -> None:
         assert proof["matters"] > 0.1, f"{proof} would not show an error"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_method_of_every_shape_was_tried() -> None:
     for shape in SHAPES:
         assert {proof["method"] for proof in PROOFS if proof["shape"] == shape} == set(methods_for(shape)), shape
@@ -58,7 +58,10 @@ def test_every_method_of_every_shape_was_tried() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [shape if shape in ("llama", "phi3", "bloom") else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES],
+    [
+        shape if shape in ("llama", "phi3", "bloom") else pytest.param(shape, marks=pytest.mark.nightly)
+        for shape in SHAPES
+    ],
 )
 def test_export_says_today_what_was_measured(shape: str) -> None:
     """Of the extended checkpoint; a verdict that changes needs the measurement anew (make llama-cpp)."""
@@ -104,6 +107,7 @@ def test_other_slopes_and_other_families_are_refused() -> None:
 # --- what the flags leave open ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_windows_that_an_architecture_does_not_have() -> None:
     """Of all that the table calls right, a few architectures there have windows; Qwen2's and StarCoder2's have none."""
     mixed = {"use_sliding_window": True, "max_window_layers": 1}
@@ -134,6 +138,7 @@ def test_a_config_that_names_its_trained_length_alone_is_served_beyond_it() -> N
     assert not any("--override-kv" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_a_model_of_several_parts_is_not_its_text_model() -> None:
     """Its converter may write another architecture (Mistral3's does), or there is none."""
     config = LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict(), architectures=["LlavaForConditionalGeneration"])
@@ -219,7 +224,7 @@ def test_a_tensor_that_would_divide_beside_the_keys(tmp_path: Path) -> None:
 # --- the measurement -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_real_llama_cpp_computes_what_export_calls_exact(shape: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp", reason="make llama-cpp brings a llama.cpp for CPUs")

@@ -1,4 +1,4 @@
-"""What a real mlx-lm was seen to do, against what ``export`` says today; and, slow, the seeing itself."""
+"""What a real mlx-lm was seen to do, against what ``export`` says today; and, nightly, the seeing itself."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_whatever_is_called_exact_was_measured_to_be() -> None:
         assert proof["matters"] > 0.1, f"{proof} would not show an error"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_method_of_a_shape_was_tried(shape: str) -> None:
     assert {proof["method"] for proof in PROOFS if proof["shape"] == shape} == set(methods_for(shape))
 
 
-@pytest.mark.parametrize("shape", ["llama", "phi3", pytest.param("gemma", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", ["llama", "phi3", pytest.param("gemma", marks=pytest.mark.nightly)])
 def test_export_says_today_what_was_measured(shape: str) -> None:
     """A verdict that changes needs the measurement anew (make mlx-lm)."""
     methods, model = all_methods(tiny_of(shape)), tiny_of(shape)
@@ -66,6 +66,7 @@ def test_export_says_today_what_was_measured(shape: str) -> None:
         assert found == proof["exact"], proof
 
 
+@pytest.mark.slow
 def test_every_form_is_told_apart() -> None:
     """The table is asked by what a config says, not by the method that wrote it."""
     half, config = 8, LlamaConfig(**SHAPE)
@@ -79,6 +80,7 @@ def test_every_form_is_told_apart() -> None:
 # --- what export says ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_class_that_reads_the_base_alone_is_refused_for_all_else() -> None:
     config = GemmaConfig(**SHAPE, head_dim=16)
     assert export_config(extended_config(config, "ntk", factor=4.0), to="mlx-lm").exact
@@ -102,6 +104,7 @@ def test_what_it_does_not_read(method: Method, message: str) -> None:
         export_config(extended_config(LlamaConfig(**SHAPE), method), to="mlx-lm")
 
 
+@pytest.mark.slow
 def test_two_sets_of_factors_are_one_there() -> None:
     config = Phi3Config(**SHAPE, original_max_position_embeddings=TRAINED, pad_token_id=0)
     two = extended_config(config, of("longrope", short_factor=(1.0,) * 8, long_factor=(2.0,) * 8))
@@ -125,6 +128,7 @@ def test_types_that_do_not_run_or_are_not_known_are_not_proven() -> None:
     assert any("has no class for arcee" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_a_window_and_a_model_of_several_parts_were_not_run() -> None:
     mistral = {"sliding_window": TRAINED}
     windowed = extended_config(transformers.MistralConfig(**SHAPE | mistral), "yarn", factor=4.0, sliding_window="keep")
@@ -138,6 +142,7 @@ def test_a_window_and_a_model_of_several_parts_were_not_run() -> None:
     assert export_config(extended_config(without, "yarn", factor=4.0), to="mlx-lm").exact
 
 
+@pytest.mark.slow
 def test_a_longer_table_needs_no_flag() -> None:
     made = export_config(extended_config(GPT2Config(n_positions=TRAINED), "tile", factor=4.0), to="mlx-lm")
     assert made.flags == ()
@@ -147,6 +152,7 @@ def test_a_longer_table_needs_no_flag() -> None:
 # --- which files it reads --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: Path) -> None:
     model = tiny_of("llama")
     model.save_pretrained(tmp_path / "plain")
@@ -165,7 +171,7 @@ def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: P
     assert export(tmp_path / "again", to="mlx-lm").exact
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inspect_says_so_too(tmp_path: Path) -> None:
     model = ctxext.patch(tiny_of("llama"), "yarn", factor=4.0)
     model.save_pretrained(tmp_path)
@@ -175,7 +181,7 @@ def test_inspect_says_so_too(tmp_path: Path) -> None:
 # --- the measurement -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_real_mlx_lm_computes_what_export_calls_exact(shape: str, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm", reason="make mlx-lm brings an mlx-lm for CPUs")

@@ -88,6 +88,7 @@ def test_a_linear_checkpoint_that_names_its_original_length_is_served_whole(long
     sglang(config.to_dict(), flags)  # which asserts that it serves that length
 
 
+@pytest.mark.slow
 def test_dynamic_scaling_beyond_its_factor_is_refused() -> None:
     """The paper's form has the factor 1, and grows with the text; SGLang would run it plain."""
     plain = LlamaConfig(**SHAPE)
@@ -97,6 +98,7 @@ def test_dynamic_scaling_beyond_its_factor_is_refused() -> None:
     assert any(f"at {TARGET} tokens" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_windows_are_not_those_of_the_model() -> None:
     """None of the classes that were read tells its attention of a window."""
     for window, kept in ((100, "keep"), (100, "lift"), (TARGET, None), (None, None)):
@@ -106,6 +108,7 @@ def test_windows_are_not_those_of_the_model() -> None:
         assert any("attends beyond the 100 tokens" in note for note in made.notes) == (kept == "keep")
 
 
+@pytest.mark.slow
 def test_classes_that_drop_the_scaling_or_were_not_read() -> None:
     plain = GemmaConfig(**SHAPE, head_dim=16)
     for method in ("pi", "yarn"):

@@ -48,7 +48,7 @@ def losses(length: int, folder: Path) -> tuple[torch.Tensor, torch.Tensor, torch
     return places, torch.stack(theirs), ours
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_smollm2_beyond_its_window(tmp_path: Path) -> None:
     """Most weights have 4 bits in the file; llama.cpp rounds activations to 8, ours are float32."""
     pytest.importorskip("xllamacpp", reason="make llama-cpp brings a llama.cpp for CPUs")

@@ -40,6 +40,7 @@ def label(case: dict[str, Any]) -> str:
     return "-".join([case["model_type"], *said, "extended" if case["on_disk"] else "original"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_vllm_computes_what_the_method_says(case: dict[str, Any]) -> None:
     plain = PLAIN[case["model_type"]]
@@ -57,6 +58,7 @@ def test_vllm_computes_what_the_method_says(case: dict[str, Any]) -> None:
     assert case["scale"] == pytest.approx(wanted.attention_scale, rel=1e-12)
 
 
+@pytest.mark.nightly
 def test_every_method_was_asked_about() -> None:
     """Wherever ``export`` does not refuse."""
     asked = {(case["model_type"], json.dumps(case["method"])) for case in CASES}
@@ -87,6 +89,7 @@ def test_whatever_is_called_exact_was_measured_to_be() -> None:
         assert proof["matters"] > 0.1, f"{proof} would not show an error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama", "bloom"])
 def test_export_says_today_what_was_measured(shape: str) -> None:
     """Of the extended checkpoint; a verdict that changes needs the measurement anew (make vllm)."""
@@ -102,7 +105,7 @@ def test_export_says_today_what_was_measured(shape: str) -> None:
         assert found == proof["exact"], proof
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", vllm_proof.SHAPES)
 def test_a_real_vllm_computes_what_export_calls_exact(shape: str, tmp_path: Path) -> None:
     if PYTHON is None:

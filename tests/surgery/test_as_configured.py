@@ -147,6 +147,7 @@ def test_states_that_a_model_may_be_in_are_not(rope: str, state: str) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_another_base_at_every_length_is_what_an_extension_starts_from() -> None:
     """Hunyuan's "dynamic" with alpha: base x alpha^(d/(d-2)), whatever the length."""
     dim, alpha = 32, 50.0
@@ -240,6 +241,7 @@ def test_inspect_finishes_whatever_rotary_code_raises(tmp_path: Path, monkeypatc
     assert {verdict.method for verdict in found.verdicts if "KeyError: 'rows'" in (verdict.refused or "")} == set(names)
 
 
+@pytest.mark.slow
 def test_phi_moe_is_told_by_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phi-3.5-MoE multiplies by short_mscale and long_mscale, which no rope type of transformers has."""
     tables = {name: [1.0 + 0.1 * i for i in range(16)] for name in ("short_factor", "long_factor")}

@@ -77,6 +77,7 @@ def by_hand(kind: str, keep: Tensor) -> Any:
     return attention
 
 
+@pytest.mark.slow
 @every_kind
 @every_encoder
 def test_equals_what_is_written_out_by_hand(model_type: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +128,7 @@ def test_packing_by_a_rule_of_the_model_s_own_is_refused_when_it_comes(kind: str
         logits(model, tokens(20), sequence_id=torch.tensor([[0] * 8 + [1] * 12]))
 
 
+@pytest.mark.slow
 @every_kind
 @every_encoder
 def test_gradients_are_those_of_the_oracle(model_type: str, kind: str) -> None:
@@ -143,6 +145,7 @@ def test_gradients_are_those_of_the_oracle(model_type: str, kind: str) -> None:
         torch.testing.assert_close(one, found[1][name], rtol=1e-7, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 @every_kind
 @every_encoder
 def test_undone_bit_for_bit_and_saved_and_reloaded(model_type: str, kind: str, tmp_path: Path) -> None:
@@ -163,6 +166,7 @@ def test_undone_bit_for_bit_and_saved_and_reloaded(model_type: str, kind: str, t
     assert torch.equal(logits(loaded, tokens(LENGTH)), logits(model, tokens(LENGTH)))
 
 
+@pytest.mark.slow
 def test_a_description_says_what_distance_is() -> None:
     assert any("alike to both sides" in note for note in described("symmetric"))
     assert any("the other half" in note for note in described("halves"))
@@ -198,6 +202,7 @@ def test_an_odd_number_of_heads_has_no_halves() -> None:
     assert before.difference(model) is None
 
 
+@pytest.mark.slow
 def test_one_key_head_serves_both_halves() -> None:
     model = encoder("eurobert", num_key_value_heads=1)
     found = [

@@ -71,6 +71,7 @@ def same(kind: type, model: Any) -> Any:
     return mine.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "self_extend", "alibi", "fox"])
 def test_a_typed_class_is_extended_as_the_class_that_it_is_made_of(typed: Any, method: str) -> None:
     model = tiny()
@@ -83,6 +84,7 @@ def test_a_typed_class_is_extended_as_the_class_that_it_is_made_of(typed: Any, m
     assert not any("LlamaAttention" in note for note in ctxext.describe(mine).notes)
 
 
+@pytest.mark.slow
 def test_biases_of_a_typed_class_are_extended(typed: Any) -> None:
     model = tiny("bloom")
     mine = same(typed.Bloom, model)

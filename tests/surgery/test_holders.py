@@ -51,6 +51,7 @@ def encoder(place: Path, kind: str = "bert", limit: int = TRAINED) -> Any:
     return sentence_transformers.SentenceTransformer(str(place), device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), [("bert", "hierarchical"), ("modernbert", "yarn")])
 def test_a_sentence_transformer_is_extended_and_given_back(kind: str, method: str, tmp_path: Path) -> None:
     if kind == "modernbert" and not RECENT:
@@ -130,6 +131,7 @@ def test_what_is_no_model_is_told_the_next_step(model: Any, message: str) -> Non
             verb()
 
 
+@pytest.mark.slow
 def test_a_config_that_keeps_the_trained_length_is_named() -> None:
     """Programs that read max_position_embeddings cut at the old window; each other method says the new one."""
     for name in ("dynamic_ntk", "yarn", "dynamic_yarn", "dynamic_pi", "self_extend", "alibi", "ntk"):

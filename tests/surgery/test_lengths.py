@@ -116,6 +116,7 @@ def test_every_part_reads_the_length_that_a_form_means(name: str, written: Writt
         assert getattr(model.config, "model_max_length", 2 * window) == 2 * window  # vLLM serves no more than this
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPEN)
 def test_a_form_that_means_two_lengths_is_asked_about(name: str, written: Written) -> None:
     model_type, longest, scaling, others, windows = OPEN[name]

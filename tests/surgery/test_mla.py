@@ -56,6 +56,7 @@ def test_other_models_keep_the_temperature_on_cos_and_sin() -> None:
         assert rotary.attention_scaling == pytest.approx(TEMPERATURE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not RECENT, reason="transformers 5.17 has no dots3_note_text")
 def test_latent_attention_that_cannot_scale_scores_keeps_it_too() -> None:
     """Its code reads no mscale: stored there, the temperature would be lost."""
@@ -65,6 +66,7 @@ def test_latent_attention_that_cannot_scale_scores_keeps_it_too() -> None:
     assert model.model.rotary_emb.indexed_attention_attention_scaling == pytest.approx(TEMPERATURE)
 
 
+@pytest.mark.slow
 def test_a_default_that_forgets_how_much_rotates(tmp_path: Path) -> None:
     """Unscaled, stock Mistral 4 computes frequencies for whole heads, which its own layers cannot use.
 

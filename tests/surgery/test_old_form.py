@@ -98,6 +98,7 @@ def saved_config(model: Any, directory: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pi", "yarn", "longrope", "self_extend"])
 def test_saving_writes_what_the_command_line_does_and_the_model_keeps_its_guard(name: str, tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), METHODS[name].example(SPEC), trained_length=TRAINED_LENGTH)
@@ -198,6 +199,7 @@ def test_transformers_5_reads_both_forms_as_one_and_says_nothing(
     assert not {"rope_theta", "rope_scaling"} & vars(stock.config).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "name", "expected"),
     [
@@ -239,6 +241,7 @@ def test_a_neox_reads_its_part_and_base_from_old_names(tmp_path: Path) -> None:
     assert torch.equal(logits(GPTNeoXForCausalLM.from_pretrained(tmp_path).eval(), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_a_live_config_is_extended_anew_from_what_it_says_now() -> None:
     """The old form of the first extension must not outlive it in a model built from the same config."""
     first = ctxext.patch(tiny(), "yarn", factor=8)

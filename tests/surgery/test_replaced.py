@@ -56,6 +56,7 @@ REPLACED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REPLACED)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_kernel_in_the_models_module_changes_nothing(method: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +69,7 @@ def test_a_kernel_in_the_models_module_changes_nothing(method: str, what: str, m
     assert torch.equal(logits(model, tokens(150)), expected)
 
 
+@pytest.mark.slow
 def test_a_model_that_its_kernels_cannot_run_yet_is_extended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is often extended on the CPU and moved afterwards to the device that the kernels are for."""
 
@@ -114,6 +116,7 @@ def test_a_kernel_from_elsewhere_is_not_launched_without_data(method: str, monke
         ctxext.patch(model, method, factor=4)
 
 
+@pytest.mark.slow
 def test_attention_takes_its_arguments_in_the_order_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs wrap every registered function, and pass the sixth argument on by position (kvpress)."""
     expected = logits(ctxext.patch(tiny(), "self_extend", factor=4), tokens(150))

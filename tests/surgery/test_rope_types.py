@@ -50,6 +50,7 @@ def saved(model: Any, directory: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", OWN)
 def test_no_base_that_others_could_compute_with(method: str, tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), method, factor=4)
@@ -91,6 +92,7 @@ def as_unsloth_builds_it(config: Any) -> torch.Tensor:
     return 1.0 / (base ** (torch.arange(0, 32, 2, dtype=torch.int64).float() / 32))
 
 
+@pytest.mark.slow
 def test_a_program_that_goes_on_after_an_unknown_rope_type(tmp_path: Path) -> None:
     for method in ("self_extend", "alibi", "dynamic_yarn"):
         ctxext.patch(tiny(), method, factor=4).save_pretrained(tmp_path / method)
@@ -98,6 +100,7 @@ def test_a_program_that_goes_on_after_an_unknown_rope_type(tmp_path: Path) -> No
             as_unsloth_builds_it(AutoConfig.from_pretrained(tmp_path / method))
 
 
+@pytest.mark.slow
 def test_trainer_checkpoints_and_merged_models(plain: Path, tmp_path: Path) -> None:
     model = ctxext.patch(AutoModelForCausalLM.from_pretrained(plain), "self_extend", factor=4)
     merged = get_peft_model(model, LoraConfig(target_modules=["q_proj"])).merge_and_unload()
@@ -108,6 +111,7 @@ def test_trainer_checkpoints_and_merged_models(plain: Path, tmp_path: Path) -> N
     assert torch.equal(logits(ctxext.load(tmp_path / "run"), tokens()), logits(model.eval(), tokens()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["self_extend", "dynamic_yarn", "alibi", "t5_bias"])
 def test_a_checkpoint_of_an_earlier_version(method: str, tmp_path: Path) -> None:
     """Which held a number, the details as a table, and a name alone for a type."""

@@ -122,6 +122,7 @@ def rotation(model: PreTrainedModel) -> tuple[Tensor, float]:
     return rotary.inv_freq.double(), float(rotary.attention_scaling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALED)
 def test_the_obvious_call_extends_the_frequencies_that_the_weights_know(kind: str, tmp_path: Path) -> None:
     """``patch("yarn", factor=2, trained_length=131072)`` on Llama 3.1, and its like."""
@@ -162,6 +163,7 @@ def test_a_uniform_scaling_stays_linear() -> None:
     assert model.config.rope_parameters == {"rope_type": "linear", "rope_theta": 1e4, "factor": 16.0}
 
 
+@pytest.mark.slow
 def test_what_is_saved_only_for_ctxext_comes_back(tmp_path: Path) -> None:
     model = ctxext.patch(scaled("yarn"), "dynamic_yarn", factor=2, trained_length=LENGTH)
     long = tokens(LENGTH + 100)
@@ -172,6 +174,7 @@ def test_what_is_saved_only_for_ctxext_comes_back(tmp_path: Path) -> None:
     assert ctxext.describe(loaded).fingerprint == ctxext.describe(model).fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
 def test_replacing_is_asked_for_by_name(kind: str, tmp_path: Path) -> None:
     model = scaled(kind)
@@ -228,6 +231,7 @@ def test_the_documented_yarn_of_qwen() -> None:
     assert ctxext.describe(model).target_length == 8 * TRAINED_LENGTH
 
 
+@pytest.mark.slow
 def test_the_temperature_that_latent_attention_was_trained_with_is_kept(tmp_path: Path) -> None:
     """DeepSeek multiplies its whole scores; stock code reads by how much off the scaling of its config."""
     rope = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
@@ -270,6 +274,7 @@ def test_it_is_said_which_dimensions_the_temperature_reaches(model_type: str, wh
     assert "temperature" not in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["ntk", "abf", "yarn", "pi", "llama3"])
 def test_what_ctxext_extended_is_taken_off_first(first: str, tmp_path: Path) -> None:
     """``ntk`` and ``abf`` are stored as a raised base, from which nothing may be extended."""
@@ -297,6 +302,7 @@ def test_a_trained_length_that_contradicts_the_saved_one(tmp_path: Path) -> None
         ctxext.load(tmp_path, "yarn", factor=2, trained_length=256)
 
 
+@pytest.mark.slow
 def test_two_models_that_share_a_config() -> None:
     one = tiny()
     other = type(one)(one.config)
@@ -318,6 +324,7 @@ def test_two_models_that_share_a_config() -> None:
     assert ctxext.patch(alone, "yarn", factor=4).config is own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [-2, -1, 0, 1])
 def test_who_shares_a_config_however_python_counts_references(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = sys.getrefcount
@@ -344,6 +351,7 @@ def vision_language(text: LlamaConfig) -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extended", ["whole", "text"])
 def test_models_that_share_the_text_part_of_a_config(extended: str) -> None:
     text = tiny()

@@ -51,6 +51,7 @@ def logits(model: Any, ids: Tensor, written: Tensor, **arguments: Any) -> Tensor
     return found
 
 
+@pytest.mark.slow
 @every_type
 def test_one_method_extends_both_sides_and_stock_code_loads_it(model_type: str, tmp_path: Path) -> None:
     model, inputs = model_of(model_type), tokens(LENGTH)
@@ -110,6 +111,7 @@ def by_hand(kept: Tensor, read: Tensor) -> Any:
     return attention
 
 
+@pytest.mark.slow
 def test_a_decoder_with_alibi_equals_what_is_written_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding on either side of either text; the rotary encoder is YaRN's, and cross-attention has no distance."""
     ids, written = tokens(LENGTH, rows=3), tokens(40, rows=3)
@@ -136,6 +138,7 @@ def mixed(model_type: str = "t5gemma") -> PreTrainedModel:
     return ctxext.patch(model_of(model_type), encoder="yarn", decoder="alibi", factor=4.0)
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_by_two_methods_saved_and_reloaded(tmp_path: Path) -> None:
     model, inputs = model_of(), tokens(LENGTH)
     before = saved_once(model, tmp_path / "plain")
@@ -155,6 +158,7 @@ def test_encoder_and_decoder_by_two_methods_saved_and_reloaded(tmp_path: Path) -
     assert torch.equal(logits(ctxext.unpatch(loaded), inputs, inputs), before.logits)
 
 
+@pytest.mark.slow
 def test_stock_code_refuses_what_it_cannot_express(tmp_path: Path) -> None:
     mixed().save_pretrained(tmp_path)
     save_file({"input_ids": tokens(20)}, tmp_path / "inputs.safetensors")
@@ -162,6 +166,7 @@ def test_stock_code_refuses_what_it_cannot_express(tmp_path: Path) -> None:
         assert "ctxext_unrotated" in str(stock.logits(tmp_path, tmp_path / "inputs.safetensors"))
 
 
+@pytest.mark.slow
 def test_the_decoder_stays_causal_and_the_encoder_sees_both_ways() -> None:
     model, inputs = mixed(), tokens(LENGTH)
     written = tokens(40)
@@ -173,6 +178,7 @@ def test_the_decoder_stays_causal_and_the_encoder_sees_both_ways() -> None:
     assert found[:, 30:].abs().max() > 0
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache_equals_decoding_without_one() -> None:
     for model in (mixed(), ctxext.patch(model_of("t5gemma2"), "yarn", factor=4.0)):
         ids = tokens(LENGTH, rows=2)
@@ -186,6 +192,7 @@ def test_generation_with_a_cache_equals_decoding_without_one() -> None:
         assert torch.equal(suppressed.argmax(-1), written[:, 1:])
 
 
+@pytest.mark.slow
 def test_a_row_alone_is_the_row_in_a_batch() -> None:
     model = mixed().double()
     ids, written = tokens(LENGTH, rows=2), tokens(50, rows=2)
@@ -222,6 +229,7 @@ def test_whether_what_is_read_of_the_encoder_is_rotated(model_type: str, rotates
     assert torch.equal(q, turned_q) is not rotates
 
 
+@pytest.mark.slow
 def test_numbers_for_each_side() -> None:
     model = ctxext.patch(model_of(), encoder="yarn", decoder="pi", factor={"encoder": 8.0, "decoder": 2.0})
     assert {name: side.target_length for name, side in ctxext.describe(model).sides} == {"encoder": 512, "decoder": 128}
@@ -258,6 +266,7 @@ def test_sides_of_a_model_that_has_none_are_refused(arguments: dict[str, Any]) -
         ctxext.patch(model, factor=2.0, **arguments)
 
 
+@pytest.mark.slow
 def test_a_second_side_cannot_be_added_and_an_extension_can_be_replaced(tmp_path: Path) -> None:
     model, inputs = model_of(), tokens(LENGTH)
     ctxext.patch(model, encoder="yarn", factor=4.0)
@@ -274,6 +283,7 @@ def test_a_second_side_cannot_be_added_and_an_extension_can_be_replaced(tmp_path
     assert torch.equal(logits(stock, inputs, inputs), logits(expected, inputs, inputs))
 
 
+@pytest.mark.slow
 def test_loaded_with_a_method_for_each_side(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path)
     loaded = ctxext.load(tmp_path, encoder="yarn", decoder="alibi", factor=4.0, attention="sdpa")
@@ -281,6 +291,7 @@ def test_loaded_with_a_method_for_each_side(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded, inputs, inputs), logits(mixed(), inputs, inputs))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path / "plain")
     written = patch_checkpoint(tmp_path / "plain", tmp_path / "extended", encoder="yarn", decoder="alibi", factor=4.0)
@@ -290,6 +301,7 @@ def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded, inputs, inputs), logits(mixed(), inputs, inputs))
 
 
+@pytest.mark.slow
 def test_inspected(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path / "plain")
     found = inspect_checkpoint(tmp_path / "plain")
@@ -302,6 +314,7 @@ def test_inspected(tmp_path: Path) -> None:
     assert again.extended == "encoder: ctxext yarn, trained_length=64; decoder: ctxext alibi, trained_length=64"
 
 
+@pytest.mark.slow
 def test_adapters_carry_both_sides(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model_of().save_pretrained(tmp_path / "base")
@@ -316,6 +329,7 @@ def test_adapters_carry_both_sides(tmp_path: Path) -> None:
         ctxext.load(tmp_path / "adapter", base=other)
 
 
+@pytest.mark.slow
 def test_copied_and_undone() -> None:
     model, inputs = model_of(), tokens(LENGTH)
     plain = logits(model, inputs, inputs)
@@ -333,6 +347,7 @@ def test_one_config_for_both_sides_is_refused_by_name() -> None:
         ctxext.patch(model, "yarn", factor=4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", [{"encoder": "yarn", "decoder": "alibi"}, {"encoder": "alibi", "decoder": "yarn"}])
 def test_dia_which_writes_several_tokens_at_each_place(methods: dict[str, str], tmp_path: Path) -> None:
     """Its decoder's config calls itself an encoder-decoder's, and its encoder counts positions by itself."""

@@ -67,6 +67,7 @@ def _next(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
         return model(ids, past_key_values=cache, use_cache=True).logits
 
 
+@pytest.mark.slow
 def test_a_cache_can_be_cropped_repeated_and_reordered(model: PreTrainedModel) -> None:
     ids = tokens(50, rows=2)
     cache = DynamicCache(config=model.config)
@@ -78,6 +79,7 @@ def test_a_cache_can_be_cropped_repeated_and_reordered(model: PreTrainedModel) -
     torch.testing.assert_close(_next(model, text[:, 30:], cache), logits(model, text)[:, 30:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_beams_are_those_that_are_found_without_a_cache(model: PreTrainedModel) -> None:
     ids = tokens(20, rows=2)
     how = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "early_stopping": False}
@@ -86,6 +88,7 @@ def test_beams_are_those_that_are_found_without_a_cache(model: PreTrainedModel) 
     assert torch.equal(with_cache, without)
 
 
+@pytest.mark.slow
 def test_generates_in_a_static_cache_as_without_one(model: PreTrainedModel) -> None:
     ids = tokens(20, rows=2)
     mask = torch.ones_like(ids)
@@ -96,6 +99,7 @@ def test_generates_in_a_static_cache_as_without_one(model: PreTrainedModel) -> N
         assert torch.equal(found, model.generate(ids, use_cache=False, **how))
 
 
+@pytest.mark.slow
 def test_a_cache_laid_out_for_keys_alone_is_laid_out_anew(model: PreTrainedModel) -> None:
     config, ids = model.config, tokens(30)
     cache = StaticCache(config=config, max_cache_len=40)
@@ -118,6 +122,7 @@ def test_a_cache_that_rounds_them_is_refused() -> None:
         Travelling(torch.randn(1, 2, 3, 1)).through(Cache(layers=[layer])).update(keys, keys, 0)
 
 
+@pytest.mark.slow
 def test_trains_with_the_cache_that_transformers_makes(model: PreTrainedModel) -> None:
     """``use_cache`` is on by default in training too: gradients go through the cache as they go past it."""
     ids = tokens(40)
@@ -129,6 +134,7 @@ def test_trains_with_the_cache_that_transformers_makes(model: PreTrainedModel) -
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_in_16_bits_decoding_is_as_near_to_one_forward_as_plain_decoding(model: PreTrainedModel) -> None:
     """Gates that were rounded to bfloat16 in the cache would add up to scores that are far off."""
     ids = tokens(120)

@@ -54,6 +54,7 @@ def test_kept_windows_are_named_in_the_description() -> None:
     assert model.config.sliding_window == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "alibi"])
 def test_a_window_as_wide_as_the_extension_caps_nothing(method: str) -> None:
     wide, target = tiny("mistral", sliding_window=4 * TRAINED_LENGTH), 4 * TRAINED_LENGTH

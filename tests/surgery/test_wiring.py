@@ -70,6 +70,7 @@ def reading(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, s
     return out.transpose(1, 2).contiguous(), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_alibi_under_autocast_computes_what_torch_would(
@@ -152,6 +153,7 @@ def test_a_replica_of_what_accelerate_wrapped_is_refused_by_name() -> None:
         replica_of(model)
 
 
+@pytest.mark.slow
 def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
     """An image between the words: height and width are counted beside time."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration

@@ -30,6 +30,7 @@ def by_position(model: Any, texts: list[Tensor], first: int, stop: int) -> float
     return torch.cat([loss_by_position(model, ids)[0, first:stop] for ids in texts]).double().mean().item()
 
 
+@pytest.mark.slow
 def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_path: Path) -> None:
     given = settings("--evaluation.text", str(corpus), "--evaluation.lengths", "96", "128", "--factor", "8", *PASSKEY)
     recipe.finetune(given)
@@ -117,6 +118,7 @@ def test_what_was_measured_of_other_weights_is_measured_again(settings: Any, tmp
     assert BeforeAndAfter(replace(loaded, sha256="others"), settings()).before(loaded.model, kept) == {}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_said_before_anything_is_trained(
     settings: Any,
     corpus: Path,

@@ -79,6 +79,7 @@ def losses(run: Trainer) -> dict[int, float]:
     return found
 
 
+@pytest.mark.slow
 @every_kind
 def test_resuming_the_same_extension_goes_on_as_if_never_interrupted(build: Any, tmp_path: Path) -> None:
     through = trainer(build(extended), tmp_path)
@@ -91,6 +92,7 @@ def test_resuming_the_same_extension_goes_on_as_if_never_interrupted(build: Any,
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "change", "said"),
     [
@@ -125,6 +127,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("lift", "keep"), ("keep", "lift")])
 def test_resuming_where_windows_are_treated_otherwise(before: str, after: str, tmp_path: Path) -> None:
     def build(choice: str) -> Any:
@@ -139,6 +142,7 @@ def test_resuming_where_windows_are_treated_otherwise(before: str, after: str, t
     assert run.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_an_unextended_checkpoint_into_an_extended_model(tmp_path: Path) -> None:
     trainer(whole(lambda model: model), tmp_path, max_steps=2).train()
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
@@ -151,6 +155,7 @@ def test_an_unextended_checkpoint_into_an_extended_model(tmp_path: Path) -> None
     assert plain.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_written_without_the_callback(tmp_path: Path) -> None:
     trainer(whole(extended), tmp_path, callback=False, max_steps=2).train()
     with pytest.raises(PatchStateError, match=r"was written without ExtensionCallback, so nothing says how its model"):
@@ -176,7 +181,7 @@ def added(change: Changed) -> Any:
     return model
 
 
-@pytest.mark.parametrize("callback", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["callback", "none"])
+@pytest.mark.parametrize("callback", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["callback", "none"])
 @pytest.mark.parametrize("build", [lora, lora_first, named_lora, pytest.param(added, marks=through_transformers)])
 def test_an_adapter_checkpoint_carries_its_extension(build: Any, callback: bool, plain: Path, tmp_path: Path) -> None:
     run = trainer(build(extended), tmp_path, callback, max_steps=2)
@@ -194,6 +199,7 @@ def test_an_adapter_checkpoint_carries_its_extension(build: Any, callback: bool,
             ctxext.load(place)
 
 
+@pytest.mark.slow
 def test_virtual_tokens_carry_it_with_the_callback(plain: Path, tmp_path: Path) -> None:
     set_seed(3)
     model = get_peft_model(extended(tiny()), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
@@ -205,6 +211,7 @@ def test_virtual_tokens_carry_it_with_the_callback(plain: Path, tmp_path: Path) 
     assert torch.equal(logits(loaded, tokens()), logits(run.model.eval(), tokens()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [True, False], ids=["callback", "none"])
 def test_the_best_adapter_comes_back_at_the_end(callback: bool, plain: Path, tmp_path: Path) -> None:
     """The Trainer reads the weights of a checkpoint that PEFT itself would refuse."""
@@ -226,6 +233,7 @@ def test_the_best_adapter_comes_back_at_the_end(callback: bool, plain: Path, tmp
     assert torch.equal(logits(best, tokens()), logits(run.model.eval(), tokens()))
 
 
+@pytest.mark.slow
 def test_reached_from_the_package_which_imports_no_trainer_for_it() -> None:
     code = (
         "import sys, ctxext\n"
@@ -240,6 +248,7 @@ def test_reached_from_the_package_which_imports_no_trainer_for_it() -> None:
     assert set(ctxext.training.__all__) <= set(dir(ctxext.training))
 
 
+@pytest.mark.slow
 def test_states_restored_from_the_checkpoint(checkpoints: dict[Any, Path], tmp_path: Path) -> None:
     run = trainer(whole(extended), tmp_path, restore_callback_states_from_checkpoint=True)
     run.train(resume_from_checkpoint=str(checkpoints[whole]))

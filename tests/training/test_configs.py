@@ -105,7 +105,7 @@ def test_it_says_what_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.slow if path in TWINS else (), id=path.stem) for path in CONFIGS],
+    [pytest.param(path, marks=pytest.mark.nightly if path in TWINS else (), id=path.stem) for path in CONFIGS],
 )
 def test_it_trains_two_steps(path: Path, models: dict[str | None, Path], corpus: Path, tmp_path: Path) -> None:
     """All is as in the config but what makes it large, or needs a GPU."""

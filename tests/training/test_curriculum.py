@@ -23,6 +23,7 @@ def with_stages(settings: Settings, *stages: dict[str, Any]) -> Settings:
     return settings.model_copy(update={"stages": [Stage(**stage) for stage in stages]})
 
 
+@pytest.mark.slow
 def test_each_stage_trains_its_own_extension_and_a_resumed_run_knows_where_it_was(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +44,7 @@ def test_each_stage_trains_its_own_extension_and_a_resumed_run_knows_where_it_wa
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
+@pytest.mark.slow
 def test_stages_that_cannot_be(settings: Any) -> None:
     with pytest.raises(InvalidParameterError, match=r"the stages take 4 steps, which leaves none of training.steps"):
         settings("--stages", "[{steps: 4, factor: 2}]")
@@ -60,6 +62,7 @@ def test_stages_that_cannot_be(settings: Any) -> None:
         recipe.finetune(with_stages(settings(), {"steps": 2, "factor": 1.5, "length": 100}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "method"), [("llama", "yarn"), ("llama", "alibi"), ("bloom", "pi")])
 def test_changing_stages_leaves_what_else_was_done_to_the_model(model_type: str, method: str) -> None:
     """Loss in chunks, checkpointing and the adapter stay; only the extension is another."""

@@ -22,6 +22,7 @@ def test_the_running_mean_weighs_the_past_by_its_age() -> None:
     assert heavy == pytest.approx(4 / (4 + sum(decay**age for age in range(1, 30))))
 
 
+@pytest.mark.slow
 def test_it_is_drawn_whole(tmp_path: Path) -> None:
     entries = [{"step": step, "loss": 3 - 0.01 * step, "learning_rate": 1e-4} for step in range(1, 60)]
     gain = [((64, 96), PairedDifference(0.1, 0.01, 100, 8)), ((96, 128), PairedDifference(-0.1, 0.01, 100, 8))]

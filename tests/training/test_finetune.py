@@ -35,6 +35,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     return CheckpointError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accident", [interrupted, full_disk])
 def test_resumed_it_has_the_losses_and_weights_of_a_run_never_interrupted(
     accident: Any, settings: Any, tmp_path: Path
@@ -54,6 +55,7 @@ def test_resumed_it_has_the_losses_and_weights_of_a_run_never_interrupted(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.finetune(settings("--merge", "--dtype", "bf16"))
     run = tmp_path / "run"
@@ -80,6 +82,7 @@ def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, caps
     assert AutoTokenizer.from_pretrained(run / "merged")("ab").input_ids[0] == 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "steps"), [("100", [STEPS]), ("3", [3, STEPS])])
 def test_the_last_losses_are_told_however_rarely_a_run_logs(
     every: str, steps: list[int], settings: Any, tmp_path: Path
@@ -93,6 +96,7 @@ def test_the_last_losses_are_told_however_rarely_a_run_logs(
         assert found[stop] == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +121,7 @@ def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
             recipe.finetune(settings("--output", str(tmp_path / "new")))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_extension_is_refused_whatever_the_settings_say(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(settings())
     stored = tmp_path / "run" / "settings.json"
@@ -127,6 +132,7 @@ def test_a_checkpoint_of_another_extension_is_refused_whatever_the_settings_say(
         recipe.finetune(settings("--factor", "4"), resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_only_as_itself(settings: Any) -> None:
     with pytest.raises(CheckpointError, match="holds no whole checkpoint to resume from"):
         recipe.finetune(settings(), resume=True)
@@ -139,6 +145,7 @@ def test_a_run_is_resumed_only_as_itself(settings: Any) -> None:
         recipe.finetune(settings("--training.steps", "2", "--factor", "4", "--seed", "1"), resume=True)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_training(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

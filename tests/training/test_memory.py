@@ -99,6 +99,7 @@ def test_attention_is_computed_again_or_kept(memory: Memory, times: int) -> None
     assert seen.calls["aten::silu"] == 2 * model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ON_LLAMA)
 def test_every_method_may_keep_its_attention(name: str, dtype: torch.dtype) -> None:
@@ -174,6 +175,7 @@ for change in (False, True):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_memory_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}

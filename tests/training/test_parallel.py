@@ -114,6 +114,7 @@ def batch(*lengths: int) -> dict[str, Tensor]:
     return {"input_ids": tokens(16, rows=len(rows)), "position_ids": torch.stack(rows)}
 
 
+@pytest.mark.slow
 def test_what_a_shard_is_told() -> None:
     assert whole_sequence(attach_lora(patched("yarn"), rank=2), batch(96, 100)) == {}
     assert whole_sequence(patched("dynamic_ntk"), batch(96, 96)) == {"ctxext_length": 96}

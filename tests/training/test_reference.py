@@ -26,6 +26,7 @@ def base_of(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "self_extend", "alibi", "t5_bias"])
 def test_a_model_extended_in_memory(method: str, plain: Path) -> None:
     models = {"patched": ctxext.patch(base_of(plain), method, factor=4), "loaded": ctxext.load(plain, method, factor=4)}
@@ -37,6 +38,7 @@ def test_a_model_extended_in_memory(method: str, plain: Path) -> None:
         assert torch.equal(logits(as_trl_builds_it(model).eval(), tokens()), logits(base_of(plain), tokens()))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_saved_extended_leads_to_itself(plain: Path, tmp_path: Path) -> None:
     ctxext.save(ctxext.patch(base_of(plain), "yarn", factor=4), tmp_path)
     for model in (base_of(tmp_path), ctxext.load(tmp_path)):
@@ -63,6 +65,7 @@ def test_a_plain_model_has_no_reference_of_ours(plain: Path) -> None:
         reference(base_of(plain))
 
 
+@pytest.mark.slow
 def test_adapters_go_on_naming_their_base(plain: Path, tmp_path: Path) -> None:
     model = get_peft_model(ctxext.patch(base_of(plain), "yarn", factor=4), LoraConfig(target_modules=["q_proj"]))
     model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))

@@ -156,13 +156,14 @@ def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, t
         assert words.lower() not in texts
 
 
+@pytest.mark.slow
 def test_the_recipe_reads_them(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(settings("--data.retrieval", "0.5", "--training.steps", "2"))
     report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     assert "50% of the sequences, where there is room, hold keys, copies, chains to find again" in report["data"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trained_on_keys_a_model_loses_less_on_their_answers(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     """In sequences that it never saw, than one that had the same steps of the same prose without keys."""
     book = tmp_path / "book.txt"

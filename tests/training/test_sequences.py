@@ -57,6 +57,7 @@ def test_consecutive_sequences_tile_documents_and_never_cross_them(
     assert set(epochs[0]) != set(epochs[1]), "cut at the same places in every epoch"
 
 
+@pytest.mark.slow
 def test_skipwise_positions(documents: TokenisedDocuments, tokenizer: Any, texts: list[str]) -> None:
     found = sequences(documents, positions="pose", count=3000)
     gaps, firsts = set(), set()

@@ -114,6 +114,7 @@ def test_the_model_is_whole_afterwards_whatever_happened() -> None:
     assert model.config.to_dict() == config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 def test_the_recipe_trains_in_groups_and_measures_and_saves_whole_attention(
     checkpointing: str, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +140,7 @@ def test_the_recipe_trains_in_groups_and_measures_and_saves_whole_attention(
     assert set(lengths) == {40}
 
 
+@pytest.mark.slow
 def test_trained_in_groups_its_loss_falls(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(
         settings("--data.positions", "consecutive", "--training.shifted_groups", "2", "--training.steps", "30")

@@ -24,6 +24,7 @@ def trainer_of(directory: Path, *, layers: int = 2, steps: int = 1, **own: Any) 
     return LongTrainer(model, arguments, train_dataset=rows, **own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [None, 1e-5])
 def test_the_embedding_has_a_rate_of_its_own(rate: float | None, tmp_path: Path) -> None:
     """One step of Adam moves every weight by its rate."""
@@ -43,6 +44,7 @@ def test_the_embedding_has_a_rate_of_its_own(rate: float | None, tmp_path: Path)
         assert distance == pytest.approx(expected, rel=0.02), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("part", ["lora_A", "embed_tokens"])
 def test_a_gradient_that_is_no_number_stops_training_before_weights_change(
@@ -64,6 +66,7 @@ def test_a_gradient_that_is_no_number_stops_training_before_weights_change(
     assert all(torch.equal(weight, before[name]) for name, weight in trained.items())
 
 
+@pytest.mark.slow
 def test_reads_of_a_step_do_not_grow_with_the_weights(tmp_path: Path) -> None:
     def reads(layers: int, steps: int) -> int:
         trainer = trainer_of(tmp_path, layers=layers, steps=steps)

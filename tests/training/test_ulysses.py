@@ -21,7 +21,7 @@ from tests.training._recipe import CONFIG, SMALL, words_of
 
 # Slow: DeepSpeed starts in two processes again and again. The launches of test_engines are in every run.
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         find_spec("deepspeed") is None or shutil.which("c++") is None, reason="needs deepspeed and a C++ compiler"
     ),

@@ -142,6 +142,7 @@ def answered(model: LlamaForCausalLM, tokenizer: Any, *, samples: int = 10, **gi
     return RulerResult(tuple(ask(model, tokenizer, task, sample, chat=chat) for task, sample in asked))
 
 
+@pytest.mark.slow
 def test_a_whole_run(long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     """Greedy whatever the checkpoint's own settings say; the BOS token counts."""
     long_model.generation_config.do_sample = True

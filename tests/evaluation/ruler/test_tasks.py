@@ -124,6 +124,7 @@ def test_needle_in_noise_stands_anywhere_but_last(sources: Sources) -> None:
     assert max(places.values()) < 2 * min(places.values())
 
 
+@pytest.mark.slow
 def test_needle_in_prose_stands_at_forty_depths(sources: Sources) -> None:
     """Sentence counts from numpy's own forty depths; the text repeats when it is too short."""
     task = task_for("niah_single_2", sources)

@@ -144,6 +144,7 @@ def test_kind(name: str, kind: str) -> None:
     assert picture_of(METHODS[name](factor=4.0), ShownOn()).numbers["kind"] == kind
 
 
+@pytest.mark.slow
 def test_every_method_has_a_picture() -> None:
     assert len(METHODS) >= 30
     for kind in METHODS.values():
