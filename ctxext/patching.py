@@ -21,7 +21,7 @@ from ctxext.errors import (
     PatchStateError,
     UnknownNameError,
 )
-from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, method_in
+from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, known_methods, method_class, method_in
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.parameters import checked_tokens, parameters_of
 from ctxext.methods.remap import RemapMethod
@@ -125,9 +125,10 @@ def method(name: str, *, factor: float | None = None, **parameters: Any) -> Meth
             "Run `ctxext choose CHECKPOINT -t mine.txt --target TOKENS`, or call ctxext.choose(model, tokenizer, "
             "texts=[...], target_length=TOKENS) and patch with its method."
         )
-    if name not in METHODS:
-        raise UnknownNameError.of("method", name, METHODS)
-    return METHODS[name].of(parameters if factor is None else parameters | {"factor": factor})
+    kind = method_class(name)
+    if kind is None:
+        raise UnknownNameError.of("method", name, known_methods())
+    return kind.of(parameters if factor is None else parameters | {"factor": factor})
 
 
 def patch(

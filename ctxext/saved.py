@@ -12,7 +12,7 @@ import transformers
 from packaging.version import Version
 
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
-from ctxext.methods import METHODS, Method, saved_class
+from ctxext.methods import Method, method_class, saved_class
 from ctxext.spec import Extension
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import SCALED, scaling_of
@@ -185,7 +185,7 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in _complete(saved).items() if name not in (*NOT_IDENTITY, "method")}
     kept = {"sliding_window": rest.get("sliding_window") or "keep"}  # leaving it out is to keep what there is
     # A method of the user's own, passed as an object, cannot be rebuilt from its name: it is compared as it was saved.
-    known = METHODS.get(saved["method"]["method"])
+    known = method_class(saved["method"]["method"])
     chosen = saved["method"] if known is None else known.from_dict(saved["method"]).to_dict()
     return chosen | rest | kept
 

@@ -24,7 +24,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
 from ctxext.evaluation.checkpoint import DTYPES
-from ctxext.methods import METHODS, EncodingMethod
+from ctxext.methods import EncodingMethod, known_methods
 
 ROPE = "rope"
 COLUMNS = ("encoding", "dtype", "training step", "text", "new token", "memory", "to half the text")
@@ -32,7 +32,9 @@ COLUMNS = ("encoding", "dtype", "training step", "text", "new token", "memory", 
 
 def encodings() -> list[str]:
     """Everything that can take the place of rotation, and no positions at all."""
-    return [name for name, kind in METHODS.items() if issubclass(kind, EncodingMethod) or name in ("alibi", "nope")]
+    return [
+        name for name, kind in known_methods().items() if issubclass(kind, EncodingMethod) or name in ("alibi", "nope")
+    ]
 
 
 def encoded(name: str, dtype: str, device: str) -> LlamaForCausalLM:

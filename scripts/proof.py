@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext.checkpoints.export import export
 from ctxext.errors import CtxextError, IncompatibleError
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, Method, known_methods
 from ctxext.runtimes.base import is_close
 from ctxext.spec import RopeSpec
 from tests.walk.tiny import TRAINED_LENGTH, VOCABULARY, tiny_config, tiny_model
@@ -123,7 +123,7 @@ def all_methods(model: PreTrainedModel) -> dict[str, Method]:
     """Every method, and the variants, in numbers that suit a model."""
     half = next((len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")), 16)
     spec = RopeSpec(rotary_dim=2 * half, base=10000.0, trained_length=TRAINED_LENGTH)
-    named = {name: kind.example(spec) for name, kind in METHODS.items()}
+    named = {name: kind.example(spec) for name, kind in known_methods().items()}
     for name, (method, parameters) in VARIANTS.items():
         named[name] = METHODS[method].from_dict({"factor": FACTOR, **parameters})
     return named

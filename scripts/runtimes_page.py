@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
-from ctxext.methods import METHODS, BiasMethod, EncodingMethod, Method, RopeMethod, TableMethod
+from ctxext.methods import METHODS, BiasMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.runtimes import mlx_lm
 from ctxext.runtimes.base import is_close, read_table
 from ctxext.spec import RopeSpec
@@ -135,7 +135,7 @@ def _list(names: list[str]) -> str:
 
 
 def _methods() -> dict[str, Method]:
-    named = {name: kind.example(SPEC) for name, kind in METHODS.items()}
+    named = {name: kind.example(SPEC) for name, kind in known_methods().items()}
     return named | {name: METHODS[kind].from_dict({"factor": 4.0, **given}) for name, (kind, given) in VARIANTS.items()}
 
 

@@ -25,7 +25,7 @@ from typer.main import get_command
 
 from ctxext.cli.app import app
 from ctxext.cli.show import methods_markdown
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.methods.parameters import parameters_of
 from ctxext.training.settings import Settings
 from scripts.published_page import published_markdown
@@ -82,7 +82,7 @@ def arguments_of(documented: Any) -> dict[str, str]:
 def parameters_markdown() -> str:
     """A table of what each method can be given beside its factor."""
     lines = ["| method | parameter | default | what it may be | meaning |", "|---|---|---|---|---|"]
-    for name, kind in METHODS.items():
+    for name, kind in known_methods().items():
         meanings, parameters = arguments_of(kind), parameters_of(kind)
         for field in dataclasses.fields(kind):
             if field.name != "factor" or not meanings["factor"].startswith(FACTOR):
@@ -96,21 +96,22 @@ def told_on() -> dict[str, list[Path]]:
     """The pages of the tour that link to the file of each method of this repository, by the method's name."""
     found = (page for page in sorted(ENCODINGS.glob("*.md")) if page.name != "README.md")  # their index
     pages = {page: page.read_text(encoding="utf-8") for page in found}
-    files = {name: f"](../../{_file(kind)})" for name, kind in METHODS.items() if _file(kind)}
+    files = {name: f"](../../{_file(kind)})" for name, kind in known_methods().items() if _file(kind)}
     return {name: [page for page, text in pages.items() if link in text] for name, link in files.items()}
 
 
 def _file(kind: type[Any]) -> str:
     """Where a method of this repository is defined, from the root; empty for one that was registered from elsewhere."""
     path = f"{kind.__module__.replace('.', '/')}.py"
-    return path if (ROOT / path).is_file() and path.startswith("ctxext/methods/") else ""
+    folders = ("ctxext/methods/", "ctxext/laboratory/encodings/")
+    return path if (ROOT / path).is_file() and path.startswith(folders) else ""
 
 
 def encodings_markdown() -> str:
     """A table of the pages that tell of each method; one that no page tells of stands with what it says of itself."""
     told = told_on()
     lines = ["| method | what it does | told on | file |", "|---|---|---|---|"]
-    for name, kind in METHODS.items():
+    for name, kind in known_methods().items():
         pages = ", ".join(f"[{page.stem}]({page.relative_to(ROOT)})" for page in told.get(name, ())) or "-"
         file = f"[{Path(_file(kind)).name}]({_file(kind)})" if _file(kind) else "-"
         lines.append(f"| `{name}` | {_cell(kind.summary)} | {pages} | {file} |")

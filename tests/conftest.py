@@ -24,7 +24,7 @@ from typer.testing import Result
 
 from ctxext import patching
 from ctxext.checkpoints import load
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, save
 from tests._models import tiny
@@ -34,7 +34,7 @@ from tests.walk.check import Stock
 
 # These check their own arguments, with errors that a user reads, and take 4 for 4.0. The runtime shape checker would
 # refuse both before that code runs, so it leaves the constructors and the verbs alone; all else stays checked.
-for _cls in (*METHODS.values(), RopeSpec):
+for _cls in (*known_methods().values(), RopeSpec):
     _cls.__init__.__no_type_check__ = True
 for _verb in (
     patching.patch,

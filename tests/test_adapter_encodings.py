@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import ctxext
 from ctxext.adapters import ENCODING_FILE, EXTENSION_FILE
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.training import ExtensionCallback
 from ctxext.training.lora import attach_lora
 from tests._models import logits, tokens
 from tests._products import crossed
 
-ENCODINGS = sorted(name for name, kind in METHODS.items() if issubclass(kind, EncodingMethod))
+ENCODINGS = sorted(name for name, kind in known_methods().items() if issubclass(kind, EncodingMethod))
 SOME = ["t5_bias", "fox", "learned", "path"]
 
 

@@ -13,6 +13,7 @@ import yaml
 
 from ctxext.architectures import ARCHITECTURES
 from ctxext.attention import BACKENDS
+from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +50,13 @@ def test_no_path_of_a_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "registry"), [("methods", METHODS), ("architectures", ARCHITECTURES), ("attention", BACKENDS)]
+    ("folder", "registry"),
+    [
+        ("methods", METHODS),
+        ("laboratory/encodings", ENCODINGS),
+        ("architectures", ARCHITECTURES),
+        ("attention", BACKENDS),
+    ],
 )
 def test_every_part_has_a_test_file(folder: str, registry: dict[str, type[object]]) -> None:
     tests = sorted((ROOT / "tests" / folder).glob("test_*.py"))

@@ -13,7 +13,7 @@ import torch
 
 import ctxext
 from ctxext.errors import CheckpointError
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.saved import NOT_IDENTITY, checked_extension, choices, differences, identity
 from ctxext.spec import Extension
 from tests._models import logits, tiny, tokens
@@ -36,7 +36,7 @@ def test_every_field_is_either_part_of_the_identity_or_named_as_none() -> None:
     assert counted == set(choices(form)) - {"attention"} | {"fingerprint"}
     assert counted <= {field.name for field in fields(Extension)}
     assert identity(form | {"to_come": 1}) != identity(form)
-    for name, method in METHODS.items():
+    for name, method in known_methods().items():
         assert not counted & {field.name for field in fields(method)}, f"a parameter of {name} would hide one"
 
 

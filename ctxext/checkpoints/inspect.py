@@ -23,7 +23,7 @@ from ctxext.checkpoints.load import meta_model
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
 from ctxext.files import read_json
-from ctxext.methods import METHODS, EncodingMethod, Method
+from ctxext.methods import EncodingMethod, Method, known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.patching import describe, describe_saved, patch, trained_length_of, unpatch
 from ctxext.runtimes import RUNTIMES
@@ -297,8 +297,8 @@ def _positions(
 def _verdicts(
     model: PreTrainedModel, trained_length: int | None, spec: RopeSpec | None, caps: bool, progress: Progress | None
 ) -> tuple[MethodCheck, ...]:
-    verdicts, alike = [], dict[Any, MethodCheck]()
-    for done, kind in enumerate(METHODS.values(), start=1):
+    verdicts, alike, methods = [], dict[Any, MethodCheck](), known_methods()
+    for done, kind in enumerate(methods.values(), start=1):
         method = kind.example(spec or LLAMA)
         # Encodings of one form are put in by the same hand, which looks at the model for a second or two.
         form = (method.form, method.carries) if isinstance(method, EncodingMethod) else method
@@ -306,7 +306,7 @@ def _verdicts(
             alike[form] = _verdict(model, method, trained_length, caps)
         verdicts.append(alike[form].of(method))
         if progress is not None:
-            progress(done, len(METHODS))
+            progress(done, len(methods))
     return tuple(verdicts)
 
 

@@ -43,7 +43,7 @@ from ctxext.errors import (
     VerificationError,
 )
 from ctxext.files import whole_files
-from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods import Method, RopeMethod, known_methods, method_class, saved_class
 from ctxext.patching import patch, patched_state
 from ctxext.saved import (
     already_extended,
@@ -135,7 +135,8 @@ def load(
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
     methods = {"method": method, "encoder": encoder, "decoder": decoder}
-    named = [METHODS[name] for name in methods.values() if isinstance(name, str) and name in METHODS]
+    classes = [method_class(name) for name in methods.values() if isinstance(name, str)]
+    named = [kind for kind in classes if kind is not None]
     parameters = {field.name for known in named for field in fields(known)}
     has_method = any(name is not None for name in methods.values())
     own = {name: loading.pop(name) for name in list(loading) if name in parameters}
@@ -279,7 +280,7 @@ def _read_model(
         unknown = [name for name in loading if f"unexpected keyword argument {name!r}" in str(error)]
         if not unknown:
             raise
-        names = {field.name for method in METHODS.values() for field in fields(method)}
+        names = {field.name for method in known_methods().values() for field in fields(method)}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
     model: PreTrainedModel = found[0] if telling else found
     as_plain(model)
@@ -491,7 +492,7 @@ def _require_unchanged(model: PreTrainedModel) -> None:
         part = sides_of(model)[name].model if name else model
         architecture = find_architecture(part)
         is_rotary = architecture is not None and architecture.positions == "rotary"
-        if is_rotary and issubclass(METHODS[side["method"]["method"]], RopeMethod):  # others replace rotation
+        if is_rotary and issubclass(saved_class(side["method"]["method"]), RopeMethod):  # others replace rotation
             require_as_patched(part, side["trained_length"])
 
 

@@ -16,7 +16,7 @@ from ctxext.choosing.verdict import HeldOut
 from ctxext.evaluation.labels import few_of, tokens_label
 from ctxext.evaluation.readings import Reading, Refusal
 from ctxext.evaluation.statistics import PairedDifference
-from ctxext.methods import METHODS, Method
+from ctxext.methods import Method, saved_class
 
 RUNGS = {INSIDE: "inside the window", WHOLE: "on whole texts", MORE: "on more texts", SEARCH: "after the search"}
 
@@ -44,7 +44,7 @@ class Candidate:
     def method(self) -> Method:
         """The method object."""
         assert self.reading.method is not None, "a candidate is an extension"
-        return METHODS[self.reading.method["method"]].from_dict(self.reading.method)
+        return saved_class(self.reading.method["method"]).from_dict(self.reading.method)
 
     @property
     def label(self) -> str:

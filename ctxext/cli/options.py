@@ -157,7 +157,7 @@ def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
 
 def method_names(incomplete: str) -> list[str]:
     """For shells: the methods' names."""
-    return _names_in("methods", incomplete)
+    return sorted([*_names_in("methods", incomplete), *_names_in("laboratory/encodings", incomplete)])
 
 
 def runtime_names(incomplete: str) -> list[str]:

@@ -31,7 +31,18 @@ from ctxext.evaluation.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.methods import METHODS, BiasMethod, Method, RopeMethod, TableMethod, is_choice, method_in
+from ctxext.methods import (
+    METHODS,
+    BiasMethod,
+    Method,
+    RopeMethod,
+    TableMethod,
+    is_choice,
+    known_methods,
+    method_class,
+    method_in,
+    saved_class,
+)
 from ctxext.methods.parameters import checked_tokens, parameters_said
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
@@ -205,7 +216,7 @@ class Readings:
         if reading.is_reference or reading.method is None or reading.name == AS_SAVED:
             yield
             return
-        with self._patched(METHODS[reading.method["method"]].from_dict(reading.method)):
+        with self._patched(saved_class(reading.method["method"]).from_dict(reading.method)):
             yield
 
     def find(
@@ -361,8 +372,8 @@ def named_method(text: str, factor: float) -> Method:
     except ValueError as error:
         problem = str(error).lower()
         raise InvalidParameterError(f"The method {shown(text)} cannot be read: {problem}.") from error
-    if name not in METHODS:
-        raise UnknownNameError.of("method", name, METHODS)
+    if method_class(name) is None:
+        raise UnknownNameError.of("method", name, known_methods())
     parameters: dict[str, Any] = {"factor": factor, **parameters_said(rest)}
     return patching.method(name, **parameters)
 

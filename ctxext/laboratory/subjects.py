@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from ctxext import patching
 from ctxext.errors import UnknownNameError
 from ctxext.laboratory.tasks import REACH
-from ctxext.methods import METHODS, BiasMethod, EncodingMethod, RopeMethod
+from ctxext.methods import BiasMethod, EncodingMethod, RopeMethod, known_methods
 
 ROPE = "rope"
 """The name of the model as it is, with rotation."""
@@ -101,7 +101,7 @@ def subject_named(name: str) -> Subject:
 
 
 def _encodings() -> Iterator[Subject]:
-    for name, kind in METHODS.items():
+    for name, kind in known_methods().items():
         # Vectors that are added, and no positions at all, leave a plateau late: relative scores have left it long ago.
         if issubclass(kind, EncodingMethod):
             yield Subject(name, "encoding", is_slow=kind.form == "added")

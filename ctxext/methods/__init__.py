@@ -1,10 +1,12 @@
-"""Every method, one file each. This folder is the registry: calling it lists it, its attributes are the classes.
+"""Every method that extends a checkpoint, one file each. This folder is their registry.
 
-``ctxext.methods()`` maps each name to its class, and ``from ctxext.methods import YaRN`` imports one.
+``ctxext.methods()`` maps each name that ``ctxext.patch`` takes to its class, the laboratory's encodings included, and
+``from ctxext.methods import YaRN`` imports one.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -29,20 +31,34 @@ __all__ = [
     "RopeMethod",
     "TableMethod",
     "is_choice",
+    "known_methods",
+    "method_class",
     "method_in",
     "saved_class",
 ]
 __all__ += sorted(_CLASSES)
 
 
+def known_methods() -> dict[str, type[Method]]:
+    """Return ``METHODS`` and the encodings of the laboratory, which is imported only here, by name."""
+    laboratory = importlib.import_module("ctxext.laboratory.encodings")
+    return dict(sorted({**laboratory.ENCODINGS, **METHODS}.items()))
+
+
+def method_class(name: str) -> type[Method] | None:
+    """Return the method of this name, None if there is none. The laboratory is asked for what ``METHODS`` lacks."""
+    return METHODS[name] if name in METHODS else known_methods().get(name)
+
+
 def saved_class(name: str) -> type[Method]:
-    """The class of a method that a checkpoint was extended by.
+    """Return the class of a method that a checkpoint was extended by.
 
     Raises:
         CheckpointError: if no method of this name is known in this process.
     """
-    if name in METHODS:
-        return METHODS[name]
+    kind = method_class(name)
+    if kind is not None:
+        return kind
     raise CheckpointError(
         f"The extension method {name!r} is unknown to ctxext {__version__} in this process. If it is a class of your "
         f"own, import it and register it first: ctxext.methods.METHODS[{name!r}] = YourClass. Otherwise it belongs to "
@@ -80,8 +96,8 @@ class MethodsPackage(ModuleType):
     """What this package is: a module that answers a call."""
 
     def __call__(self) -> dict[str, type[Method]]:
-        """Every method by the name that ``ctxext.patch`` takes: ``{"yarn": YaRN, ...}``."""
-        return dict(METHODS)
+        """Return every method by the name that ``ctxext.patch`` takes: ``{"yarn": YaRN, ...}``."""
+        return known_methods()
 
 
 package: MethodsPackage = cast(MethodsPackage, sys.modules[__name__])  # for type checkers: they know no such modules
@@ -91,7 +107,10 @@ package.__class__ = MethodsPackage
 def __getattr__(name: str) -> Any:
     if name in _CLASSES:
         return _CLASSES[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its methods: {', '.join(sorted(_CLASSES))}")
+    classes = {} if name.startswith("_") else {cls.__name__: cls for cls in known_methods().values()}
+    if name in classes:
+        return classes[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its methods: {', '.join(sorted(classes))}")
 
 
 def __dir__() -> list[str]:

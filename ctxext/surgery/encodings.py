@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from ctxext.attention import Call, Layout
 from ctxext.attention.base import without_autocast
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import METHODS
+from ctxext.methods import method_class
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import Carried, EncodingSpec, Pairs
 from ctxext.surgery.attend import Backends, as_autocast_wants, attention_layers, decoder_of, install_attention
@@ -253,7 +253,7 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
         config: of the checkpoint.
     """
     saved = (getattr(config, "ctxext", None) or {}).get("method") or {}
-    kind = METHODS.get(saved.get("method", ""))
+    kind = method_class(saved["method"]) if "method" in saved else None
     if kind is None or not issubclass(kind, EncodingMethod):
         return chosen, lambda model: None
     method, trained_length = kind.from_dict(saved), config.ctxext["trained_length"]

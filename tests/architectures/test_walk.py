@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ctxext
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from scripts import walk_architectures
 from tests._models import RECENT
 from tests.walk import check, pages
@@ -51,7 +51,7 @@ def test_every_kind_of_positions_has_its_name(model_type: str, kind: str) -> Non
 
 
 def test_every_method_belongs_to_a_group_on_every_kind() -> None:
-    assert {group_of(name, "rotary") for name in METHODS} == set(GROUPS)
+    assert {group_of(name, "rotary") for name in known_methods()} == set(GROUPS)
     assert [group_of("pi", kind) for kind in ("rotary", "ALiBi", "learned table")] == ["frequencies", "slopes", "rows"]
 
 

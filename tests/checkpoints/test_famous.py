@@ -17,7 +17,7 @@ from typer.testing import Result
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint, rope_of_checkpoint
 from ctxext.errors import PatchStateError
-from ctxext.methods import METHODS
+from ctxext.methods import METHODS, known_methods
 from ctxext.runtimes import RUNTIMES
 from ctxext.spec import RopeSpec
 from tests._famous import PUBLISHED, able, famous_checkpoint, famous_model
@@ -153,7 +153,7 @@ def test_inspect_says_which_methods_extend_it(name: str, place: Callable[[str], 
     assert [(one.rotary_dim, one.base, one.layer_type) for one in found.positions] == [known[1:]]
     assert found.window_caps == (name in WINDOWED)
     verdicts = {verdict.method: verdict for verdict in found.verdicts}
-    assert verdicts.keys() == METHODS.keys()
+    assert verdicts.keys() == known_methods().keys()
     assert {verdicts[method].target_length for method in ROTARY} == {4 * known.window}
 
 
@@ -161,7 +161,8 @@ def test_inspect_says_which_methods_extend_it(name: str, place: Callable[[str], 
 def test_inspect_reads_the_window_of_a_scaling(
     name: str, place: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {"yarn": METHODS["yarn"]})  # the window is read before
+    # The window is read before.
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {"yarn": METHODS["yarn"]})
     found = inspect_checkpoint(place(name))
     assert found.extended is not None
     assert [(one.rotary_dim, one.base, one.layer_type) for one in found.positions] == [SCALED[name][1:]]

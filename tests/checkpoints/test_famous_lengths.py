@@ -55,7 +55,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Inspect:
         if name not in kept:
             place = famous_checkpoint(name, tmp_path_factory.mktemp("published") / "model")
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr("ctxext.checkpoints.inspect.METHODS", {})
+                patched.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {})
                 patched.setattr("ctxext.checkpoints.inspect.RUNTIMES", {name: RUNTIMES[name] for name in SERVERS})
                 kept[name] = inspect_checkpoint(place)
         return kept[name]

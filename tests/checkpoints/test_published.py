@@ -62,7 +62,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 500000.0}
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Path]:
     """Write a config.json to the letter, and let inspect try few methods."""
     names = ("yarn", "tile", "pi")
-    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {name: METHODS[name] for name in names})
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {name: METHODS[name] for name in names})
 
     def write(config: dict[str, Any]) -> Path:
         (tmp_path / "config.json").write_text(json.dumps(config))

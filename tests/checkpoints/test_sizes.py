@@ -14,6 +14,7 @@ from ctxext.checkpoints import inspect
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
+from ctxext.methods import METHODS
 from tests._checkpoints import SHAPE
 from tests._gguf import write_gguf
 
@@ -105,7 +106,7 @@ def test_what_is_found_on_few_layers_is_what_is_found_on_all(monkeypatch: pytest
     config = Qwen2Config(**SHAPE | {"num_hidden_layers": 14}, **{"layer_types": WINDOWED["layer_types"][6:20]},
                          sliding_window=16, use_sliding_window=True)  # fmt: skip
     place = stored(tmp_path / "src", config)
-    monkeypatch.setattr(inspect, "METHODS", {name: inspect.METHODS[name] for name in ("yarn", "pi")})
+    monkeypatch.setattr(inspect, "known_methods", lambda: {name: METHODS[name] for name in ("yarn", "pi")})
     found = inspect_checkpoint(place)
     monkeypatch.setattr(inspect, "FEW", 14)
     assert inspect_checkpoint(place) == found

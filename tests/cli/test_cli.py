@@ -16,7 +16,7 @@ from typer.testing import Result
 import ctxext
 from ctxext.cli.show import LLAMA
 from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, speed
-from ctxext.methods import METHODS
+from ctxext.methods import METHODS, known_methods
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
 
@@ -36,10 +36,10 @@ def test_inspect_llama(cli: Cli, llama: Path) -> None:
     text = cli("inspect", llama).stdout
     assert "default, base 10000, 16 rotary dimensions" in text
     assert f"{TRAINED} tokens" in text
-    assert all(name in text for name in METHODS)
+    assert all(name in text for name in known_methods())
     found = json.loads(cli("inspect", llama, "--json").stdout)
     verdicts = {verdict["method"]: verdict for verdict in found["verdicts"]}
-    assert verdicts.keys() == METHODS.keys()
+    assert verdicts.keys() == known_methods().keys()
     assert verdicts["yarn"]["target_length"] == 4 * TRAINED
     assert verdicts["yarn"]["stock"]
     assert not verdicts["dynamic_yarn"]["stock"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ctxext
 from ctxext.attention import BACKENDS, Call, Layout, flex, named
-from ctxext.methods import METHODS, BiasMethod
+from ctxext.methods import BiasMethod, known_methods
 from ctxext.methods.base import Method
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
@@ -29,7 +29,9 @@ from tests._encodings import SCALE, SPEC, carried_by, encoding_of
 from tests._models import tiny, tokens
 from tests.attention.cases import case
 
-ATTENDING = {name: cls for name, cls in METHODS.items() if issubclass(cls, EncodingMethod | RemapMethod | BiasMethod)}
+ATTENDING = {
+    name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod | RemapMethod | BiasMethod)
+}
 ENCODINGS = [name for name, cls in ATTENDING.items() if issubclass(cls, EncodingMethod)]
 ROPE = RopeSpec(rotary_dim=SPEC.head_dim, base=10000.0, trained_length=64)
 LENGTH = 160  # what a token has forgotten grows with the text, and so does what rounding makes of it

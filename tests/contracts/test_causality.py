@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoModelForMaskedLM, PreT
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import rotaries
 from ctxext.surgery.rotary import find_sites
@@ -54,7 +54,7 @@ def is_extended(model: PreTrainedModel, method: str) -> bool:
     if any(True for _ in rotaries(model)):
         spec = find_sites(model, TRAINED_LENGTH)[0].spec
     try:
-        ctxext.patch(model, METHODS[method].example(spec), trained_length=TRAINED_LENGTH)
+        ctxext.patch(model, known_methods()[method].example(spec), trained_length=TRAINED_LENGTH)
     except IncompatibleError:
         return False
     return True

@@ -24,7 +24,7 @@ from transformers import (
 import ctxext
 from ctxext.attention import Layout
 from ctxext.attention.flash import token_indices
-from ctxext.methods import METHODS, RopeMethod
+from ctxext.methods import METHODS, RopeMethod, known_methods
 from ctxext.spec import RopeSpec
 from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
@@ -85,7 +85,7 @@ def patched(kind: str, method: str, around: Callable[[], Any], *, runs: bool) ->
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[kind]()).eval()
-    chosen = METHODS[method].example(SPEC)
+    chosen = known_methods()[method].example(SPEC)
     tokens = torch.arange(100)[None] % 128
     with around():
         ctxext.patch(model, chosen, trained_length=64)

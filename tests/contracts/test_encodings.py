@@ -29,7 +29,7 @@ import ctxext
 from ctxext.attention import BACKENDS, Call, Layout, named, select
 from ctxext.checkpoints.inspect import MethodCheck, inspect_checkpoint
 from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding, EncodingMethod
 from ctxext.spec import EncodingSpec
 from ctxext.surgery.encodings import ENCODING
@@ -38,7 +38,7 @@ from tests._encodings import carried_by, pairs_of
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
-ENCODINGS = {name: cls for name, cls in METHODS.items() if issubclass(cls, EncodingMethod)}
+ENCODINGS = {name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod)}
 LENGTH = TRAINED_LENGTH + 20
 
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
@@ -443,9 +443,9 @@ where = "tests/contracts/test_encodings.py"
 code = pytest.main(["-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"])
 
 from ctxext.cli.show import methods_markdown  # not before pytest, which checks the types of what is imported after it
-from ctxext.methods import METHODS
+import ctxext
 
-assert METHODS["doublings"].__module__ == "ctxext.methods.doublings"
+assert ctxext.methods()["doublings"].__module__ == "ctxext.laboratory.encodings.doublings"
 assert "| `doublings` | a learned number for each doubling" in methods_markdown()
 
 from typer.testing import CliRunner
@@ -462,14 +462,14 @@ sys.exit(code)
 
 @pytest.mark.nightly
 def test_a_file_is_enough(tmp_path: Path) -> None:
-    """Dropped into the folder of methods, it is listed, documented, drawn, trained in the laboratory, held to this."""
+    """Dropped into the folder of encodings, it is listed, documented, drawn, trained, and held to this."""
     root = Path(__file__).parents[2]
     for part in ("ctxext", "scripts", "tests"):
         kept = shutil.ignore_patterns("__pycache__", "golden", "evaluation" if part == "tests" else "")
         shutil.copytree(root / part, tmp_path / part, ignore=kept)
     for part in ("recipes", "docs", "pyproject.toml", "README.md"):
         (tmp_path / part).symlink_to(root / part)
-    (tmp_path / "ctxext" / "methods" / "doublings.py").write_text(DROPPED_IN)
+    (tmp_path / "ctxext" / "laboratory" / "encodings" / "doublings.py").write_text(DROPPED_IN)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", ASKED_OF_IT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -495,7 +495,9 @@ def test_inspect_says_what_patching_does(name: str, inspected: dict[str, dict[st
     found = inspected["llama"][name]
     said = ctxext.describe(ctxext.patch(tiny(), name, factor=found.factor))
     about = {"target_length": said.target_length, "stored_as": said.stored_as, "stock": said.stock}
-    assert found == MethodCheck(method=name, factor=found.factor, needs_training=METHODS[name].needs_training, **about)
+    assert found == MethodCheck(
+        method=name, factor=found.factor, needs_training=known_methods()[name].needs_training, **about
+    )
     with pytest.raises(IncompatibleError) as refusal:
         ctxext.patch(tiny("gemma2"), name, factor=found.factor)
     assert inspected["gemma2"][name].refused == str(refusal.value)

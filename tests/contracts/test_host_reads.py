@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import CtxextError, IncompatibleError
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.spec import RopeSpec
 from tests._host_reads import Counting
 from tests._models import tiny
@@ -28,7 +28,7 @@ def model_of(name: str | None, layers: int) -> LlamaForCausalLM:
         return model
     rope = model.model.rotary_emb
     spec = RopeSpec(rotary_dim=2 * len(rope.inv_freq), base=10000.0, trained_length=TRAINED)
-    return ctxext.patch(model, METHODS[name].example(spec), trained_length=TRAINED)
+    return ctxext.patch(model, known_methods()[name].example(spec), trained_length=TRAINED)
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def of_method(name: str | None, layers: int, *, given: bool) -> tuple[int, int]:
 
 def patched_names() -> list[str]:
     found = []
-    for name in METHODS:
+    for name in known_methods():
         try:
             model_of(name, 1)
         except CtxextError:

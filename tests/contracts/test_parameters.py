@@ -18,13 +18,13 @@ import torch
 import ctxext
 from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.evaluation.readings import named_method
-from ctxext.methods import METHODS, Method
+from ctxext.methods import METHODS, Method, known_methods
 from ctxext.methods.parameters import Parameter, parameter_of, parameters_of
 from ctxext.spec import RopeSpec
 from tests._models import tiny
 
 ROPE = RopeSpec(rotary_dim=32, base=10000.0, trained_length=64)
-EACH = [(name, parameter) for name, cls in METHODS.items() for parameter in parameters_of(cls).values()]
+EACH = [(name, parameter) for name, cls in known_methods().items() for parameter in parameters_of(cls).values()]
 FLAGS = [(name, parameter.name) for name, parameter in EACH if bool in parameter.kinds]
 LISTS = [(name, parameter.name) for name, parameter in EACH if parameter.items]
 
@@ -51,7 +51,7 @@ def bad_values(parameter: Parameter) -> list[Any]:
 
 
 def with_value(name: str, parameter: str, value: Any) -> Method:
-    return replace(METHODS[name].example(ROPE), **{parameter: value})
+    return replace(known_methods()[name].example(ROPE), **{parameter: value})
 
 
 @pytest.mark.parametrize(("name", "parameter"), EACH, ids=lambda one: getattr(one, "name", one))
@@ -108,7 +108,7 @@ def test_a_list_can_be_said_everywhere(name: str, parameter: str, tmp_path: Path
     for text in ("[2,4]", f"@{file}"):
         assert getattr(with_value(name, *parameter_of(f"{parameter}={text}")), parameter) == kept
         assert getattr(named_method(f"{name} {parameter}={text}", 2.0), parameter) == kept
-    again = METHODS[name].from_dict(json.loads(json.dumps(with_value(name, parameter, [2, 4]).to_dict())))
+    again = known_methods()[name].from_dict(json.loads(json.dumps(with_value(name, parameter, [2, 4]).to_dict())))
     assert getattr(again, parameter) == kept
 
 

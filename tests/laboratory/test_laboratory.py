@@ -21,7 +21,7 @@ from ctxext.laboratory.result import LabResult
 from ctxext.laboratory.run import PRESETS, LabCell, Laboratory, LabSettings, prepare
 from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subject_named, subjects
 from ctxext.laboratory.tasks import TASKS
-from ctxext.methods import METHODS, EncodingMethod, Method
+from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.registry import discover
 
 Cli = Callable[..., Result]
@@ -98,7 +98,7 @@ def result(text: Path) -> LabResult:
 
 def test_everybody_who_can_take_the_place_of_rotation_is_here() -> None:
     found = subjects()
-    encodings = {name for name, kind in METHODS.items() if issubclass(kind, EncodingMethod)}
+    encodings = {name for name, kind in known_methods().items() if issubclass(kind, EncodingMethod)}
     assert len(encodings) >= 8
     assert set(found) == encodings | {"rope", "alibi", "nope"} | set(RECURRENT)
     assert {name for name, one in found.items() if one.is_slow} == {"sinusoidal", "learned", "nope"}

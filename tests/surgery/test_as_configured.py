@@ -234,7 +234,7 @@ def test_inspect_finishes_whatever_rotary_code_raises(tmp_path: Path, monkeypatc
 
     tiny().config.save_pretrained(tmp_path)
     names = ("yarn", "dynamic_ntk", "self_extend", "longrope")
-    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {name: METHODS[name] for name in names})
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {name: METHODS[name] for name in names})
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", fail)
     found = inspect_checkpoint(tmp_path)
     assert found.trained_length == TRAINED_LENGTH
@@ -264,7 +264,7 @@ def test_phi_moe_is_told_by_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = ("yarn", "dynamic_ntk", "self_extend", "longrope")
-    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {name: METHODS[name] for name in names})
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {name: METHODS[name] for name in names})
     found = inspect_checkpoint(tmp_path)
     assert found.trained_length == 131072
     assert [verdict.method for verdict in found.verdicts if verdict.refused] == list(names)

@@ -80,7 +80,7 @@ Written = Callable[[str, int, "dict[str, Any] | None", dict[str, Any]], Path]
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     """Write a config.json to the letter, without weights, and let inspect try one method."""
-    monkeypatch.setattr("ctxext.checkpoints.inspect.METHODS", {"yarn": METHODS["yarn"]})
+    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: {"yarn": METHODS["yarn"]})
 
     def write(model_type: str, longest: int, scaling: dict[str, Any] | None, others: dict[str, Any]) -> Path:
         config = (

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import ctxext
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from tests._models import logits, tiny, tokens
@@ -24,7 +24,7 @@ OURS = "load it with ctxext.load"
 # Methods that stock transformers cannot express on a Llama; these two have no defaults for one of 64 tokens.
 OWN = sorted(
     name
-    for name, kind in METHODS.items()
+    for name, kind in known_methods().items()
     if (issubclass(kind, EncodingMethod | RemapMethod) or name in ("alibi", "dynamic_yarn", "dynamic_pi"))
     and name not in ("dpe", "string")
 )

@@ -12,13 +12,13 @@ from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.surgery.encodings import ENCODING
 from ctxext.surgery.travelling import Travelling
 from tests._models import logits, tiny, tokens
 
-CARRYING = [name for name, cls in METHODS.items() if issubclass(cls, EncodingMethod) and cls.carries]
+CARRYING = [name for name, cls in known_methods().items() if issubclass(cls, EncodingMethod) and cls.carries]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

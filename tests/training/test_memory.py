@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.methods import METHODS
+from ctxext.methods import known_methods
 from ctxext.methods.base import BiasMethod, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
@@ -30,7 +30,7 @@ from tests.walk.tiny import TRAINED_LENGTH
 LENGTH = 60
 SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 KINDS = (RopeMethod, BiasMethod, RemapMethod, EncodingMethod)
-ON_LLAMA = [name for name, cls in METHODS.items() if issubclass(cls, KINDS)]
+ON_LLAMA = [name for name, cls in known_methods().items() if issubclass(cls, KINDS)]
 WAYS = [
     Memory(),
     Memory(save_attention=True),
@@ -105,7 +105,7 @@ def test_attention_is_computed_again_or_kept(memory: Memory, times: int) -> None
 def test_every_method_may_keep_its_attention(name: str, dtype: torch.dtype) -> None:
     """What was kept is given back in the backward pass: whoever computes with it must leave it as it was."""
     model = tiny().to(dtype)
-    ctxext.patch(model, METHODS[name].example(SPEC), trained_length=TRAINED_LENGTH)
+    ctxext.patch(model, known_methods()[name].example(SPEC), trained_length=TRAINED_LENGTH)
     expected = gradients(model, length=TRAINED_LENGTH + 40)
     with Memory(loss_chunk=None, save_attention=True).apply(model):
         found = gradients(model, length=TRAINED_LENGTH + 40)

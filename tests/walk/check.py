@@ -21,7 +21,7 @@ from ctxext.architectures import find_architecture
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.buckets import Buckets
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
-from ctxext.methods import METHODS, Method, TableMethod
+from ctxext.methods import Method, TableMethod, known_methods
 from ctxext.spec import RopeSpec
 from ctxext.surgery.probe import look
 from ctxext.surgery.rebuild import FAILURES, rotaries
@@ -153,7 +153,7 @@ class Case:
 
 def walked_methods(names: list[str] | None = None) -> list[type[Method]]:
     """All discovered methods, or those named."""
-    return [METHODS[name] for name in names or METHODS]
+    return [known_methods()[name] for name in names or known_methods()]
 
 
 def text_of_length(length: int) -> Tensor:

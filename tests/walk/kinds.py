@@ -8,7 +8,7 @@ from ctxext.architectures import find_architecture
 from ctxext.architectures.alibi import AlibiArchitecture
 from ctxext.architectures.base import why_absent
 from ctxext.errors import IncompatibleError
-from ctxext.methods import METHODS, BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
+from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.methods.remap import RemapMethod
 from ctxext.surgery.sides import sides_of
 
@@ -72,6 +72,6 @@ def groups_for(kind: str) -> tuple[str, ...]:
 
 def group_of(method: str | type[Method], kind: str) -> str:
     """The group that a method belongs to, on models of a kind of positions."""
-    cls = METHODS[method] if isinstance(method, str) else method
+    cls = known_methods()[method] if isinstance(method, str) else method
     names = [name for name, base in GROUPS.items() if issubclass(cls, base)]
     return next((name for name in groups_for(kind) if name in names and "remap" not in names), names[0])

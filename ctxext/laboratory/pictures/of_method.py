@@ -16,6 +16,7 @@ from ctxext.checkpoints.load import load, meta_model, model_class
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.evaluation.readings import known_trained_length, name_for
+from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.attention import (
     QUERIES,
     Looks,
@@ -31,12 +32,11 @@ from ctxext.laboratory.pictures.positions import picture_of_positions
 from ctxext.laboratory.pictures.rotation import picture_of_rotation
 from ctxext.laboratory.pictures.rows import picture_of_rows, rows_seen
 from ctxext.laboratory.pictures.sentence import depends_on_text, picture_of_sentence, sentence_seen, toy
-from ctxext.methods import METHODS, BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
+from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, saved_class
 from ctxext.methods.encoding import Encoding
 from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.pi import PI
 from ctxext.methods.remap import RemapMethod
-from ctxext.methods.sinusoidal import Sinusoidal
 from ctxext.patching import patch, unpatch
 from ctxext.saved import saved_extension
 from ctxext.spec import AlibiSpec, BucketSpec, EncodingSpec, RopeSpec
@@ -264,7 +264,7 @@ def _with_encoding(method: EncodingMethod, subject: ShownOn) -> tuple[PreTrained
     """The checkpoint as it was trained with the encoding, or else as it begins to be."""
     saved = (saved_extension(_config(subject), str(subject.checkpoint)) or {}).get("method") or {}
     if saved.get("method") == method.name:
-        known = METHODS[method.name].from_dict(saved)
+        known = saved_class(method.name).from_dict(saved)
         assert isinstance(known, EncodingMethod)
         return _loaded(subject), known, ""
     return _loaded(subject, method, trained_length=subject.trained_length), method, UNTRAINED

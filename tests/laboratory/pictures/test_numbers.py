@@ -13,6 +13,9 @@ import torch
 from matplotlib.figure import Figure
 
 from ctxext.errors import InvalidParameterError
+from ctxext.laboratory.encodings.cope import CoPE
+from ctxext.laboratory.encodings.kerple import KERPLE
+from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.attention import by_distance, edges_of
 from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes
 from ctxext.laboratory.pictures.of_method import LLAMA, SMALL, ShownOn, picture_of
@@ -21,12 +24,10 @@ from ctxext.laboratory.pictures.positions import farthest, picture_of_positions,
 from ctxext.laboratory.pictures.rotation import picture_of_rotation, rotation_of
 from ctxext.laboratory.pictures.rows import rows_seen
 from ctxext.laboratory.pictures.sentence import depends_on_text
-from ctxext.methods import METHODS, EncodingMethod, Method
+from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.methods.alibi import ALiBi
-from ctxext.methods.kerple import KERPLE
 from ctxext.methods.pi import PI
 from ctxext.methods.remap import RemapMethod
-from ctxext.methods.sinusoidal import Sinusoidal
 from ctxext.methods.tile import Tiling
 from ctxext.methods.yarn import YaRN
 from ctxext.registry import discover
@@ -141,13 +142,13 @@ def test_numbers_of_a_remapping() -> None:
     ],
 )
 def test_kind(name: str, kind: str) -> None:
-    assert picture_of(METHODS[name](factor=4.0), ShownOn()).numbers["kind"] == kind
+    assert picture_of(known_methods()[name](factor=4.0), ShownOn()).numbers["kind"] == kind
 
 
 @pytest.mark.slow
 def test_every_method_has_a_picture() -> None:
-    assert len(METHODS) >= 30
-    for kind in METHODS.values():
+    assert len(known_methods()) >= 30
+    for kind in known_methods().values():
         found = picture_of(kind.example(LLAMA), ShownOn(trained_length=LLAMA.trained_length))
         assert found.numbers["kind"] in {"rotation", "positions", "bias", "table", "buckets", "sentence"}
         assert found.drawing.title
@@ -166,7 +167,7 @@ def test_buckets_of_t5() -> None:
 
 
 def test_which_encodings_depend_on_the_text() -> None:
-    encodings = {name: kind() for name, kind in METHODS.items() if issubclass(kind, EncodingMethod)}
+    encodings = {name: kind() for name, kind in known_methods().items() if issubclass(kind, EncodingMethod)}
     found = {name for name, method in encodings.items() if depends_on_text(method, SMALL)}
     assert {"cope", "shaw", "fox"} <= found
     assert not found & {"fire", "kerple", "sandwich", "t5_bias", "sinusoidal", "learned"}
@@ -174,7 +175,7 @@ def test_which_encodings_depend_on_the_text() -> None:
 
 def test_counts_of_a_sentence() -> None:
     """CoPE's are what the gates between query and key add up to: never fewer farther back, at most one a token."""
-    values = picture_of(METHODS["cope"](), ShownOn(text="a b a b c")).numbers["values"]
+    values = picture_of(CoPE(), ShownOn(text="a b a b c")).numbers["values"]
     for head in values:
         for query, row in enumerate(head):
             assert row[query + 1 :] == [None] * (4 - query)
@@ -241,9 +242,9 @@ def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytes
         (YaRN(factor=4.0), ShownOn(text="a b"), "give one with --model"),
         (None, ShownOn(text="a b", checkpoint="x"), "Name a method"),
         (None, ShownOn(length=5), "is of the --text"),
-        (METHODS["cope"](), ShownOn(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
-        (METHODS["cope"](), ShownOn(text="  "), "no word"),
-        (METHODS["cope"](), ShownOn(text="a b", layer=3), "no layer 3: this model has 1"),
+        (CoPE(), ShownOn(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
+        (CoPE(), ShownOn(text="  "), "no word"),
+        (CoPE(), ShownOn(text="a b", layer=3), "no layer 3: this model has 1"),
     ],
 )
 def test_mistakes(method: Method | None, subject: ShownOn, said: str) -> None:

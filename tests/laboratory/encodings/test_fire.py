@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.fire import FIRE
+from ctxext.laboratory.encodings.fire import FIRE
 from tests._encodings import SPEC, check_score
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.methods.kerple import KERPLE
+from ctxext.laboratory.encodings.kerple import KERPLE
 from tests._encodings import LAYOUTS, SPEC, check_score, encoding_of, pairs_of
 
 

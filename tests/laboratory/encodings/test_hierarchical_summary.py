@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ctxext.attention import Layout, named
 from ctxext.errors import InvalidParameterError
-from ctxext.methods import hierarchical_summary
+from ctxext.laboratory.encodings import hierarchical_summary
+from ctxext.laboratory.encodings.hierarchical_summary import HierarchicalSummary
 from ctxext.methods.encoding import Encoding
-from ctxext.methods.hierarchical_summary import HierarchicalSummary
 from tests._encodings import LAYOUTS, SCALE, SPEC, encoding_of, pairs_of
 
 WINDOW = 3

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ctxext.attention import Layout, named, sdpa
+from ctxext.laboratory.encodings.fox import FoX
 from ctxext.methods.encoding import Encoding
-from ctxext.methods.fox import FoX
 from ctxext.spec import EncodingSpec
 from tests._encodings import LAYOUTS, SCALE, SPEC, encoding_of, pairs_of
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "fox.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "fox.json"
 
 
 def _case(layout: Layout, dtype: torch.dtype = torch.float64) -> list[Tensor]:

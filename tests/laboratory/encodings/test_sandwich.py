@@ -11,7 +11,7 @@ from torch import Tensor
 from ctxext.attention import Layout, named
 from ctxext.attention.base import Call
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.sandwich import Sandwich
+from ctxext.laboratory.encodings.sandwich import Sandwich
 from tests._encodings import SCALE, check_score, encoding_of, pairs_of
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.sinusoidal import Sinusoidal
+from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from tests._encodings import SPEC
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ctxext.attention import Layout, named, sdpa
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.methods import METHODS
+from ctxext.laboratory.encodings.path import PaTH
+from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding
-from ctxext.methods.path import PaTH
 from tests._encodings import LAYOUTS, SCALE, SPEC, encoding_of, pairs_of
 
 SHARED = SPEC.num_heads // SPEC.num_kv_heads
@@ -74,7 +74,7 @@ def by_definition(encoding: Encoding, tensors: list[Tensor], layout: Layout) -> 
 @pytest.mark.parametrize("name", ["path", "path_fox"])
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_is_its_definition_forward_and_backward(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding, layout = encoding_of(METHODS[name].of({"rank": 5, "strength": 1.0})), LAYOUTS[where]
+    encoding, layout = encoding_of(known_methods()[name].of({"rank": 5, "strength": 1.0})), LAYOUTS[where]
     tensors = case(layout)
     wanted = [*tensors, *encoding.parameters()]
     right = by_definition(encoding, tensors, layout)

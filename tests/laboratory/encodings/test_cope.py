@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.cope import CoPE
+from ctxext.laboratory.encodings.cope import CoPE
 from tests._encodings import SPEC, check_score
 
 

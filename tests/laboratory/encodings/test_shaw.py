@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.shaw import Shaw
+from ctxext.laboratory.encodings.shaw import Shaw
 from tests._encodings import SPEC, check_score
 
 

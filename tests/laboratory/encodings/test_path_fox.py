@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ctxext.attention import Layout
-from ctxext.methods.path_fox import PaTHFoX
+from ctxext.laboratory.encodings.path_fox import PaTHFoX
 from tests._encodings import SCALE, SPEC, encoding_of, pairs_of
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctxext.methods.householder import Transitions
+from ctxext.laboratory.encodings.householder import Transitions
 
 
 def step_by_step(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def test_the_change_is_none_where_no_transition_is_between() -> None:
 
 
 def golden(name: str) -> list[dict[str, Any]]:
-    path = Path(__file__).parents[1] / "golden" / f"{name}.json"
+    path = Path(__file__).parents[2] / "golden" / f"{name}.json"
     cases: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
     assert cases
     return cases

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ctxext.methods.path import PaTH
+from ctxext.laboratory.encodings.path import PaTH
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.t5_bias import T5Bias
+from ctxext.laboratory.encodings.t5_bias import T5Bias
 from tests._encodings import LAYOUTS, SPEC, check_score, encoding_of, pairs_of
 
 

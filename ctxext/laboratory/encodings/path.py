@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
+from ctxext.laboratory.encodings.householder import Transitions
 from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
-from ctxext.methods.householder import Transitions
 from ctxext.methods.parameters import Range
 from ctxext.spec import Carried, EncodingSpec, Pairs, PairScore
 

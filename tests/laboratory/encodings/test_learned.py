@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.learned import Learned
+from ctxext.laboratory.encodings.learned import Learned
 from tests._encodings import SPEC, encoding_of
 
 
