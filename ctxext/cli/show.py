@@ -15,7 +15,7 @@ from rich.text import Text
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.cli.options import in_flags
-from ctxext.methods import METHODS, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod
+from ctxext.methods import BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
@@ -28,7 +28,7 @@ COLUMNS = ("method", "what it does", "pick it", "dynamic", "stock form on a Llam
 def method_rows() -> list[dict[str, str]]:
     """One row per method, from what the methods themselves say; those that bring an encoding of their own come last."""
     rows = []
-    for name, kind in sorted(METHODS.items(), key=lambda item: issubclass(item[1], EncodingMethod)):
+    for name, kind in sorted(known_methods().items(), key=lambda item: issubclass(item[1], EncodingMethod)):
         example = kind.example(LLAMA)
         dynamic = "yes" if example.dynamic else "no"
         cells = (name, kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
@@ -39,7 +39,7 @@ def method_rows() -> list[dict[str, str]]:
 def methods_table() -> Table:
     """The methods, for a terminal: one paragraph each."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
-    first = next(row["method"] for row in method_rows() if issubclass(METHODS[row["method"]], EncodingMethod))
+    first = next(row["method"] for row in method_rows() if issubclass(known_methods()[row["method"]], EncodingMethod))
     for row in method_rows():
         if row["method"] == first:
             table.add_row("", Text("In the place of rotation, to be trained:", style="bold"))

@@ -112,7 +112,10 @@ def test_import_brings_no_engine() -> None:
     assert modules & {"deepspeed", "peft", "datasets", "matplotlib", "bitsandbytes", "typer"} == set()
     if RECENT:  # older generation imports scikit-learn where it is installed, which imports pandas and pyarrow
         assert "pyarrow" not in modules
-    assert modules & {"transformers.trainer", "ctxext.evaluation", "ctxext.training", "ctxext.cli"} == set()
+    assert (
+        modules & {"transformers.trainer", "ctxext.evaluation", "ctxext.training", "ctxext.cli", "ctxext.laboratory"}
+        == set()
+    )
 
 
 @pytest.mark.slow
