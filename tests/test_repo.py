@@ -87,12 +87,14 @@ def test_fragments_are_of_a_kind_that_the_changelog_has() -> None:
 
 
 def test_workflows_run_what_everyone_can_run() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     commands = {}
     for path in sorted((ROOT / ".github" / "workflows").iterdir()):
         jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values()
         commands[path.stem] = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
-    assert commands == {"ci": [".ci/run"]}
+    assert commands == {"ci": [".ci/run"], "nightly": ["make nightly"]}
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "nightly" in targets
 
 
 def test_forms_for_issues_ask_for_what_is_needed() -> None:
