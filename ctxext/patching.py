@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -24,8 +23,8 @@ from ctxext.errors import (
 from ctxext.methods import METHODS, Method, RopeMethod, TableMethod, is_choice, known_methods, method_class, method_in
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.parameters import checked_tokens, parameters_of
-from ctxext.methods.remap import RemapMethod
 from ctxext.saved import (
+    arguments_in_place_of,
     checked_trained_length,
     choices,
     identity,
@@ -35,7 +34,7 @@ from ctxext.saved import (
     saved_sides_form,
     untested_versions,
 )
-from ctxext.spec import Description, Extension, Request
+from ctxext.spec import Description, Extension, ExtensionArguments, Request
 from ctxext.surgery.caches import FilledUnder, guard_caches, guards_of
 from ctxext.surgery.edits import Edits, follow_replicas
 from ctxext.surgery.generation import LengthRule, recompute_in_generate
@@ -93,20 +92,6 @@ class SideExtension:
     extension: Extension
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What ``patch`` was asked to do to one model, or to one side of an encoder-decoder; see there."""
-
-    method: Any  # as the user wrote it, like the rest: checked where it is used, with a sentence
-    parameters: dict[str, Any]
-    factor: Any = None
-    target_length: Any = None
-    trained_length: Any = None
-    sliding_window: Any = None
-    scaling: Any = None
-    attention: Any = None
-
-
 def method(name: str, *, factor: float | None = None, **parameters: Any) -> Method:
     """Build a method from its name, for configs and command lines.
 
@@ -135,14 +120,12 @@ def patch(
     model: ModelT,
     method: str | Method | None = None,
     *,
-    encoder: str | Method | None = None,
-    decoder: str | Method | None = None,
-    factor: float | Mapping[str, float] | None = None,
-    target_length: int | Mapping[str, int] | None = None,
-    trained_length: int | Mapping[str, int] | None = None,
-    sliding_window: str | Mapping[str, str] | None = None,
-    scaling: str | Mapping[str, str] | None = None,
-    attention: str | Mapping[str, str] | None = None,
+    factor: float | None = None,
+    target_length: int | None = None,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+    scaling: str | None = None,
+    attention: str | None = None,
     **parameters: Any,
 ) -> ModelT:
     """Give a loaded model a longer context, in place, and prove that it took effect.
@@ -159,11 +142,7 @@ def patch(
             its tokenizer (a SentenceTransformer, a CrossEncoder, a pipeline), whose own limit is raised where it was
             the trained length.
         method: a name (``ctxext.methods()`` lists them), a method object such as ``YaRN(factor=4)``, or the path of the
-            ``choice.json`` that ``ctxext choose`` wrote. On an encoder-decoder it is for both sides.
-        encoder: a method for the encoder of an encoder-decoder, instead of ``method``. A side that is given none stays
-            as it is. Where the sides need other numbers, give method objects, or a dict in the place of any argument
-            below: ``patch(model, encoder="yarn", decoder="alibi", factor={"encoder": 8, "decoder": 2})``.
-        decoder: likewise, for the decoder. What it reads of the encoder's text has no positions in most models.
+            ``choice.json`` that ``ctxext choose`` wrote. It extends both sides of an encoder-decoder.
         factor: target_length / trained_length, at least 1. With a name only, and needed there for every rotary method
             unless ``target_length`` is given.
         target_length: tokens to extend to, instead of ``factor``.
@@ -193,6 +172,40 @@ def patch(
         CheckpointError: the config.json that the model was loaded from names other positions than were built from it.
         VerificationError: the patched model does not compute what the method says.
     """
+    refuse_sides(parameters)
+    return extend(
+        model,
+        ExtensionArguments(
+            method=method,
+            factor=factor,
+            target_length=target_length,
+            trained_length=trained_length,
+            sliding_window=sliding_window,
+            scaling=scaling,
+            attention=attention,
+            parameters=parameters,
+        ),
+    )
+
+
+def refuse_sides(arguments: Mapping[str, Any]) -> None:
+    """Raise ``InvalidParameterError`` for a method of one side of an encoder-decoder, as earlier versions took it."""
+    for name in SIDES:
+        if name in arguments:
+            raise InvalidParameterError(
+                f"{name}={arguments[name]!r}: one method extends both sides of an encoder-decoder. Give it as method, "
+                f"with one factor for both: ctxext.patch(model, 'yarn', factor=4)."
+            )
+
+
+def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments]) -> ModelT:
+    """Extend a model as ``patch`` does.
+
+    Args:
+        model: as for ``patch``.
+        arguments: of ``patch``; or those of each side of an encoder-decoder by its name, as they were saved. A side
+            that is not named stays as it is.
+    """
     base = base_model(model)
     if (state := patched_state(base)) is not None:
         raise PatchStateError(
@@ -200,23 +213,10 @@ def patch(
             f"{state.method.factor:g}). Call ctxext.unpatch(model) first; extensions are never stacked."
         )
     refuse_lost_fields(base.config, f"this {type(base).__name__}")
-    asked = _asked_of(
-        base,
-        {"method": method, "encoder": encoder, "decoder": decoder},
-        parameters,
-        {
-            "factor": factor,
-            "target_length": target_length,
-            "trained_length": trained_length,
-            "sliding_window": sliding_window,
-            "scaling": scaling,
-            "attention": attention,
-        },
-    )
     with own_defaults(), Edits() as edits:
-        if isinstance(asked, Wanted):
-            saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
-            chosen, request = _resolved(base, asked, saved, edits)
+        saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
+        if isinstance(arguments, ExtensionArguments) and not sides_of(base):
+            chosen, request = _resolved(base, arguments, saved, edits)
             give_own_config(base, edits)
             extension = _short_config(base, architecture_of(base).apply(base, chosen, request, edits))
             if chosen.dynamic:
@@ -224,10 +224,10 @@ def patch(
             state = Patched(chosen, extension, edits)
             form = saved_form(chosen, extension)
         else:
-            sides = _extended_sides(base, asked, edits)
-            first = next(iter(sides.values()))
-            state = Patched(first.method, first.extension, edits, sides)
-            form = saved_form_of(sides)
+            extended = _extended_sides(base, arguments, edits)
+            first = next(iter(extended.values()))
+            state = Patched(first.method, first.extension, edits, extended)
+            form = saved_form_of(extended)
         follow_replicas(base.modules(), edits)
         edits.set(base.config, "ctxext", form)
         lead_nowhere(base.config, edits)
@@ -241,79 +241,8 @@ def patch(
     return model
 
 
-def _asked_of(
-    base: PreTrainedModel, methods: dict[str, Any], parameters: dict[str, Any], shared: dict[str, Any]
-) -> Wanted | dict[str, Wanted]:
-    """What is asked of a model, or of each side of an encoder-decoder, from what the user wrote.
-
-    Raises:
-        InvalidParameterError: for a method where none belongs, or none at all, or a number for a side without one.
-        IncompatibleError: for an encoder-decoder whose sides cannot be told apart.
-    """
-    given = {name: method for name, method in methods.items() if method is not None}
-    rotating = sides_of(base)
-    named = [name for name in given if name != "method"]
-    if not given:
-        raise InvalidParameterError(
-            "method must be a name or a ctxext method object, found None. (For an encoder-decoder, encoder=... and "
-            "decoder=... may stand in its place.)"
-        )
-    if named and "method" in given:
-        raise InvalidParameterError(
-            f"method={given['method']!r} is for both sides of an encoder-decoder, and {named[0]}={given[named[0]]!r} "
-            f"for one. Give the one or the other."
-        )
-    if not rotating:
-        if named:
-            raise InvalidParameterError(
-                f"{named[0]}={given[named[0]]!r} is for encoder-decoders with rotary positions on both sides, and this "
-                f"{base.config.model_type} is none. Give the method alone."
-            )
-        if split := [name for name, value in shared.items() if isinstance(value, Mapping)]:
-            raise InvalidParameterError(
-                f"{split[0]}={shared[split[0]]!r} says something for each side of an encoder-decoder, and this "
-                f"{base.config.model_type} is none."
-            )
-        return Wanted(method=given["method"], parameters=parameters, **shared)
-    wanted = {name: given.get(name, given.get("method")) for name in SIDES if name in given or "method" in given}
-    if missing := [name for name in wanted if name not in rotating]:
-        raise IncompatibleError(
-            f"The {missing[0]} of this {base.config.model_type} does not rotate; those that do: "
-            f"{', '.join(rotating)}. Name the side: {next(iter(rotating))}=..."
-        )
-    for name, value in shared.items():
-        if isinstance(value, Mapping) and (extra := [side for side in value if side not in wanted]):
-            raise InvalidParameterError(
-                f"{name}={dict(value)!r} speaks of {extra[0]!r}, which is given no method here; methods are given for: "
-                f"{', '.join(wanted)}."
-            )
-    asked = {}
-    for name, method in wanted.items():
-        own = {key: value.get(name) if isinstance(value, Mapping) else value for key, value in shared.items()}
-        if isinstance(method, Method) and not isinstance(shared["factor"], Mapping) and len(wanted) > 1:
-            own |= _not_for_objects(shared, list(wanted.values()))
-        if own["attention"] is not None and not isinstance(shared["attention"], Mapping) and _rotates(method):
-            own["attention"] = None if not all(map(_rotates, wanted.values())) else own["attention"]
-        assert method is not None
-        asked[name] = Wanted(method=method, parameters={} if isinstance(method, Method) else parameters, **own)
-    return asked
-
-
-def _not_for_objects(shared: dict[str, Any], methods: list[Any]) -> dict[str, Any]:
-    """How far to reach, as said for both sides, is for a method that is named and not for one that knows it."""
-    if all(isinstance(method, Method) for method in methods):
-        return {}
-    return {name: None for name in ("factor", "target_length") if not isinstance(shared[name], Mapping)}
-
-
-def _rotates(chosen: Any) -> bool:
-    """Whether a method leaves attention to the model."""
-    kind = type(chosen) if isinstance(chosen, Method) else METHODS.get(chosen)
-    return kind is not None and issubclass(kind, RopeMethod) and not issubclass(kind, RemapMethod)
-
-
 def _resolved(
-    part: PreTrainedModel, asked: Wanted, saved: dict[str, Any] | None, edits: Edits
+    part: PreTrainedModel, asked: ExtensionArguments, saved: dict[str, Any] | None, edits: Edits
 ) -> tuple[Method, Request]:
     """The method that is meant, and the rest of what was asked; what ``saved`` extended is taken off."""
     architecture, trained_length = architecture_of(part), asked.trained_length
@@ -339,37 +268,31 @@ def _resolved(
     return chosen, request
 
 
-def _extended_sides(base: PreTrainedModel, asked: dict[str, Wanted], edits: Edits) -> dict[str, SideExtension]:
+def _extended_sides(
+    base: PreTrainedModel, arguments: ExtensionArguments | Mapping[str, ExtensionArguments], edits: Edits
+) -> dict[str, SideExtension]:
     """Extend each side of an encoder-decoder as the model that it is."""
+    sides, saved = sides_of(base), getattr(base.config, "ctxext", None)
+    if isinstance(arguments, ExtensionArguments) and saved is not None:
+        arguments = arguments_in_place_of(saved, arguments)
+    if isinstance(arguments, ExtensionArguments):
+        arguments = dict.fromkeys(sides, arguments)
     give_own_config(base, edits)
-    where = f"the config of this {type(base).__name__}"
-    before = saved_sides(saved_extension(base.config, where) or {})
-    for name, saved in before.items():
-        checked_trained_length(saved, asked[name].trained_length if name in asked else None)
+    before = saved_sides(saved or {})
     if before:
         edits.delete(base.config, "ctxext")
-    sides, done = sides_of(base), {}
-    for name, one in asked.items():
+    extended = {}
+    for name in (name for name in SIDES if name in sides and name in arguments):
         part = sides[name].model
-        chosen, request = _resolved(part, one, before.get(name), edits)
-        if chosen.dynamic:
-            _refuse_to_follow(name, part, chosen)
-        done[name] = SideExtension(sides[name], chosen, architecture_of(part).apply(part, chosen, request, edits))
-    return done
-
-
-def _refuse_to_follow(name: str, part: PreTrainedModel, chosen: Method) -> None:
-    """Raise where positions that follow the length of a text could not do so on one side of an encoder-decoder."""
-    if name == "decoder":
-        raise IncompatibleError(
-            f"Method {chosen.name!r} follows the length of the text, and the cache of an encoder-decoder's decoder "
-            f"cannot be recomputed when that changes. Give the decoder a method of fixed positions, such as yarn."
-        )
-    if "position_ids" not in inspect.signature(type(part).forward).parameters:
-        raise IncompatibleError(
-            f"Method {chosen.name!r} follows the length of the text, and {type(part).__name__} takes no position_ids "
-            f"by which it could tell a text from its padding. Give the encoder a method of fixed positions."
-        )
+        chosen, request = _resolved(part, arguments[name], before.get(name), edits)
+        if chosen.dynamic and name == "decoder":
+            raise IncompatibleError(
+                f"Method {chosen.name!r} follows the length of the text, and the cache of an encoder-decoder's decoder "
+                f"cannot be recomputed when that changes. Give a method of fixed positions, such as yarn."
+            )
+        extension = architecture_of(part).apply(part, chosen, request, edits)
+        extended[name] = SideExtension(sides[name], chosen, extension)
+    return extended
 
 
 def saved_form_of(sides: dict[str, SideExtension]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, method_class, saved_class
-from ctxext.spec import Extension
+from ctxext.spec import Extension, ExtensionArguments
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.lengths import SCALED, scaling_of
 from ctxext.surgery.old_form import drop_old_form, rope_dicts, write_old_form
@@ -97,14 +97,40 @@ def version_of(saved: dict[str, Any]) -> str:
     return str(one["versions"]["ctxext"])
 
 
-def as_arguments(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
-    """The arguments of ``patch`` that give a model this extension anew."""
+def arguments_of(
+    saved: dict[str, Any], attention: str | None = None
+) -> ExtensionArguments | dict[str, ExtensionArguments]:
+    """Return the arguments that give a model this extension again; of an encoder-decoder, those of each side by name.
+
+    Args:
+        saved: the extension.
+        attention: the backend that takes the place of the saved one, where there is one.
+    """
+    if sides := saved_sides(saved):
+        each = {name: choices(side, attention if side["attention"] else None) for name, side in sides.items()}
+        return {name: ExtensionArguments(method=saved_method(sides[name]), **each[name]) for name in sides}
+    return ExtensionArguments(method=saved_method(saved), **choices(saved, attention))
+
+
+def arguments_in_place_of(
+    saved: dict[str, Any], arguments: ExtensionArguments
+) -> ExtensionArguments | dict[str, ExtensionArguments]:
+    """Return the arguments of an extension that replaces a saved one; of an encoder-decoder, those of each side.
+
+    The trained length of an encoder-decoder is that of its first extended side. Each side is extended from its own.
+
+    Raises:
+        PatchStateError: the trained length is missing, or not the saved one.
+    """
     sides = saved_sides(saved)
+    checked_trained_length(next(iter(sides.values()), saved), arguments.trained_length)
     if not sides:
-        return {"method": saved_method(saved)} | choices(saved, attention)
-    told = {name: choices(side, attention if side["attention"] else None) for name, side in sides.items()}
-    shared = {key: {name: own[key] for name, own in told.items()} for key in next(iter(told.values()))}
-    return {name: saved_method(side) for name, side in sides.items()} | shared
+        return replace(arguments, scaling=arguments.scaling or choices(saved)["scaling"])
+    each = dict.fromkeys(SIDES, replace(arguments, trained_length=None))
+    for name, side in sides.items():
+        scaling = arguments.scaling or choices(side)["scaling"]
+        each[name] = replace(arguments, trained_length=side["trained_length"], scaling=scaling)
+    return each
 
 
 def extended_texts(config: Any) -> list[Any]:

@@ -453,6 +453,23 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtensionArguments:
+    """The arguments of ``ctxext.patch``, whose docstring explains them, as the user wrote them.
+
+    Nothing is checked here: each value is checked where it is used, with a sentence.
+    """
+
+    method: Any
+    parameters: dict[str, Any] = field(default_factory=dict)
+    factor: Any = None
+    target_length: Any = None
+    trained_length: Any = None
+    sliding_window: Any = None
+    scaling: Any = None
+    attention: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extension:
     """What an architecture did to a model; the journal holds how to undo it.
 

@@ -40,7 +40,7 @@ def named(name: str) -> AttentionBackend:
         UnknownNameError: for a backend or a parameter that does not exist.
         InvalidParameterError: for a value outside its range.
     """
-    parts = re.fullmatch(r"(\w+)(?:\((\w+)=([0-9.eE+-]+)\))?", name)
+    parts = re.fullmatch(r"(\w+)(?:\((\w+)=([0-9.eE+-]+)\))?", str(name))
     if parts is None or parts[1] not in BACKENDS:
         raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
     backend = BACKENDS[parts[1]]

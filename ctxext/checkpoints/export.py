@@ -59,8 +59,7 @@ def export(
             the extension. It says what no flag says, such as searched frequencies.
         trust_remote_code: allow a config that names Python code in the checkpoint to run that code.
         progress: called with (bytes copied, bytes to copy) while a copy is written.
-        **arguments: with ``method``: ``factor``, ``target_length``, ``trained_length``, ``sliding_window`` and the
-            method's own parameters, as for ``ctxext.patch``.
+        **arguments: with ``method``, those of ``ctxext.patch``, the method's own parameters included.
 
     Raises:
         UnknownNameError: for another target.

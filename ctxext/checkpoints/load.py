@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,12 @@ from ctxext.errors import (
 )
 from ctxext.files import whole_files
 from ctxext.methods import Method, RopeMethod, known_methods, method_class, saved_class
-from ctxext.patching import patch, patched_state
+from ctxext.patching import extend, patch, patched_state, refuse_sides
 from ctxext.saved import (
     already_extended,
-    as_arguments,
+    arguments_in_place_of,
+    arguments_of,
     checked_extension,
-    checked_trained_length,
-    choices,
     differences,
     extended_texts,
     plain_config,
@@ -59,6 +58,7 @@ from ctxext.saved import (
     saved_sides,
     version_of,
 )
+from ctxext.spec import ExtensionArguments
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.encodings import building_encodings
 from ctxext.surgery.old_form import drop_old_form, same_rope
@@ -83,14 +83,12 @@ def load(
     path: str | os.PathLike[str],
     method: str | Method | None = None,
     *,
-    encoder: str | Method | None = None,
-    decoder: str | Method | None = None,
-    factor: float | Mapping[str, float] | None = None,
-    target_length: int | Mapping[str, int] | None = None,
-    trained_length: int | Mapping[str, int] | None = None,
-    sliding_window: str | Mapping[str, str] | None = None,
-    scaling: str | Mapping[str, str] | None = None,
-    attention: str | Mapping[str, str] | None = None,
+    factor: float | None = None,
+    target_length: int | None = None,
+    trained_length: int | None = None,
+    sliding_window: str | None = None,
+    scaling: str | None = None,
+    attention: str | None = None,
     base: Any = None,
     auto_class: Any = None,
     **loading: Any,
@@ -104,8 +102,6 @@ def load(
     Args:
         path: a checkpoint or adapter directory, a ``.gguf`` file (which is dequantised), or a name on the hub.
         method: as for ``ctxext.patch``; without any, the extension that the checkpoint or adapter carries is restored.
-        encoder: as for ``ctxext.patch``.
-        decoder: as for ``ctxext.patch``.
         factor: as for ``ctxext.patch``.
         target_length: as for ``ctxext.patch``.
         trained_length: as for ``ctxext.patch``.
@@ -134,66 +130,81 @@ def load(
     _refuse_arguments(path, loading)
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
-    methods = {"method": method, "encoder": encoder, "decoder": decoder}
-    classes = [method_class(name) for name in methods.values() if isinstance(name, str)]
-    named = [kind for kind in classes if kind is not None]
-    parameters = {field.name for known in named for field in fields(known)}
-    has_method = any(name is not None for name in methods.values())
+    known = method_class(method) if isinstance(method, str) else None
+    parameters = {field.name for field in fields(known)} if known is not None else set[str]()
     own = {name: loading.pop(name) for name in list(loading) if name in parameters}
     if base is not None and "base" in parameters:
         own["base"], base = base, None
-    asked: dict[str, Any] = {
-        "factor": factor,
-        "target_length": target_length,
-        "trained_length": trained_length,
-        "sliding_window": sliding_window,
-    }
-    if not has_method:
-        _refuse_without_method(asked | {"scaling": scaling})
+    arguments = ExtensionArguments(
+        method=method,
+        factor=factor,
+        target_length=target_length,
+        trained_length=trained_length,
+        sliding_window=sliding_window,
+        scaling=scaling,
+        attention=attention,
+        parameters=own,
+    )
+    if method is None:
+        _refuse_without_method(arguments)
     if is_adapter(place):
-        if has_method:
+        if method is not None:
             raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
-        return _load_adapter(Path(place), base, _one_backend(attention), loading, auto_class)
+        return _load_adapter(Path(place), base, attention, loading, auto_class)
     if base is not None:
         given = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
         raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
+    if method is None:
+        return _restored(path, place, attention, loading, auto_class)
+    return _extended(place, arguments, loading, auto_class)
+
+
+def _restored(
+    path: Any, place: str, attention: str | None, loading: dict[str, Any], auto_class: Any
+) -> PreTrainedModel:
+    """Load a checkpoint with the extension that it was saved with."""
+    config = _read_config(place, loading)
+    if saved_extension(config, place) is None:
+        scaling_there = already_extended(config)
+        if loading.get("gguf_file") and scaling_there is not None:
+            raise CheckpointError(
+                f"{place} carries no extension to restore. Its GGUF file scales positions ({scaling_there}), which "
+                f"transformers passes over. Say which method to add to them, as in "
+                f"ctxext.load({str(path)!r}, method='yarn', factor=4, scaling='extend')."
+            )
+        file = f", gguf_file={loading['gguf_file']!r}" if loading.get("gguf_file") else ""
+        raise CheckpointError(
+            f"{place} carries no extension to restore. Say which one to apply, as in "
+            f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with "
+            f"AutoModelForCausalLM.from_pretrained({place!r}{file})."
+        )
+    model = _read_model(place, config, loading, auto_class, restored=True)
+    leads_to_it = model.config._name_or_path
+    attached(model, place, attention)
+    model.config._name_or_path = leads_to_it
+    return model
+
+
+def _extended(
+    place: str,
+    arguments: ExtensionArguments | dict[str, ExtensionArguments],
+    loading: dict[str, Any],
+    auto_class: Any,
+) -> PreTrainedModel:
+    """Load a checkpoint with a new extension, in the place of the one that it was saved with."""
     written = config = _read_config(place, loading)
     saved = saved_extension(config, place)
-    if not has_method:
-        if saved is None:
-            scaling_there = already_extended(config)
-            if loading.get("gguf_file") and scaling_there is not None:
-                raise CheckpointError(
-                    f"{place} carries no extension to restore. Its GGUF file scales positions ({scaling_there}), which "
-                    f"transformers passes over. Say which method to add to them, as in "
-                    f"ctxext.load({str(path)!r}, method='yarn', factor=4, scaling='extend')."
-                )
-            file = f", gguf_file={loading['gguf_file']!r}" if loading.get("gguf_file") else ""
-            raise CheckpointError(
-                f"{place} carries no extension to restore. Say which one to apply, as in "
-                f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with "
-                f"AutoModelForCausalLM.from_pretrained({place!r}{file})."
-            )
-        model = _read_model(place, config, loading, auto_class, restored=True)
-        leads_to_it = model.config._name_or_path
-        attached(model, place, _one_backend(attention))
-        model.config._name_or_path = leads_to_it
-        return model
     if saved is not None:
-        sides = saved_sides(saved)
-        for name, one in sides.items() or [("", saved)]:
-            told = trained_length.get(name) if isinstance(trained_length, Mapping) else trained_length
-            checked_trained_length(one, told)
+        if isinstance(arguments, ExtensionArguments):
+            arguments = arguments_in_place_of(saved, arguments)
         config = plain_config(config, saved)
-        scaling = scaling or {name: one["scaling"] for name, one in sides.items()} or choices(saved)["scaling"]
-    asked |= {"attention": attention, "scaling": scaling, "encoder": encoder, "decoder": decoder}
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):
-        extended = patch(model, method, **asked, **own).config
+        extended = extend(model, arguments).config
         if not replaces_weights(model, extended.ctxext):
             return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
-    return patch(_read_model(place, written, loading, auto_class), method, **asked, **own)
+    return extend(_read_model(place, written, loading, auto_class), arguments)
 
 
 def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bool:
@@ -230,17 +241,12 @@ def _refuse_arguments(path: Any, loading: dict[str, Any]) -> None:
             "output_loading_info=True: load returns the model alone. For the keys that were missing, load with "
             "from_pretrained(path, output_loading_info=True) and call ctxext.patch on the model."
         )
+    refuse_sides(loading)
 
 
-def _one_backend(attention: Any) -> str | None:
-    """The backend that an extension is restored on; all sides of an encoder-decoder are restored on the same."""
-    if attention is not None and not isinstance(attention, str):
-        raise InvalidParameterError(f"attention={attention!r}: what was saved is restored on one backend, by its name.")
-    return attention
-
-
-def _refuse_without_method(asked: dict[str, Any]) -> None:
-    given = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+def _refuse_without_method(arguments: ExtensionArguments) -> None:
+    names = ("factor", "target_length", "trained_length", "sliding_window", "scaling")
+    given = [f"{name}={getattr(arguments, name)!r}" for name in names if getattr(arguments, name) is not None]
     if given:
         raise InvalidParameterError(
             f"{', '.join(given)} belongs to a method; without one, load restores what was saved. Name the method too."
@@ -526,7 +532,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     for text in texts:
         drop_old_form(text)  # a config that was not read from a file still has it
     ropes = [getattr(text, "rope_parameters", None) for text in texts]
-    arguments = as_arguments(saved, attention)
+    arguments = arguments_of(saved, attention)
     loaded: dict[str, nn.Parameter] = {}
     if sides := saved_sides(saved):
         parts = {name: side.model for name, side in sides_of(model).items()}
@@ -539,7 +545,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
         loaded = architecture.replaced_weights(model)
         architecture.revert(model, saved["original"], Edits())
     del model.config.ctxext
-    patch(model, **arguments)
+    extend(model, arguments)
     different = differences(saved, model.config.ctxext)
     if different:
         raise VerificationError(
@@ -617,7 +623,7 @@ def _load_base(
     if restored:
         model: PreTrainedModel = load(place, attention=attention, **loading)
     elif carried is None or named:  # trained on what that one's weights are, with its own extension in its place
-        model = load(place, **as_arguments(saved, attention), **loading)
+        model = _extended(place, arguments_of(saved, attention), loading, loading.pop("auto_class", None))
     else:
         raise CheckpointError(
             f"The adapter in {directory} was trained on another extension than its base {place} has: "

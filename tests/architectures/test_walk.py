@@ -74,13 +74,11 @@ def test_what_is_a_decoder_and_an_encoder_decoder_is_walked_as_both() -> None:
 
 
 @pytest.mark.nightly
-def test_each_side_of_an_encoder_decoder_is_walked() -> None:
+def test_an_encoder_decoder_that_rotates_on_both_sides_is_walked() -> None:
     line = walked("t5gemma", "pi", "nope")
-    sides = ("encoder", "decoder")
-    assert {f"pi ({side})": "right" for side in sides}.items() <= outcomes(line).items()
     assert outcomes(line)["pi"] == "right"
-    assert outcomes(line)["nope (encoder)"] == "refused"
-    said = next(one["detail"] for one in line["findings"] if one["method"] == "nope (encoder)")
+    assert outcomes(line)["nope"] == "refused"
+    said = next(one["detail"] for one in line["findings"] if one["method"] == "nope")
     assert "reads both ways" in said
 
 
@@ -100,7 +98,6 @@ def test_an_encoder_that_went_blind_is_found(stock: Stock, tmp_path: Path, monke
     assert sees_ahead(model, text_of_length(32)) == (False, True)
     answers = iter([(False, True), (False, False)])
     monkeypatch.setattr(check, "sees_ahead", lambda *_: next(answers))
-    monkeypatch.setattr(check, "_sides", lambda model, method: [{"method": method}])
     (finding,) = check_model(model, walked_methods(["pi"]), stock, tmp_path)
     assert finding.outcome == "wrong"
     assert "tokens no longer see those that come after them" in finding.detail

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,12 +184,11 @@ def check_model(
         if group in skipped:
             continue
         method = _example(method_class, spec, not isinstance(case, Exception) and case.is_bounded)
-        for given in _sides(model, method):
-            for more in arguments:
-                if isinstance(case, Exception):
-                    findings.append(_refused_at_least(model, given, more, case))
-                else:
-                    findings.append(check_method(case, given, more))
+        for more in arguments:
+            if isinstance(case, Exception):
+                findings.append(_refused_at_least(model, method, more, case))
+            else:
+                findings.append(check_method(case, method, more))
         if kind is not None and group not in groups_for(kind) and findings[-1].outcome == "refused":
             skipped.add(group)
     return findings
@@ -239,24 +237,11 @@ def _example(method_class: type[Method], spec: RopeSpec, is_bounded: bool) -> Me
     return method_class.example(spec)
 
 
-def _sides(model: PreTrainedModel, method: Method) -> Iterator[dict[str, Method]]:
-    """What to give a method to: the model, or each side of an encoder-decoder, and both."""
-    try:
-        sides = list(sides_of(model))
-    except IncompatibleError:  # patch says so too
-        sides = []
-    for name in sides:
-        yield {name: method}
-    yield {"method": method}
-
-
-def _refused_at_least(
-    model: PreTrainedModel, given: dict[str, Method], more: dict[str, Any], error: Exception
-) -> Finding:
+def _refused_at_least(model: PreTrainedModel, method: Method, more: dict[str, Any], error: Exception) -> Finding:
     """A model that does not read tokens alone cannot be checked, so nothing may be promised of it."""
-    name = _name(given, more)
+    name = _name(method, more)
     try:
-        ctxext.patch(model, **given, **more)
+        ctxext.patch(model, method, **more)
     except CtxextError as refusal:
         return Finding(name, "refused", f"{type(refusal).__name__}: {refusal}")
     ctxext.unpatch(model)
@@ -264,12 +249,9 @@ def _refused_at_least(
     return Finding(name, "unchecked", f"does not read tokens alone ({cause})")
 
 
-def _name(given: dict[str, Method], more: dict[str, Any]) -> str:
-    """A method as it is listed, with the side that it was given to and what was done about windows."""
-    side, method = next(iter(given.items()))
-    words = [side] if side != "method" else []
-    words += [more["sliding_window"]] if "sliding_window" in more else []
-    return f"{method.name} ({', '.join(words)})" if words else method.name
+def _name(method: Method, more: dict[str, Any]) -> str:
+    """A method as it is listed, with what was done about windows."""
+    return f"{method.name} ({more['sliding_window']})" if "sliding_window" in more else method.name
 
 
 def _layers_problem(model: PreTrainedModel, inputs: Tensor) -> str | None:
@@ -402,17 +384,17 @@ def _spec(model: PreTrainedModel) -> RopeSpec:
         return RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
 
 
-def check_method(case: Case, given: dict[str, Method], more: dict[str, Any]) -> Finding:
+def check_method(case: Case, method: Method, more: dict[str, Any]) -> Finding:
     """Patch, save, reload with and without ctxext, unpatch; say what was found.
 
     Args:
         case: the model.
-        given: the method, under the name of the argument of ``patch`` that takes it.
+        method: what it is extended by.
         more: what ``patch`` needs to be told beside it.
     """
-    model, name = case.model, _name(given, more)
+    model, name = case.model, _name(method, more)
     try:
-        ctxext.patch(model, **given, **more)
+        ctxext.patch(model, method, **more)
     except CtxextError as error:
         left = case.before.difference(model)
         if left:

@@ -48,8 +48,8 @@ Of each method on each type, through the public verbs:
 * which layers rotate: by putting what is not a number into cos and sin, against what ctxext sees.
 
 Of methods that are for another kind of positions one of each group is tried, and must be refused without a trace. An
-encoder-decoder that rotates on both sides is given each method on either side and on both. Encoders of sound are
-replaced by random states. Not checked: images, audio, generation (contract tests do that on some types), and whether
+encoder-decoder that rotates on both sides is given each method for both. Encoders of sound are replaced by random
+states. Not checked: images, audio, generation (contract tests do that on some types), and whether
 an extension is any good.
 
 Groups of methods: {groups}.
