@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from ctxext.cli.app import app
-from ctxext.cli.show import methods_markdown
+from ctxext.cli.show import method_rows, methods_markdown
 from ctxext.methods import known_methods
 from ctxext.methods.parameters import parameters_of
 from ctxext.training.settings import Settings
@@ -57,7 +57,8 @@ def blocks() -> dict[str, tuple[str, Path]]:
         "abf": f"```python\n{source.rstrip()}\n```",
         "commands": commands_markdown(),
         "encodings": encodings_markdown(),
-        "methods": methods_markdown(),
+        "lab_methods": methods_markdown(method_rows(to_train=True)),
+        "methods": methods_markdown(method_rows()),
         "parameters": parameters_markdown(),
         "published_configs": published_markdown(),
         "recipes": recipes_markdown(),

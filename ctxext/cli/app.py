@@ -15,12 +15,13 @@ from typer import Argument, Option
 
 from ctxext.cli.choose import choose
 from ctxext.cli.eval import eval_app
-from ctxext.cli.lab import lab
+from ctxext.cli.lab import lab_app
 from ctxext.cli.options import (
     Checkpoint,
     DemoOptions,
     ExtensionOptions,
     Json,
+    Markdown,
     StrictCommand,
     Trained,
     Trust,
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(plot_app, name="plot")
 app.add_typer(eval_app, name="eval")
+app.add_typer(lab_app, name="lab")
 
 
 @app.callback(invoke_without_command=True)
@@ -204,26 +206,19 @@ def export(
 app.command(cls=StrictCommand)(plan)
 app.command(cls=StrictCommand)(choose)
 app.command(cls=StrictCommand)(show)
-app.command(cls=StrictCommand)(lab)
 
 
 @app.command(cls=StrictCommand)
-def methods(
-    as_json: Json = False,
-    markdown: Annotated[bool, Option("--markdown", help="Print the Markdown table of docs/methods.md.")] = False,
-) -> None:
-    """List every method: what it does, when to pick it, and how stock transformers calls it.
+def methods(as_json: Json = False, markdown: Markdown = False) -> None:
+    """List every method that extends a checkpoint: what it does, when to pick it, how stock transformers calls it.
+
+    `ctxext lab methods` lists the encodings that a model has to be trained with.
 
     [bold]Example[/]: ctxext methods
     """
-    from ctxext.cli import show as printed
+    from ctxext.cli.show import show_methods
 
-    if as_json:
-        _print_json(printed.method_rows())
-    elif markdown:
-        typer.echo(printed.methods_markdown())
-    else:
-        terminal().print(printed.methods_table())
+    show_methods(to_train=False, as_json=as_json, markdown=markdown)
 
 
 @app.command(cls=StrictCommand)

@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from typer import Option
+from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import told_on_interrupt
+from ctxext.cli.options import Json, Markdown, StrictCommand
 from ctxext.progress import StageBar, terminal
 
 if TYPE_CHECKING:
     from ctxext.laboratory.run import Laboratory
 
 
-def lab(
+class LabGroup(TyperGroup):
+    """Commands of the laboratory; ``ctxext lab`` without one of them means ``ctxext lab run``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        is_named = bool(args) and args[0] in (*self.commands, *ctx.help_option_names)
+        rest: list[str] = super().parse_args(ctx, args if is_named else ["run", *args])
+        return rest
+
+
+lab_app = typer.Typer(cls=LabGroup, rich_markup_mode="rich")
+
+
+@lab_app.callback()
+def lab() -> None:
+    """Study encodings of positions: train a small model with each, test it on 8 times the length, and list them.
+
+    Without a command it runs: `ctxext lab -o lab` is `ctxext lab run -o lab`.
+
+    [bold]Example[/]: ctxext lab run --only rope,alibi,t5_bias --task text -o lab
+    """
+
+
+@lab_app.command(cls=StrictCommand)
+def methods(as_json: Json = False, markdown: Markdown = False) -> None:
+    """List the encodings that a model has to be trained with: what each does, and when to pick it.
+
+    [bold]Example[/]: ctxext lab methods
+    """
+    from ctxext.cli.show import show_methods
+
+    show_methods(to_train=True, as_json=as_json, markdown=markdown)
+
+
+@lab_app.command(cls=StrictCommand)
+def run(
     preset: Annotated[
         str,
         Option(
@@ -58,7 +96,7 @@ def lab(
     positions stand beside them. The page says first who learned order at all, then what of the papers' claims this
     size shows. Every finished part is kept: run the same command again after an interruption, and it goes on.
 
-    [bold]Example[/]: ctxext lab --only rope,alibi,t5_bias --task text -o lab
+    [bold]Example[/]: ctxext lab run --only rope,alibi,t5_bias --task text -o lab
     """
     from ctxext.evaluation.report.style import require_report
     from ctxext.files import ending_cleanly

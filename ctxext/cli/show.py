@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import json
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 
 import typer
 from rich import box
@@ -15,52 +18,88 @@ from rich.text import Text
 from ctxext.checkpoints.inspect import Inspection, MethodCheck
 from ctxext.checkpoints.write import Written
 from ctxext.cli.options import in_flags
-from ctxext.methods import BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
+from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod, TableMethod, known_methods
+from ctxext.methods.remap import RemapMethod
+from ctxext.progress import terminal
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.spec import RopeSpec
 
 # Llama 2: the model that most of the methods were published on.
 LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
-COLUMNS = ("method", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")
+COLUMNS = ("method", "group", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")
+# What a method extends, then what an encoding changes, in the order of listings. A method of several groups stands with
+# the first.
+GROUPS = ("rotary", "remapping", "ALiBi", "tables", "buckets", "input", "scores", "attention", "other")
+KINDS = {"rotary": RopeMethod, "ALiBi": BiasMethod, "tables": TableMethod, "buckets": BucketMethod}
 
 
-def method_rows() -> list[dict[str, str]]:
-    """One row per method, from what the methods themselves say; those that bring an encoding of their own come last."""
+def method_rows(*, to_train: bool = False) -> list[dict[str, str]]:
+    """Return one row per method, from what the methods themselves say, group by group.
+
+    Args:
+        to_train: list the encodings that a model has to be trained with, instead of what extends a checkpoint.
+    """
     rows = []
-    for name, kind in sorted(known_methods().items(), key=lambda item: issubclass(item[1], EncodingMethod)):
-        example = kind.example(LLAMA)
-        dynamic = "yes" if example.dynamic else "no"
-        cells = (name, kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
-        rows.append(dict(zip(COLUMNS, cells, strict=True)))
-    return rows
+    for name, kind in known_methods().items():
+        if kind.needs_training == to_train:
+            example = kind.example(LLAMA)
+            dynamic = "yes" if example.dynamic else "no"
+            cells = (name, _group(example), kind.summary, _pick(kind), dynamic, _stock_form(example), kind.source)
+            rows.append(dict(zip(COLUMNS, cells, strict=True)))
+    return sorted(rows, key=lambda row: GROUPS.index(_heading(row)))
 
 
-def methods_table() -> Table:
-    """The methods, for a terminal: one paragraph each."""
+def _group(method: Method) -> str:
+    """Return what a method extends, or what an encoding changes."""
+    if isinstance(method, EncodingMethod):
+        return {"added": "input", "own": "attention"}.get(method.form, "scores")
+    if isinstance(method, RemapMethod):
+        return "remapping"
+    return ", ".join(name for name, kind in KINDS.items() if isinstance(method, kind)) or "other"
+
+
+def _heading(row: Mapping[str, str]) -> str:
+    """Return the first group of a row."""
+    return row["group"].split(", ")[0]
+
+
+def methods_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Lay ``method_rows`` out for a terminal: one paragraph each, under the heading of its group."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
-    first = next(row["method"] for row in method_rows() if issubclass(known_methods()[row["method"]], EncodingMethod))
-    for row in method_rows():
-        if row["method"] == first:
-            table.add_row("", Text("In the place of rotation, to be trained:", style="bold"))
-        what = Text(row["what it does"] + "\n")
-        what.append(f"Pick it {row['pick it']}.\n".replace("`", ""))
-        what.append(
-            f"stock form on a Llama: {row['stock form on a Llama']}; dynamic: {row['dynamic']}; {row['source']}",
-            style="dim",
-        )
-        table.add_row(Text(row["method"], style="bold cyan"), what)
+    for heading, group in itertools.groupby(rows, key=_heading):
+        table.add_row(Text(heading, style="bold"), "")
+        for row in group:
+            what = Text(row["what it does"] + "\n")
+            what.append(f"Pick it {row['pick it']}.\n".replace("`", ""))
+            what.append(
+                f"{row['group']}; stock form on a Llama: {row['stock form on a Llama']}; "
+                f"dynamic: {row['dynamic']}; {row['source']}",
+                style="dim",
+            )
+            table.add_row(Text(row["method"], style="bold cyan"), what)
     return table
 
 
-def methods_markdown() -> str:
-    """The methods, for docs/methods.md."""
+def methods_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Write ``method_rows`` as the Markdown of docs/methods.md."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for row in method_rows():
+    for row in rows:
         link = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["source"])
-        cells = (row | {"method": f"`{row['method']}`", "source": link}).values()
+        cells = {**row, "method": f"`{row['method']}`", "source": link}.values()
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def show_methods(*, to_train: bool, as_json: bool, markdown: bool) -> None:
+    """Print ``method_rows`` as a terminal's table, JSON or Markdown."""
+    rows = method_rows(to_train=to_train)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif markdown:
+        typer.echo(methods_markdown(rows))
+    else:
+        terminal().print(methods_table(rows))
 
 
 def _pick(kind: type[Method]) -> str:

@@ -15,6 +15,7 @@ from typer.testing import Result
 
 import ctxext
 from ctxext.cli.show import LLAMA
+from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, speed
 from ctxext.methods import METHODS, known_methods
 from tests._checkpoints import SHAPE, TRAINED
@@ -255,19 +256,36 @@ def test_config_without_rope_theta(cli: Cli, llama: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_methods_come_from_the_methods(cli: Cli) -> None:
     rows = {row["method"]: row for row in json.loads(cli("methods", "--json").stdout)}
-    assert rows.keys() == METHODS.keys()
-    assert all(all(row.values()) for row in rows.values()), "every method says what it does and when to pick it"
+    to_train = {row["method"]: row for row in json.loads(cli("lab", "methods", "--json").stdout)}
+    assert to_train.keys() == ENCODINGS.keys() | {"nope"}
+    assert rows.keys() == METHODS.keys() - {"nope"}
+    each = {**rows, **to_train}
+    assert all(all(row.values()) for row in each.values()), "every method says what it does and when to pick it"
     assert rows["yarn"]["stock form on a Llama"] == "yarn"
     assert rows["ntk"]["stock form on a Llama"] == "default, other base"
     assert rows["ntk_by_parts"]["stock form on a Llama"] == "llama3"
     assert rows["dynamic_yarn"]["stock form on a Llama"] == "none"
-    assert [name for name, row in rows.items() if row["dynamic"] == "yes"] == [
-        name for name, kind in METHODS.items() if kind.example(LLAMA).dynamic
-    ]
-    lines = cli("methods", "--markdown").stdout.splitlines()
-    assert len(lines) == 2 + len(METHODS)
-    assert len({line.count(" | ") for line in lines[2:]}) == 1
-    assert all(name in cli("methods").stdout for name in METHODS)
+    assert {name for name, row in each.items() if row["dynamic"] == "yes"} == {
+        name for name, kind in known_methods().items() if kind.example(LLAMA).dynamic
+    }
+    for command, names in ((("methods",), rows), (("lab", "methods"), to_train)):
+        lines = cli(*command, "--markdown").stdout.splitlines()
+        assert len(lines) == 2 + len(names)
+        assert len({line.count(" | ") for line in lines[2:]}) == 1
+        assert all(name in cli(*command).stdout for name in names)
+
+
+@pytest.mark.slow
+def test_methods_stand_in_groups(cli: Cli) -> None:
+    groups = {row["method"]: row["group"] for row in json.loads(cli("methods", "--json").stdout)}
+    headings = [group.split(", ")[0] for group in groups.values()]
+    assert list(dict.fromkeys(headings)) == ["rotary", "remapping", "ALiBi", "tables", "buckets"]
+    assert headings == sorted(headings, key=headings.index), "each group once"
+    assert groups["pi"] == "rotary, ALiBi, tables"
+    assert (groups["yarn"], groups["self_extend"], groups["alibi"]) == ("rotary", "remapping", "ALiBi")
+    assert (groups["tile"], groups["stretch_buckets"]) == ("tables", "buckets")
+    printed = [line.strip() for line in cli("methods").stdout.splitlines()]
+    assert [line for line in printed if line in headings] == list(dict.fromkeys(headings))
 
 
 @pytest.mark.slow

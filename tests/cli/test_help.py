@@ -42,7 +42,7 @@ def states_default(option: Any) -> bool:
 
 
 def test_every_verb_is_here() -> None:
-    verbs = {"inspect", "patch", "export", "plan", "methods", "demo", "plot", "show", "eval"}
+    verbs = {"inspect", "patch", "export", "plan", "methods", "demo", "plot", "show", "eval", "lab"}
     assert {path[0] for path in COMMANDS if path} >= verbs
     assert len([path for path in COMMANDS if path[:1] == ("eval",)]) >= 6
 

@@ -442,11 +442,12 @@ import pytest
 where = "tests/contracts/test_encodings.py"
 code = pytest.main(["-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"])
 
-from ctxext.cli.show import methods_markdown  # not before pytest, which checks the types of what is imported after it
+# Not before pytest, which checks the types of what is imported after it.
+from ctxext.cli.show import method_rows, methods_markdown
 import ctxext
 
 assert ctxext.methods()["doublings"].__module__ == "ctxext.laboratory.encodings.doublings"
-assert "| `doublings` | a learned number for each doubling" in methods_markdown()
+assert "| `doublings` | a learned number for each doubling" in methods_markdown(method_rows(to_train=True))
 
 from typer.testing import CliRunner
 
