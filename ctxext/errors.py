@@ -10,7 +10,7 @@
     ├── BackendUnavailableError (RuntimeError) a named attention backend cannot serve this call
     └── ResultsError (RuntimeError)            measured results that are another run's, damaged, or cannot be written
 
-A message names the thing, the value found and the next step. One warning, LeftOutWarning, says what is not read.
+A message names the object, the value and the way out. One warning, LeftOutWarning, names files that are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import reprlib
 from collections.abc import Iterable
 
 MOST_SHOWN = 80
-# What transformers (its rope types) and papers call a method, and ctxext's name of it.
+# Names of methods in transformers (its rope types) and in papers, with ctxext's name.
 NAMED_ELSEWHERE = {
     "linear": "pi",
     "interpolation": "pi",
@@ -51,7 +51,7 @@ def shown(value: object) -> str:
 
 def printable(name: str) -> str:
     """Return a name in one line of characters that every terminal and file can show, others replaced."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in name)
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
 
 
 class CtxextError(Exception):
@@ -65,7 +65,7 @@ class UnknownNameError(CtxextError, LookupError):
     def of(cls, kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
         """Build the message ``Unknown <kind> '<name>'. Did you mean ...? Known: ...``."""
         names = sorted(known)
-        by_lower = {one.lower(): one for one in names}
+        by_lower = {name.lower(): name for name in names}
         asked = str(name).lower()[:MOST_SHOWN]
         elsewhere = NAMED_ELSEWHERE.get(asked.replace("-", "_").replace(" ", "_"))
         close = [elsewhere] if elsewhere in by_lower else difflib.get_close_matches(asked, by_lower, n=1)
@@ -78,7 +78,7 @@ class InvalidParameterError(CtxextError, ValueError):
 
 
 class IncompatibleError(CtxextError, ValueError):
-    """The method cannot be applied rightly to this model."""
+    """The method cannot be correct on this model."""
 
 
 class PatchStateError(CtxextError, RuntimeError):
@@ -106,6 +106,6 @@ class LeftOutWarning(UserWarning):
 
 
 def require_package(package: str, extra: str, who: str, error: type[CtxextError] = InvalidParameterError) -> None:
-    """Raise ``error`` with the command to run where a package that only an extra of ctxext brings is not installed."""
+    """Raise ``error``, with the command that installs it, if a package of one of ctxext's extras is missing."""
     if importlib.util.find_spec(package) is None:
         raise error(f"{who} the package {package}, which is not installed. Run `pip install 'ctxext[{extra}]'`.")

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all or hold what they should, and links that stay in the folder they lie in."""
+"""Write files whole or not at all, read them with checks, and follow no link out of its folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 
 from ctxext.errors import CheckpointError
 
-NAME_BYTES = 255  # of a file name, on every file system in use
+NAME_BYTES = 255  # the longest file name, on every file system in use
 
 
 def hidden_beside(path: Path, ending: str) -> Path:
-    """A hidden name beside ``path`` that begins like it and is no longer than file systems allow."""
+    """Return a hidden path beside ``path``: its name, cut to the length that file systems allow, and ``ending``."""
     room = max(0, NAME_BYTES - 2 - len(os.fsencode(ending)))
     return path.with_name(f".{os.fsencode(path.name)[:room].decode(errors='ignore')}.{ending}")
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise ``CheckpointError`` where something lies at ``path`` already, be it a broken link."""
+    """Raise ``CheckpointError`` if ``path`` exists, even as a broken link."""
     if os.path.lexists(path):
         raise CheckpointError(f"{path} already exists and is never overwritten. Give a new name, or remove it.")
 
@@ -35,7 +35,7 @@ def refuse_existing(path: Path) -> None:
 def followed(path: Path, root: Path) -> Path:
     """Return the file or directory that ``path`` leads to, without any link in it.
 
-    A folder of somebody else's may hold links to files of whoever reads it, a private key say.
+    A folder from somebody else may hold links to files of the user who reads the folder, such as a private key.
 
     Args:
         path: inside ``root``; any part of it below ``root`` may be a symbolic link.
@@ -89,7 +89,7 @@ def _files_below(folder: Path, root: Path, linked: set[Path]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that what is half written is taken away. The main thread only."""
+    """Let SIGTERM end the block as Ctrl-C does, so that half-written files are removed. The main thread only."""
     default = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
@@ -109,7 +109,7 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path beside ``path``, with its ending, to be written instead; it takes its place unless the block raises."""
+    """Yield a hidden path beside ``path``, with its suffix, that replaces ``path`` unless the block raises."""
     half = hidden_beside(path, f"{os.getpid()}{path.suffix}")
     with ending_cleanly():
         try:
@@ -124,15 +124,15 @@ SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.safetensors)")
 
 @contextlib.contextmanager
 def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
-    """A hidden folder in ``directory`` to write into instead; its files take their places unless the block raises.
+    """Yield a hidden folder in ``directory``; its files move into ``directory`` unless the block raises.
 
-    ``directory`` is created if it does not exist, and removed again if it is empty after an exception. Weight files of
-    the same stem that were written there before, in other shards, are removed.
+    ``directory`` is created if it does not exist, and removed again if it is empty after an exception. Earlier weight
+    files of the same stem, in other shards, are removed.
 
     Args:
-        directory: where the files go, those in folders into folders of the same names.
-        last: names of files without which the others are not read. Old ones are removed first and new ones put there
-            last, in this order: a kill leaves a directory that is refused, and not new weights under an old config.
+        directory: the final place of the files; subfolders keep their names.
+        last: names of files without which the others are not read. Old ones are removed first and new ones moved last,
+            in this order: a kill leaves a directory that is refused, and not new weights under an old config.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def _put_in_place(half: Path, directory: Path, last: Sequence[str]) -> None:
 
 
 def _replaced_weights(place: Path, written: set[str]) -> list[str]:
-    """Old weight files, in one piece or in shards, of which new ones were written under other names."""
+    """Return old weight files, whole or in shards, that new files under other names replace."""
     stems = {SHARD.sub(r"\1\2", name) for name in written if name.endswith(".safetensors")}
     old = [path.name for path in place.iterdir() if path.is_file() and path.name not in written]
     return [name for name in old if SHARD.sub(r"\1\2", name.removesuffix(".index.json")) in stems]
@@ -174,7 +174,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader, or a kill, meets the old one or the new one and never half of it.
 
     Raises:
-        OSError: it cannot be written; the old file is as it was.
+        OSError: if the file cannot be written; the old file is unchanged.
     """
     with whole_file(path) as half, open(half, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -193,25 +193,25 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if the file holds anything else.
     """
-    found: dict[str, Any] = read_json_as(path, dict, "a JSON object")
-    return found
+    content: dict[str, Any] = read_json_as(path, dict, "a JSON object")
+    return content
 
 
-def read_json_as(path: Path, kind: type, said: str) -> Any:
+def read_json_as(path: Path, kind: type, expected: str) -> Any:
     """Read JSON of a kind from a file of a checkpoint; see ``read_json``.
 
     Args:
         path: the file.
-        kind: the Python type of what it should hold.
-        said: the same in words.
+        kind: the expected Python type.
+        expected: the same type in words.
 
     Raises:
         CheckpointError: if the file holds anything else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, kind):
-        raise CheckpointError(f"{path} should hold {said}; found {json.dumps(found)[:40]}.")
-    return found
+    if not isinstance(content, kind):
+        raise CheckpointError(f"{path} should hold {expected}; found {json.dumps(content)[:40]}.")
+    return content

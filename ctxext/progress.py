@@ -1,4 +1,4 @@
-"""What a terminal shows: texts as they are, a bar for work that takes a while, and one for work in stages."""
+"""Output on a terminal: plain text, a bar that appears when work takes long, and a bar for work in stages."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ctxext.errors import LeftOutWarning
 
 
 def terminal(**options: Any) -> Console:
-    """Return a rich console that prints every text as it is.
+    """Return a rich console that prints every text unchanged.
 
-    Names of documents, checkpoints and files stand in what is printed. Rich would take brackets in them for markup
-    and words between colons for emoji. What is to be bold is a ``rich.text.Text``.
+    The output contains names of documents, checkpoints and files. Rich would take brackets in a name for markup and
+    words between colons for emoji. Bold text is given as a ``rich.text.Text``.
 
     Args:
-        options: what ``rich.console.Console`` takes beside that.
+        options: further options of ``rich.console.Console``.
     """
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 @contextlib.contextmanager
 def saying_what_is_left_out(say: Callable[[str], None]) -> Iterator[None]:
-    """Let ``say`` print each ``LeftOutWarning``, in one line; other warnings are shown as they are."""
+    """Print each ``LeftOutWarning`` by ``say``, in one line; show other warnings as usual."""
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
@@ -52,7 +52,7 @@ def saying_what_is_left_out(say: Callable[[str], None]) -> Iterator[None]:
 
 
 class DelayedBar:
-    """Call it with (done, total); a bar appears on stderr once ``after`` seconds have passed, and goes at the end."""
+    """Progress bar to call with (done, total): appears on stderr after ``after`` seconds, vanishes at the end."""
 
     def __init__(self, *columns: str | ProgressColumn, after: float) -> None:
         self._bar = Progress(*columns, console=terminal(stderr=True), transient=True)
@@ -70,7 +70,7 @@ class DelayedBar:
             self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        """Tell how far the work is."""
+        """Update the bar."""
         self._bar.update(self._task, completed=done, total=total)
         if not self._shown and time.monotonic() >= self._begins:
             self._shown = True
@@ -78,12 +78,12 @@ class DelayedBar:
 
 
 class StageBar:
-    """Call it with (stage, work done since the last call); a bar shows the stage, the time and the time left.
+    """Progress bar to call with (stage, work done since the last call): shows stage, time and time left.
 
     Args:
-        console: where the bar appears, to go at the end.
-        total: work in all stages.
-        report: whether each finished stage leaves a line with its seconds.
+        console: console of the bar, which vanishes at the end.
+        total: work of all stages.
+        report: whether to print a line with the seconds of each finished stage.
     """
 
     def __init__(self, console: Console, total: float, *, report: bool = False) -> None:
@@ -106,7 +106,7 @@ class StageBar:
         self._bar.stop()
 
     def __call__(self, stage: str, done: float) -> None:
-        """Tell what is being done, and how much of it was done since the last call."""
+        """Show the stage, and advance the bar by the work done since the last call."""
         if self._stage is None or self._stage[0] != stage:
             self._finish()
             self._stage = (stage, time.perf_counter())

@@ -17,7 +17,7 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
     Raises:
         RuntimeError: if two classes claim the same name (a programming error in the folder).
     """
-    found: dict[str, type[T]] = {}
+    classes: dict[str, type[T]] = {}
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
         if module_info.name.startswith("_") or module_info.name == "base":
             continue
@@ -26,9 +26,9 @@ def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:
             if not (inspect.isclass(cls) and issubclass(cls, base)) or inspect.isabstract(cls):
                 continue
             if cls.__module__ != module.__name__ or (not hasattr(cls, "name") and cls.__subclasses__()):
-                continue  # imported from elsewhere, or what several classes of the file have in common
+                continue  # imported from elsewhere, or the common base of several classes of the file
             name: str = cls.name  # type: ignore[attr-defined]
-            if name in found:
-                raise RuntimeError(f"{cls.__qualname__} and {found[name].__qualname__} are both named {name!r}.")
-            found[name] = cls
-    return found
+            if name in classes:
+                raise RuntimeError(f"{cls.__qualname__} and {classes[name].__qualname__} are both named {name!r}.")
+            classes[name] = cls
+    return classes

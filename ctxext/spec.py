@@ -14,21 +14,21 @@ from torch import Tensor
 from ctxext.errors import InvalidParameterError
 
 ScoreForm = Literal["none", "columns", "places", "rows", "own"]
-"""How what an encoding adds to scores reaches a kernel: see ``PairScore``."""
+"""Form in which an encoding's term of the scores reaches a kernel: see ``PairScore``."""
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """What a RoPE method may know about a model.
+    """Facts about a rotary model that a RoPE method may use.
 
     Args:
         rotary_dim: number of head dimensions that rotate (not ``head_dim`` when rotary is partial). Even, at least 2.
         base: ``rope_theta``, dimensionless, above 1.
         trained_length: tokens that the unextended checkpoint was trained for, at least 1.
         inv_freq: radians per token that the weights were trained with, one per rotated pair, above 0; None for
-            ``base^(-2i/d)``. Llama 3.1 and others were trained with scaled ones.
-        attention_scale: what multiplied cos and sin in that training, above 0. An extension's own scale, which methods
-            return, comes on top of it.
+            ``base^(-2i/d)``. Llama 3.1 and others were trained with scaled frequencies.
+        attention_scale: factor on cos and sin in that training, above 0. The scale that a method returns multiplies
+            this one.
     """
 
     rotary_dim: int
@@ -52,12 +52,12 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AlibiSpec:
-    """What an ALiBi method may know about a model.
+    """Facts about an ALiBi model that a method may use.
 
     Args:
         num_heads: query heads, at least 1.
         trained_length: tokens that the checkpoint was trained for, at least 1.
-        slopes: what the checkpoint was trained with, one per head, positive; None for the ALiBi paper's series.
+        slopes: slopes that the checkpoint was trained with, one per head, positive; None for the ALiBi paper's series.
     """
 
     num_heads: int
@@ -67,10 +67,10 @@ class AlibiSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What a method for buckets of relative distances may know about a model.
+    """Facts about a model with buckets of relative distances that a method may use.
 
     Args:
-        buckets: how many there are, those of both directions together; at least 2.
+        buckets: number of buckets, both directions together; at least 2.
         max_distance: tokens from which all distances share the last bucket.
         trained_length: tokens that the checkpoint was trained for, at least 1.
     """
@@ -82,7 +82,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSpec:
-    """What a method that brings an encoding of its own may know about a model.
+    """Facts about a model that a method with its own position encoding may use.
 
     Args:
         hidden_size: width of the states between layers.
@@ -105,12 +105,13 @@ class EncodingSpec:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """Numbers of each token, which an encoding has from the states of its layer and which travel with the keys.
+    """Numbers that an encoding computes for each token from the states of its layer, cached with the keys.
 
     Args:
-        keys: those of every key, in the order of the keys: ``heads`` are the queries' or the keys'.
-        places: which of the keys each query stands at; one row where all rows of the batch are alike.
-        real: which of the keys are tokens; None where all are. What stands elsewhere may be any finite number.
+        keys: numbers of every key, in the order of the keys: ``heads`` are the queries' or the keys'.
+        places: index of the key at which each query stands; one row where all rows of the batch are alike.
+        real: mask of the keys that are tokens, not padding; None where all are. Numbers of padding are arbitrary but
+            finite.
     """
 
     keys: Float[Tensor, "batch heads key numbers"]
@@ -118,12 +119,12 @@ class Carried:
     real: Bool[Tensor, "rows key"] | None = None
 
     def of_queries(self, keys: Float[Tensor, "batch heads key numbers"]) -> Float[Tensor, "batch heads query numbers"]:
-        """What queries have of something that there is for every key."""
+        """Gather a per-key tensor at the queries' places."""
         places = self.places[:, None, :, None].expand(keys.shape[0], keys.shape[1], -1, keys.shape[3])
         return keys.gather(2, places)
 
     def without_padding(self, keys: Float[Tensor, "batch heads key numbers"]) -> Tensor:
-        """The same, with zeros where no token is."""
+        """Set a per-key tensor to 0 at padding."""
         return keys if self.real is None else keys * self.real[:, None, :, None]
 
 
@@ -135,12 +136,12 @@ class Pairs:
         q: queries, as attention gets them.
         k: keys; ``kv_heads`` divides ``heads``.
         query_positions: tokens from the start of the document; one row where all rows of the batch are alike.
-        key_positions: likewise. What stands where no token is, is never seen.
-        scale: what attention multiplies ``q . k`` by.
-        visible: for some of the queries, which keys each of them sees: bool ``[rows, queries, key]``.
-        carried: what the encoding carries with the keys; None if it carries nothing.
-        key_documents: which document each key is of, negative where no token is; None: all are of one. The tokens of a
-            document stand side by side, in order.
+        key_positions: tokens from the start of the document, arbitrary at padding, which is masked.
+        scale: factor of attention on ``q . k``.
+        visible: function from a slice of the queries to the mask of the keys that each sees, ``[rows, queries, key]``.
+        carried: numbers that the encoding caches with the keys; None if it caches none.
+        key_documents: number of each key's document, negative at padding; None if all keys are of one document. The
+            tokens of a document are adjacent and in order.
     """
 
     q: Float[Tensor, "batch heads query head_dim"]
@@ -154,29 +155,29 @@ class Pairs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What scores are computed in: float32, or float64 where queries are."""
+        """Dtype of the scores: float32, or float64 for queries in float64."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def like_scores(self, weight: Tensor) -> Tensor:
-        """A weight where the queries are, and in the dtype that scores are computed in."""
+        """Convert a weight to the queries' device and the scores' dtype."""
         return weight.to(self.q.device, self.dtype)
 
     def distances(self, queries: slice) -> Int[Tensor, "rows queries key"]:
-        """How many tokens each key stands before each of these queries, at least 0."""
+        """Return the distance in tokens from each of these queries back to each key, at least 0."""
         return (self.query_positions[:, queries, None] - self.key_positions[:, None, :]).clamp(min=0)
 
 
 class PairScore(ABC):
-    """What an encoding adds to the scaled product of every query and key.
+    """Term that an encoding adds to the scaled product of every query and key.
 
-    Attention asks for a few queries at a time, so that it is never written out for all pairs, and asks again in the
-    backward pass.
+    Attention computes the term for a few queries at a time, so that it is never stored for all pairs, and computes it
+    again in the backward pass.
 
     Attributes of every score:
-        weights: what it is computed from, beside queries, keys and positions; gradients reach them from attention.
-        floats: how many numbers one pair takes while ``rows`` are computed, those of all heads together.
-        reads_all: whether it needs all tokens before a query, of which the cache of a sliding window keeps the last.
-        far_from: the distance in tokens, at least 1, from which on all keys get the same from a query; None if none is.
+        weights: parameters of the term, which get gradients from attention.
+        floats: numbers per pair that ``rows`` holds while it computes, all heads together.
+        reads_all: whether a query needs all tokens before it; the cache of a sliding window keeps the last ones only.
+        far_from: distance in tokens, at least 1, from which on all keys of a query get the same; None if there is none.
     """
 
     weights: tuple[Tensor, ...]
@@ -186,40 +187,40 @@ class PairScore(ABC):
 
     @abstractmethod
     def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
-        """What is added for these queries, in float32 or float64; one row where all rows of the batch are alike."""
+        """Compute the term for these queries, in float32 or float64; one row where all rows of the batch are alike."""
 
     def columns(self) -> tuple[Tensor, Tensor]:
-        """The same as ``query . key`` of a few more dimensions, ``[rows, heads or 1, seq, n]``.
+        """Factor the term into ``query . key`` of a few more dimensions, ``[rows, heads or 1, seq, n]``.
 
-        The same up to a number that all keys of a query have in common, which a softmax does not see. Only scores of
-        low rank have this form.
+        The product may differ from the term by a constant per query, which a softmax cancels. Only terms of low rank
+        have this form.
         """
         raise NotImplementedError
 
     def above_far(self) -> Float[Tensor, "rows heads queries distances"]:
-        """What near keys get above far ones, for the distances below ``far_from``; one query where all are alike."""
+        """Return near keys' surplus over far keys, for distances below ``far_from``; one query where all are alike."""
         raise NotImplementedError
 
     def places(self) -> tuple[Float[Tensor, "batch heads query"], Float[Tensor, "batch heads key"]]:
-        """The same as the place of the query minus the place of the key, in float64, where a score has this form.
+        """Split the term into the place of the query minus the place of the key, in float64, where it has this form.
 
-        A place is a number of its own in every head, such as a distance that has been gone so far.
+        A place is one number per head and token, such as a cumulative distance.
         """
         raise NotImplementedError
 
 
 class OwnAttention(PairScore):
-    """Attention that is no softmax of scores: an encoding that weighs values in a way of its own."""
+    """Attention that is no softmax of scores: the encoding computes the weights of the values itself."""
 
     reads_all = True
 
     @abstractmethod
     def weights_of(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
-        """How much of each value these queries get, by definition, in float32 or float64; 0 for what is not seen."""
+        """Compute the weights of the values for these queries by definition, in float32 or float64; 0 where masked."""
 
     @abstractmethod
     def attend(self, v: Float[Tensor, "batch kv_heads key head_dim"]) -> Float[Tensor, "batch heads query head_dim"]:
-        """The same weights times the values, without writing them out, in the queries' dtype."""
+        """Multiply the weights by the values without storing the weights, in the queries' dtype."""
 
     def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
         raise NotImplementedError
@@ -227,7 +228,7 @@ class OwnAttention(PairScore):
 
 @dataclass(frozen=True, eq=False)
 class Frequencies:
-    """What a RoPE method turns a model's positions into.
+    """Result of a RoPE method: the frequencies and the scale of the rotation.
 
     Args:
         inv_freq: radians per token, float64, one entry per rotated pair of dimensions.
@@ -242,13 +243,13 @@ class Frequencies:
 class PositionMap:
     """Another position for each token: ``min(floor((p mod period) / group) * scale + offset, ceiling)``.
 
-    The default changes nothing. Where ``group`` and ``offset`` are tuples, every frequency has a position of its own.
+    The default changes nothing. Where ``group`` or ``offset`` is a tuple, every frequency has a position of its own.
 
     Args:
         period: tokens after which positions begin again at 0; None for never.
         group: neighbouring tokens that share a position, at least 1; or one number per frequency, fastest first.
         scale: positions that one group counts for, at least 0; 0 puts all tokens at ``offset``.
-        offset: what is added; or one number per frequency.
+        offset: positions to add; or one number per frequency.
         ceiling: the largest position; None for no limit.
     """
 
@@ -260,35 +261,35 @@ class PositionMap:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether every token keeps its position."""
+        """True if every token keeps its position."""
         return self == PositionMap()
 
     def __call__(self, positions: Int[Tensor, " seq"]) -> Tensor:
-        """Positions in float64: ``[seq]``, or ``[seq, frequencies]`` where each frequency has its own."""
+        """Compute positions in float64: ``[seq]``, or ``[seq, frequencies]`` where each frequency has its own."""
         place = positions if self.period is None else positions % self.period
         if isinstance(self.group, tuple) or isinstance(self.offset, tuple):
             place = place[:, None]
         group = torch.tensor(self.group, dtype=torch.long, device=place.device)
         grouped = torch.div(place, group, rounding_mode="floor").double()
         offset = torch.tensor(self.offset, dtype=torch.float64, device=place.device)
-        found = grouped * self.scale + offset
-        return found if self.ceiling is None else found.clamp(max=self.ceiling)
+        mapped = grouped * self.scale + offset
+        return mapped if self.ceiling is None else mapped.clamp(max=self.ceiling)
 
 
 class Region(ABC):
-    """Which pairs of a query and a key that is not after it a piece of attention is for."""
+    """Set of pairs of a query and a key (at or before the query) that a piece of attention serves."""
 
     @abstractmethod
     def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
-        """Whether the pairs of these positions, which broadcast against each other, belong to it."""
+        """Return the mask of the pairs that belong to the region; the positions broadcast against each other."""
 
 
 @dataclass(frozen=True)
 class Band(Region):
     """Keys that lie at least ``start`` and less than ``stop`` tokens back (None: to the beginning of the text).
 
-    Queries before position ``plain_before`` are plain: the band that begins at 0 holds all their keys, others none.
-    For other queries a band leaves out the first ``skip`` keys of the text.
+    Queries before position ``plain_before`` are plain: the band that begins at 0 holds all their keys, other bands hold
+    none. For later queries a band leaves out the first ``skip`` keys of the text.
     """
 
     start: int = 0
@@ -298,21 +299,20 @@ class Band(Region):
 
     def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
         back = query - key
-        found = back >= self.start
-        found = found if self.stop is None else found & (back < self.stop)
-        found = found & (key >= self.skip)
+        inside = (back >= self.start) & (key >= self.skip)
+        inside = inside if self.stop is None else inside & (back < self.stop)
         is_plain = query < self.plain_before
-        return torch.where(is_plain, (back >= 0) & (self.start == 0), found)
+        return torch.where(is_plain, (back >= 0) & (self.start == 0), inside)
 
     def __str__(self) -> str:
         late = f" of queries from {self.plain_before:,} on" if self.plain_before else ""
         late += f", but for the first {self.skip} of the text" if self.skip else ""
         if self.stop is None:
             return f"keys {self.start:,} or more tokens back{late}" if self.start else "all keys"
-        found = f"keys less than {self.stop:,} tokens back" + (f", at least {self.start:,}" if self.start else "")
+        near = f"keys less than {self.stop:,} tokens back" + (f", at least {self.start:,}" if self.start else "")
         if self.start:
-            return found + late
-        return found + (f", and all keys of queries before {self.plain_before:,}" if self.plain_before else "")
+            return near + late
+        return near + (f", and all keys of queries before {self.plain_before:,}" if self.plain_before else "")
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class Chunks(Region):
 class Sinks(Region):
     """The first ``count`` keys of the text, where they lie at least ``start`` tokens back.
 
-    Queries before position ``plain_before`` have none.
+    For queries before position ``plain_before`` the region is empty.
     """
 
     count: int
@@ -356,11 +356,11 @@ class Piece:
     """A part of attention in which queries and keys stand at positions of its own.
 
     Args:
-        region: which pairs of a query and a key it is for.
-        query: where it puts queries.
-        key: where it puts keys.
-        weight: how much each of its keys counts beside those of other pieces, above 0: what multiplies the exponential
-            of its score.
+        region: pairs of a query and a key that the piece serves.
+        query: positions of the queries.
+        key: positions of the keys.
+        weight: factor on the exponential of each score of the piece, which weighs its keys against those of other
+            pieces. Above 0.
     """
 
     region: Region
@@ -371,7 +371,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What ``ctxext.describe`` knows about a model; ``str()`` and ``repr()`` are made for reading.
+    """Report of ``ctxext.describe`` on a model; ``str()`` and ``repr()`` give it as text.
 
     Args:
         model_type: transformers' name of the architecture.
@@ -381,7 +381,7 @@ class Description:
         stored_as: how the config expresses the extension.
         stock: whether a process without ctxext loads the same model.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies.
-        attention: which attention backend serves the model and why others do not; empty where it keeps its own.
+        attention: attention backend that serves the model, and why others do not; empty where it keeps its own.
         notes: sentences that a user must know.
         edits: attributes of this model that ctxext changed; empty for a model loaded already extended.
         sides: of an encoder-decoder that is extended: each side's name and its own description. The lengths are then
@@ -409,7 +409,7 @@ class Description:
             reach = "its config names no length" if self.target_length is None else f"{self.target_length} tokens"
             lines = [f"{self.model_type}: not extended by ctxext, {reach}"]
             return "\n".join([*lines, *(f"  note         {note}" for note in self.notes)])
-        loads = f"  loads with   {'stock transformers' if self.stock else 'ctxext.load only'}"
+        loads = f"  loads with   {'plain transformers' if self.stock else 'ctxext.load only'}"
         if self.sides:
             lines = [f"{self.model_type}: an encoder-decoder, {len(self.sides)} of its 2 sides extended"]
             lines += [f"{name}: {side}" for name, side in self.sides]
@@ -435,11 +435,11 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for, apart from the method itself.
+    """Options of an extension that the user gave, apart from the method itself.
 
     Args:
-        trained_length: tokens the checkpoint was trained for; None reads ``max_position_embeddings``, and is given
-            for a checkpoint that is not extended only.
+        trained_length: tokens that the checkpoint was trained for; None reads ``max_position_embeddings``. Given only
+            for a checkpoint that is not extended yet.
         sliding_window: "keep", "lift" or None; see ``ctxext.patch``.
         scaling: "extend", "replace" or None, for a checkpoint whose config scales its positions already; see
             ``ctxext.patch``.
@@ -471,7 +471,7 @@ class ExtensionArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What an architecture did to a model; the journal holds how to undo it.
+    """Record of the changes that an architecture made to a model; the journal can undo them.
 
     Args:
         trained_length: tokens that the unextended checkpoint was trained for.
@@ -480,7 +480,7 @@ class Extension:
         stock: whether a process without ctxext loads the same model.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies at ``target_length``.
         notes: sentences that a user must know before relying on the model.
-        sliding_window: what the user chose to do about it, see ``ctxext.patch``.
+        sliding_window: the user's choice for a sliding window, see ``ctxext.patch``.
         scaling: whether a scaling that the checkpoint had was extended or replaced; None where it had none.
         attention: the attention backend asked for, where the method needs one of ctxext's; else None.
         original: the config fields that were changed, as they were.

@@ -128,7 +128,7 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.stored_as == "stock rope_type 'yarn'"
     assert len(found.fingerprint) == 12
     assert "LlamaRotaryEmbedding.inv_freq" in found.edits
-    for part in ("yarn", "factor=4.0", f"{TRAINED_LENGTH} -> {4 * TRAINED_LENGTH}", "stock transformers", "inv_freq"):
+    for part in ("yarn", "factor=4.0", f"{TRAINED_LENGTH} -> {4 * TRAINED_LENGTH}", "plain transformers", "inv_freq"):
         assert part in str(found)
     assert repr(found) == str(found)  # what an interactive session shows
     assert repr(found).splitlines()[0].startswith("llama extended by yarn (factor=4.0, ")

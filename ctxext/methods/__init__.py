@@ -46,7 +46,7 @@ def known_methods() -> dict[str, type[Method]]:
 
 
 def method_class(name: str) -> type[Method] | None:
-    """Return the method of this name, None if there is none. The laboratory is asked for what ``METHODS`` lacks."""
+    """Return the method of this name, None if there is none. Names that ``METHODS`` lacks are the laboratory's."""
     return METHODS[name] if name in METHODS else known_methods().get(name)
 
 
@@ -67,24 +67,24 @@ def saved_class(name: str) -> type[Method]:
 
 
 def is_choice(method: object) -> TypeGuard[str]:
-    """Whether what stands for a method is a file of ``ctxext choose`` (``choice.json``), which ``method_in`` reads."""
+    """Return whether ``method`` is the path of a ``choice.json`` (``ctxext choose``), which ``method_in`` reads."""
     return isinstance(method, str) and method.endswith(".json")
 
 
 def method_in(path: str | Path) -> Method:
-    """The method that a choice holds, as ``ctxext choose -o choice.json`` writes it.
+    """Read the method from a file that ``ctxext choose -o choice.json`` wrote.
 
     Raises:
-        InvalidParameterError: the file cannot be read, or holds no method.
-        CheckpointError: its method is unknown in this process.
+        InvalidParameterError: if the file cannot be read, or holds no method.
+        CheckpointError: if the method is unknown in this process.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        choice = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidParameterError(f"Cannot read the method in {str(path)!r}: {error.strerror}.") from error
     except ValueError as error:
         raise InvalidParameterError(f"{path} is not JSON, so there is no method in it: {error}.") from error
-    saved = found.get("method") if isinstance(found, dict) else None
+    saved = choice.get("method") if isinstance(choice, dict) else None
     if not isinstance(saved, dict) or "method" not in saved:
         raise InvalidParameterError(
             f"{path} holds no method. A file that `ctxext choose ... -o choice.json` writes does, under 'method'."
@@ -93,7 +93,7 @@ def method_in(path: str | Path) -> Method:
 
 
 class MethodsPackage(ModuleType):
-    """What this package is: a module that answers a call."""
+    """Module that can be called: ``ctxext.methods()``."""
 
     def __call__(self) -> dict[str, type[Method]]:
         """Return every method by the name that ``ctxext.patch`` takes: ``{"yarn": YaRN, ...}``."""

@@ -27,10 +27,10 @@ class ALiBi(BiasMethod):
             the slopes do not depend on it.
         bias: "exact" computes distances in float32 or better. "stock" rounds as transformers' own code does, for
             parity with it inside the trained window (BLOOM only; full score matrices).
-        both_ways: what distance is where tokens see both ways (encoders; decoders have no use for it). "symmetric": the
-            same to both sides, so that a head cannot tell what came before from what comes after. "halves": the first
-            half of the heads sees itself and what came before, the other half itself and what comes after, each with
-            the slopes of half as many heads; an even number of heads, and the whole text at once.
+        both_ways: meaning of distance in an encoder (decoders ignore this parameter). "symmetric": the same to both
+            sides, so that a head cannot tell earlier tokens from later ones. "halves": in the first half of the heads a
+            token sees itself and earlier tokens, in the other half itself and later tokens, each half with the slopes
+            of half as many heads; needs an even number of heads, and the whole text at once.
 
     Source: Press et al., arXiv:2108.12409, section 3; for encoders, the author's proposals in
         ofirpress/attention_with_linear_biases#5 ("symmetric", and "nonsymmetric with mask").

@@ -23,11 +23,11 @@ SomeMethod = TypeVar("SomeMethod", bound="Method")
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A way to let a model read further than it was trained for.
+    """A way to give a model a longer context than it was trained for.
 
-    A method is a frozen dataclass of plain numbers, strings and tuples of numbers: ``to_dict`` is what a
-    checkpoint stores and ``from_dict`` rebuilds an equal object. It never sees a model, a config or a device. What a
-    field's annotation says is checked when the object is made, see ``ctxext.methods.parameters``.
+    A method is a frozen dataclass of plain numbers, strings and tuples of numbers: a checkpoint stores ``to_dict``, and
+    ``from_dict`` rebuilds an equal object. A method never sees a model, a config or a device. Values are checked
+    against the annotations of the fields when the object is made, see ``ctxext.methods.parameters``.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
@@ -37,19 +37,19 @@ class Method(ABC):
     summary: ClassVar[str]
     source: ClassVar[str]
     needs_training: ClassVar[bool] = False
-    """Whether it breaks every model until that is trained with it, so that nobody should meet it unasked."""
+    """True if every model is broken until it is trained with the method, so that no command may suggest the method."""
 
     factor: Annotated[float, Range(least=1)] = 1.0
 
     def __post_init__(self) -> None:
         for name, parameter in parameters_of(type(self)).items():
-            # 4 and 4.0 are one method: saved alike, and stock transformers warns about an integer attention_factor. A
-            # list and a tuple are one too, and equal methods hash alike.
+            # 4 and 4.0 make equal methods: the saved form is the same, and transformers warns about an integer
+            # attention_factor. So do a list and a tuple; a tuple can be hashed.
             object.__setattr__(self, name, parameter.checked(getattr(self, name)))
 
     @property
     def dynamic(self) -> bool:
-        """Whether the result depends on the current length, so that a KV cache must be handled with care."""
+        """True if frequencies depend on the current length, so that cached keys may have to be rotated again."""
         return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -59,24 +59,24 @@ class Method(ABC):
 
     @property
     def is_table(self) -> bool:
-        """Whether one set of frequencies, or of slopes, is all there is to it, so that a config can hold it whole."""
+        """True if one set of frequencies, or of slopes, defines the method, so that a config can hold it whole."""
         return not self.dynamic
 
     @property
     def says_target(self) -> bool:
-        """Whether it was told how far to read by something else than ``factor``."""
+        """True if a parameter other than ``factor`` sets the target length."""
         return False
 
     def fitted_length(self, trained_length: int, length: int) -> int:
-        """The length that positions of ``length`` tokens are fitted to; a cache stays right while this is the same."""
+        """Return the length that positions of ``length`` tokens are fitted to; while it is the same, a cache holds."""
         return max(length, trained_length) if self.dynamic else trained_length
 
     def target_length(self, trained_length: int) -> int:
-        """Tokens that the extended model is meant for."""
+        """Return the number of tokens that the extended model is meant for."""
         return math.floor(trained_length * self.factor + 1e-6)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON form: ``{"method": name, **parameters}``."""
+        """Return the JSON form: ``{"method": name, **parameters}``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"method": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -96,7 +96,7 @@ class Method(ABC):
 
         Raises:
             UnknownNameError: for a parameter that the method does not have.
-            InvalidParameterError: without one that it has no default for, or for a value outside its range.
+            InvalidParameterError: if a parameter without a default is missing, or a value is outside its range.
         """
         known = {field.name for field in fields(cls)}
         for key in parameters:
@@ -114,7 +114,7 @@ class Method(ABC):
 
     @classmethod
     def example(cls: type[SomeMethod], rope: RopeSpec) -> SomeMethod:
-        """A typical instance for ``rope``; feeds the contract tests and the tables."""
+        """Build a typical instance for ``rope``, for the contract tests and the tables."""
         return cls(factor=4.0)
 
 
@@ -124,14 +124,14 @@ class RopeMethod(Method):
 
     @abstractmethod
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        """Frequencies in float64 for a sequence of ``length`` tokens (only dynamic methods look at it)."""
+        """Compute the frequencies in float64 for a sequence of ``length`` tokens (only dynamic methods use it)."""
 
     @abstractmethod
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
-        """Stock transformers form, complete with ``rope_type`` and ``rope_theta``; None if there is none."""
+        """Return the ``rope_parameters`` that plain transformers reads as this method; None if it cannot."""
 
     def for_latent_attention(self) -> RopeMethod:
-        """The form for models that rotate a part of each head only and scale whole scores instead (DeepSeek)."""
+        """Return the form for models that rotate only a part of each head and scale whole scores (DeepSeek)."""
         return self
 
 
@@ -141,12 +141,12 @@ class BiasMethod(Method):
 
     @property
     def splits_heads(self) -> bool:
-        """Whether, where tokens see both ways, the first half of the heads looks back and the other half ahead."""
+        """True if, in an encoder, the first half of the heads looks back and the other half looks ahead."""
         return False
 
     @abstractmethod
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
-        """Positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
+        """Compute positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,30 +155,30 @@ class BucketMethod(Method):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
-        temperature: what attention scores, those of the buckets in them, are divided by. Above 0, at most 1.
+        temperature: divisor of the attention scores, the buckets' scores included. Above 0, at most 1.
     """
 
     temperature: Annotated[float, Range(above=0, most=1)] = 1.0
 
     @abstractmethod
     def max_distance(self, spec: BucketSpec) -> int:
-        """Tokens from which all distances shall share the last bucket."""
+        """Return the distance in tokens from which all distances share the last bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableMethod(Method):
-    """A method that makes a longer table of positions out of the one that a model has learned, row by row."""
+    """A method that builds a longer table of positions from the one that a model has learned, row by row."""
 
     @abstractmethod
     def rows(self, trained: int, target: int) -> Rows:
-        """Which of the trained rows each new row mixes, and how much of each, in float64.
+        """Return the indices of the trained rows that each new row mixes, and their weights in float64.
 
-        Rows that stand for no position (padding) are not counted. At most 3 rows are mixed into one; a row that counts
-        for 0 is not mixed in.
+        Rows of no position (padding) are not counted. A new row mixes at most 3 trained rows; a row of weight 0 is left
+        out of the mixture.
 
         Args:
-            trained: rows that the model has learned, at least 1.
-            target: rows to make, at least ``trained``.
+            trained: number of rows that the model has learned, at least 1.
+            target: number of rows to make, at least ``trained``.
 
         Raises:
             InvalidParameterError: if the parameters do not fit the trained length, or do not reach the target.
@@ -187,11 +187,12 @@ class TableMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingMethod(Method):
-    """A method that stretches a sequence beyond the trained window by as much as it needs.
+    """A method that stretches a text beyond the trained window by as much as its length needs.
 
     Args:
         growth: "exact" follows every token, as the papers do, and a cache must be recomputed at every step beyond the
-            window; "doubling" rounds the length up to trained_length times a power of two, so that this is rare.
+            window; "doubling" rounds the length up to trained_length times a power of two, so that a cache is rarely
+            recomputed.
     """
 
     growth: Literal["exact", "doubling"] = "exact"
@@ -199,16 +200,6 @@ class GrowingMethod(Method):
     @property
     def dynamic(self) -> bool:
         return True
-
-    @property
-    def is_table(self) -> bool:
-        """Whether one set of frequencies, or of slopes, is all there is to it, so that a config can hold it whole."""
-        return not self.dynamic
-
-    @property
-    def says_target(self) -> bool:
-        """Whether it was told how far to read by something else than ``factor``."""
-        return False
 
     def fitted_length(self, trained_length: int, length: int) -> int:
         if length <= trained_length:

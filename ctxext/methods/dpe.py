@@ -21,23 +21,23 @@ PUBLISHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class DPE(RemapMethod):
-    """Keep the positions of the nearest tokens; beyond a window, group tokens by another size for each frequency.
+    """Keep the positions of the nearest tokens; beyond a window, group tokens, with one group size per frequency.
 
-    Pick it where somebody has searched the sizes for your checkpoint: each frequency is stretched only as far as a
-    search for needles showed that it must be. Texts of up to the trained length are read as without it, up to rounding.
-    Inside a group, a frequency does not tell the order of far tokens.
+    Pick it where group sizes were searched for your checkpoint: each frequency is stretched only as far as a search for
+    needles showed to be necessary. Texts of up to the trained length are computed as by the unextended model, up to
+    rounding. Inside a group, a frequency does not tell the order of far tokens.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read:
             no bound on relative positions follows from searched sizes, some of which are 1.
         temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
-        groups: tokens that share a position, at least 1 each, fastest frequency first: one for each pair of rotated
-            dimensions, or fewer that divide them into equal parts; or the name of published ones: "llama-3-8b",
-            "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".
+        groups: tokens that share a position, at least 1 each, fastest frequency first: one size for each pair of
+            rotated dimensions, or fewer sizes for equal parts of the pairs; or the name of published sizes:
+            "llama-3-8b", "llama-3.1-8b", "mistral-7b-v0.2", "qwen2.5-7b".
         window: distances below it are kept. Tokens, or below 1 a share of the trained length.
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are read as without it, up to rounding; else only texts of ``window`` tokens are. The authors do not have
-            it.
+            are computed as by the unextended model, up to rounding; else only texts of ``window`` tokens are. The
+            authors' code has no such option.
 
     Source: Lu et al., arXiv:2504.18857. Authors' code: LuLuLuyi/DPE@46b85de, dpe_for_llama.py, and the sizes
         of config/dpe_config.yaml (its README prints other ones for Llama 3). There prefill divides the window by a

@@ -12,19 +12,19 @@ from ctxext.spec import Chunks, Piece, PositionMap, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DualChunk(RemapMethod):
-    """Cut the text into chunks: positions count inside a chunk, and all older chunks stand at one farthest query.
+    """Cut the text into chunks: positions count inside a chunk, and older chunks are seen from one farthest position.
 
     Pick it for checkpoints that are deployed with it (Qwen2.5-1M, together with YaRN), and where texts may grow without
-    limit. A query sees its own chunk as it stands, the last ``local`` tokens of the chunk before at their true
-    distances, and older chunks at distances that tell where in its chunk a key is, but not which chunk is older: a key
-    of an older chunk may seem nearer. Texts of up to ``chunk`` + 1 tokens are read as without it.
+    limit. A query sees its own chunk unchanged, the last ``local`` tokens of the chunk before at their true distances,
+    and older chunks at distances that tell the place of a key in its chunk, but not which chunk is older: a key of an
+    older chunk may seem nearer. Texts of up to ``chunk`` + 1 tokens are computed as by the unextended model.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read.
         temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
             Qwen2.5-1M is run with "yarn".
         chunk: the largest relative position that is used, at most trained_length - 1, which None means. Tokens, or
-            below 1 a share of the trained length. The authors take 3/4 of it.
+            below 1 a share of the trained length. The authors take 3/4 of the trained length.
         local: distances below it are kept across the border of a chunk, less than ``chunk`` / 2. Tokens, or below 1 a
             share of the trained length. Positions begin again after ``chunk`` - ``local`` tokens.
 

@@ -21,17 +21,17 @@ class DynamicNTK(GrowingMethod, RopeMethod):
 
     The base of a text of S tokens grows as by NTK with the stretch ``factor * S / L - (factor - 1)``. With
     ``factor=1`` that is S / L, the dynamic NTK of the YaRN paper, which promises no particular length. A larger factor
-    overshoots (at S = factor * L the stretch is factor^2 - factor + 1), which helps untrained models; stock
+    overshoots (at S = factor * L the stretch is factor^2 - factor + 1), which helps untrained models; published
     checkpoints with ``{"rope_type": "dynamic", "factor": 2.0}`` mean that, for up to twice the window.
 
     Args:
-        factor: how steeply the stretch grows with the length; the same number as ``factor`` in stock transformers.
+        factor: how steeply the stretch grows with the length; the same number as ``factor`` in plain transformers.
             Dimensionless, at least 1.
         reach: target_length / trained_length, at least 1; only says which length the model is meant for and changes no
             frequency. None takes ``factor``, so give it with ``factor=1``, which otherwise promises the trained
             window only.
         growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
-            so that decoding rarely recomputes its cache. Only "exact" has a stock form.
+            so that decoding rarely recomputes its cache. Plain transformers can express "exact" only.
 
     Raises:
         InvalidParameterError: from ``frequencies``, if only two dimensions rotate.
@@ -61,5 +61,5 @@ class DynamicNTK(GrowingMethod, RopeMethod):
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         if self.growth != "exact":
             return None
-        # Stock code reads L from max_position_embeddings, so that key must keep the trained length.
+        # Transformers reads L from max_position_embeddings, so that key must keep the trained length.
         return {"rope_type": "dynamic", "rope_theta": rope.base, "factor": self.factor}

@@ -16,18 +16,18 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
     """Leave texts inside the trained window alone, and apply YaRN with as large a factor as a longer text needs.
 
     Pick it without any training, when short texts must stay exactly as they were; it holds out longer than dynamic NTK.
-    Beyond the window a KV cache must be recomputed as the text grows (see ``growth``). Stock transformers have no such
+    Beyond the window a KV cache must be recomputed as the text grows (see ``growth``). Plain transformers has no such
     type.
 
     A text of S tokens gets the frequencies and the attention scale of ``YaRN(factor=max(S / trained_length, 1))``.
 
     Args:
         factor: target_length / trained_length: the largest stretch that the model is meant for. It changes no
-            frequency, and longer texts still get what they need. Dimensionless, at least 1.
+            frequency, and a longer text still gets the stretch it needs. Dimensionless, at least 1.
         beta_fast: turns in the trained window from which a frequency is kept. Above ``beta_slow``.
         beta_slow: turns in the trained window up to which a frequency is divided by the whole stretch. Above 0.
         truncate: whether the ramp between the two begins and ends at whole indices, see ``YaRN``.
-        ramp: what that ramp is linear in, "index" or "turns", see ``YaRN``.
+        ramp: quantity in which that ramp is linear, "index" or "turns", see ``YaRN``.
         growth: "exact" follows every token; "doubling" rounds the length up to trained_length times a power of two,
             so that decoding rarely recomputes its cache.
 
@@ -55,7 +55,7 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
         return None
 
     def _at(self, stretch: float) -> YaRN:
-        """The static YaRN for one stretch; building it also validates the parameters that the two share."""
+        """Build the static YaRN for one stretch, which also checks the parameters that the two methods share."""
         return YaRN(
             factor=stretch,
             beta_fast=self.beta_fast,

@@ -1,4 +1,4 @@
-"""The contract of methods that bring an encoding of their own: a module, with or without weights, that is trained."""
+"""The contract of methods that bring their own position encoding: a module, with or without weights, to train with."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ EncodingForm = Literal["added", "columns", "places", "rows", "own"]
 
 
 class Encoding(nn.Module):
-    """What tells a model the order of its tokens, in the place of what it was trained with.
+    """Position encoding that replaces the one a model was trained with.
 
-    It does so in one of two ways, or both: by vectors that are added to the states before the first layer, or by what
-    is added to the score of every query and key. What it computes depends on positions, and on the queries and keys of
-    the call where it needs them; so a cache of keys stays right. Its weights are parameters of its own, no layers:
-    adapters that look for layers leave them alone.
+    An encoding adds vectors to the states before the first layer, or a term to the score of every query and key, or
+    both. The result depends on positions, and on the queries and keys of the call where the encoding needs them; so a
+    cache of keys stays right. The weights are parameters, not layers: adapters that look for layers leave the weights
+    alone.
 
-    It may also have numbers of its own for each token, computed from what its layer is given, which are kept with the
-    token's key for all queries to come.
+    An encoding may also compute numbers for each token from the input of its layer; these are cached with the token's
+    key for all later queries.
     """
 
     def carried(self, states: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch heads seq numbers"] | None:
-        """Numbers of each token, from the states that its layer is given; None where there are none.
+        """Compute numbers for each token from the states that its layer gets; return None if the encoding has none.
 
-        ``heads`` are those of queries or of keys. Where they have a wider dtype than keys, a cache keeps more of their
-        digits than of a key's, at three times the memory: float32 beside keys in 16 bits.
+        ``heads`` are those of queries or of keys. Where the numbers have a wider dtype than keys, a cache keeps more
+        digits of the numbers than of a key, at three times the memory: float32 beside keys in 16 bits.
         """
         return None
 
     def added(self, positions: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"] | None:
-        """What is added to the states of tokens at these positions; None where it adds nothing."""
+        """Compute the vectors to add to the states of tokens at these positions; return None if there are none."""
         return None
 
     def score(self, pairs: Pairs) -> PairScore | None:
-        """What is added to the scaled products of queries and keys; None where it adds nothing."""
+        """Build the term to add to the scaled products of queries and keys; return None if there is none."""
         return None
 
     def seen(self, pairs: Pairs) -> tuple[str, Float[Tensor, "rows heads query key"]]:
-        """What a picture of a text shows of each query and key, behind its name: the score, unless more tells more."""
+        """Return the name and the values that a picture shows for each query and key: the score, by default."""
         score = self.score(pairs)
         if score is None:
             raise NotImplementedError(f"{type(self).__name__} adds nothing to scores.")
@@ -57,13 +57,13 @@ class Encoding(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingMethod(Method):
-    """A method that takes the place of a model's positions, and has to be trained before it is of any use.
+    """A method that replaces a model's position encoding; the model has to be trained before it is of any use.
 
     Class attributes of a method:
-        shared: whether one module serves all layers; else each layer has its own, trained for itself.
-        carries: whether its module has numbers of each token, which are kept with the keys (``Encoding.carried``).
-        form: what its module does: ``"added"`` to states, or the form in which it gives a ``PairScore`` to
-            attention; ``"own"`` for an attention of its own, which is no softmax of scores.
+        shared: whether one module serves all layers; else each layer has a module and trains it alone.
+        carries: whether the module has numbers for each token, cached with the keys (``Encoding.carried``).
+        form: effect of the module: ``"added"`` to states, or the form in which attention gets its ``PairScore``;
+            ``"own"`` for an attention of its own, which is no softmax of scores.
     """
 
     needs_training: ClassVar[bool] = True
@@ -77,12 +77,12 @@ class EncodingMethod(Method):
 
     @property
     def score_form(self) -> ScoreForm:
-        """The form of what attention is asked to add."""
+        """Form of the ``PairScore`` that attention has to add."""
         return "none" if self.form == "added" else self.form
 
     @abstractmethod
     def build(self, spec: EncodingSpec) -> Encoding:
-        """A new module for a model, in float32, its weights drawn from torch's generator as its paper draws them.
+        """Build a new module for a model, in float32, with weights drawn from torch's generator as in the paper.
 
         Raises:
             InvalidParameterError: if the parameters do not fit the model.
@@ -91,14 +91,14 @@ class EncodingMethod(Method):
 
 @dataclass(frozen=True, eq=False)
 class ByDistance(PairScore):
-    """A score that depends on the head and on how far back the key stands, and on nothing else.
+    """A score that depends only on the head and on the distance from the query back to the key.
 
     Args:
-        pairs: of the call.
-        of: what the score is at distances ``[...]``, given as integers: ``[heads, ...]``, in float32 or float64.
-        weights: what ``of`` is computed from.
-        floats: numbers that one pair takes meanwhile.
-        far_from: from which distance on ``of`` is the same; None if from none.
+        pairs: queries and keys of the call.
+        of: function from integer distances ``[...]`` to scores ``[heads, ...]``, in float32 or float64.
+        weights: parameters that ``of`` uses.
+        floats: numbers per pair that ``rows`` holds while it computes.
+        far_from: distance from which on ``of`` is constant; None if it never is.
     """
 
     pairs: Pairs

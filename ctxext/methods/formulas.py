@@ -13,17 +13,17 @@ from ctxext.errors import InvalidParameterError
 from ctxext.methods.parameters import require
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
-# Divides a frequency that shall not turn, in the place of infinity, which JSON has not. Within any text that there is,
-# cos is exactly 1 then and sin below 1e-18, which float32 and narrower types round away beside 1. A float32 holds it;
-# its product with a power of the base may become infinite there, whose reciprocal is the 0 that is meant.
+# Divisor of a frequency that must not turn. JSON has no infinity. In a text of any practical length cos is then exactly
+# 1 and sin below 1e-18, which float32 and narrower types round away beside 1. The number fits a float32; its product
+# with a power of the base may overflow to infinity there, and the reciprocal of infinity is 0, as wanted.
 NEVER = 1e30
 
 
 def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
-    """The frequencies that the weights were trained with, in float64, radians per token.
+    """Return the frequencies that the weights were trained with, in float64, radians per token.
 
-    These are ``base^(-2i/d)``, or ``rope.inv_freq`` for a checkpoint that was trained with scaled ones. Another
-    ``base`` changes those by the ratio that it changes the former by.
+    These are ``base^(-2i/d)``, or ``rope.inv_freq`` for a checkpoint that was trained with scaled frequencies. With
+    another ``base``, scaled frequencies change by the same ratio as ``base^(-2i/d)`` does.
 
     Source: Su et al., arXiv:2104.09864, section 3.4.2.
     """
@@ -34,13 +34,13 @@ def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, "
 
 
 def geometric_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
-    """``base^(-2i/d)`` in float64: what stock transformers divides by the factors that it finds in a config."""
+    """Compute ``base^(-2i/d)`` in float64, which transformers divides by the factors of a config."""
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64, device="cpu") / rope.rotary_dim
     return (rope.base if base is None else base) ** -exponent
 
 
 def ntk_base(rope: RopeSpec, stretch: float) -> float:
-    """The base that divides the lowest frequency by ``stretch`` and leaves the highest as it is.
+    """Return the base that divides the lowest frequency by ``stretch`` and keeps the highest.
 
     Raises:
         InvalidParameterError: if only one pair of dimensions rotates: it is the highest and the lowest at once.
@@ -50,19 +50,18 @@ def ntk_base(rope: RopeSpec, stretch: float) -> float:
 
 
 def index_that_turns(rope: RopeSpec, turns: float) -> float:
-    """The (fractional) index of the frequency that turns ``turns`` times in the trained window.
+    """Compute the (fractional) index of the frequency that turns ``turns`` times in the trained window.
 
-    Between two frequencies that are no powers of one base it is linear in their logarithms, as it is between powers;
-    beyond the slowest and the fastest the last step goes on.
+    Between two scaled frequencies the index is interpolated linearly in their logarithms, which is exact for powers of
+    one base; beyond the slowest and the fastest it is extrapolated from the nearest two.
 
     Raises:
-        InvalidParameterError: if only one pair of dimensions rotates, at a frequency that is no power of the base; or
-            none does.
+        InvalidParameterError: if only one pair of dimensions rotates, at a scaled frequency; or if none rotates.
     """
     if rope.inv_freq is None:
         return rope.rotary_dim * math.log(rope.trained_length / (2 * math.pi * turns)) / (2 * math.log(rope.base))
     require(rope.rotary_dim > 2, "rotary_dim", rope.rotary_dim, "above 2 where the trained frequencies are scaled")
-    # Searched factors (LongRoPE) may let a frequency be faster than the one before it: the first that is slow counts.
+    # Searched factors (LongRoPE) may make a frequency faster than its predecessor: the first slow frequency counts.
     logarithms = plain_inv_freq(rope).log().cummin(0).values
     if logarithms[0] == -math.inf:
         raise InvalidParameterError(
@@ -76,7 +75,7 @@ def index_that_turns(rope: RopeSpec, turns: float) -> float:
 
 
 def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half"]:
-    """1 for a frequency that turns ``fast`` times or more in the trained window, 0 at ``slow`` or less, linear between.
+    """Return 1 for frequencies with ``fast`` turns or more in the trained window, 0 up to ``slow``, a ramp between.
 
     Source: Peng et al., arXiv:2309.00071, section 3.2, gamma(r).
     """
@@ -87,11 +86,11 @@ def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half
 def blend(
     rope: RopeSpec, factor: float, keep: Float[Tensor, " half"], *, wavelengths: bool = False
 ) -> Float[Tensor, " half"]:
-    """Frequencies between the plain ones (``keep`` 1) and the plain ones divided by ``factor`` (``keep`` 0).
+    """Blend the plain frequencies (``keep`` 1) with the plain frequencies divided by ``factor`` (``keep`` 0).
 
     Args:
         rope: the model's rotation.
-        factor: what a frequency that is not kept is divided by.
+        factor: divisor of a frequency that is not kept.
         keep: the share of each plain frequency that stays, 0 to 1.
         wavelengths: take the weighted mean of the two wavelengths instead of the two frequencies.
     """
@@ -102,9 +101,10 @@ def blend(
 
 
 def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict[str, Any]:
-    """Any static set of frequencies in stock form: ``longrope`` whose short and long factors are the same.
+    """Express static frequencies for plain transformers: as ``longrope`` with equal short and long factors.
 
-    The two sets being equal, stock code has no switch to get wrong. A frequency of zero gets the factor ``NEVER``.
+    The two sets are equal, so transformers' switch between them has no effect. A frequency of 0 gets the factor
+    ``NEVER``.
     """
     turning = frequencies.inv_freq > 0
     divisors = geometric_inv_freq(rope) / torch.where(turning, frequencies.inv_freq, 1.0)
@@ -123,16 +123,16 @@ def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict
 def buckets_of(
     distances: Float[Tensor, " pairs"], *, buckets: int, max_distance: int, both_ways: bool
 ) -> Float[Tensor, " pairs"]:
-    """Which bucket each distance falls into, float64, before it is rounded down: whole where a bucket begins.
+    """Compute the bucket of each distance in float64, not rounded down: a whole number where a bucket begins.
 
-    Half of the buckets hold one distance each; the others grow with it, so that they are equally wide in its logarithm,
-    up to ``max_distance``.
+    Half of the buckets hold one distance each; the others are equally wide in the logarithm of the distance, up to
+    ``max_distance``.
 
     Args:
         distances: tokens from a query to a key, positive where the key comes later.
-        buckets: how many there are.
+        buckets: number of buckets.
         max_distance: tokens from which all distances share the last bucket.
-        both_ways: whether later keys have buckets of their own, the second half of them; else they share bucket 0.
+        both_ways: whether later keys have buckets of their own, the second half of all; else they share bucket 0.
 
     Source: Raffel et al., arXiv:1910.10683, section 2.1; the authors' code, ``_relative_position_bucket`` in
     mesh_tensorflow/transformer/transformer_layers.py of tensorflow/mesh@0cb87fe.
@@ -141,12 +141,12 @@ def buckets_of(
     single = each // 2
     back = distances.abs() if both_ways else (-distances).clamp(min=0)
     wide = single + (back.clamp(min=single) / single).log() / math.log(max_distance / single) * (each - single)
-    found = torch.where(back < single, back, wide.clamp(max=each - 1))
-    return found + each * (distances > 0) if both_ways else found
+    bucket = torch.where(back < single, back, wide.clamp(max=each - 1))
+    return bucket + each * (distances > 0) if both_ways else bucket
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
-    """Return how much score each head loses per token of distance, float64.
+    """Compute the ALiBi slope of each head, by which its scores fall per token of distance, in float64.
 
     For a power of two, head ``h`` of ``n`` (counted from 1) has slope ``2^(-8 h / n)``. Any other number takes that
     series for the largest power of two below it, and fills up with every second term, from the first, of the series
@@ -179,12 +179,12 @@ def trained_slopes(alibi: AlibiSpec) -> Float[Tensor, " heads"]:
 def rows_between(
     lower: Int[Tensor, " target"], rest: Float[Tensor, " target"], trained: int
 ) -> tuple[Int[Tensor, "target 2"], Float[Tensor, "target 2"]]:
-    """What ``TableMethod.rows`` returns for places on the line through two neighbouring rows.
+    """Return the ``Rows`` of places on the line through two neighbouring rows.
 
     Args:
         lower: the row before each place.
-        rest: how far behind that row the place is, in rows; above 1 it lies beyond the other one.
-        trained: rows that there are.
+        rest: distance of the place from that row, in rows; above 1 the place lies beyond the next row.
+        trained: number of trained rows.
     """
     indices = torch.stack([lower, (lower + 1).clamp(max=trained - 1)], dim=1)
     return indices, torch.stack([1.0 - rest, rest], dim=1)

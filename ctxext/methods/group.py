@@ -15,7 +15,7 @@ class Group(TableMethod):
     """Let neighbouring positions share one learned row, as many as the factor.
 
     Pick it to compare with ``pi``: every row is one that the weights know, and the order of distant tokens is kept.
-    What is lost is the order inside a group, in short texts too. Without training the authors saw no clear difference.
+    The order inside a group is lost, in short texts too. Without training the authors saw no clear difference.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Where it is no whole number, groups differ

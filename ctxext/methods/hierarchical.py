@@ -17,8 +17,8 @@ class Hierarchical(TableMethod):
     """Read a position as two digits in base trained_length, and move the row of the second by that of the first.
 
     Pick it where short texts must stay as they are: the first trained_length rows are unchanged, every later position
-    has a row of its own, and the squared trained length can be reached. What is lost: rows beyond the trained length
-    are sums that the weights never saw, so that long texts need some training.
+    has a row of its own, and the squared trained length can be reached. Rows beyond the trained length are sums that
+    the weights never saw, so that long texts need some training.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1, and at most trained_length.

@@ -19,8 +19,8 @@ class LongRoPE(RopeMethod):
     """Divide each frequency by a factor of its own, from one set for short texts and another for long ones.
 
     Pick it when you have searched or published factors (Phi-3, Phi-4-mini, MiniCPM). With two different sets, a text
-    that grows past the trained length switches, and its KV cache must be recomputed once; give the same set twice to be
-    free of that.
+    that grows past the trained length switches sets, and its KV cache must be recomputed once; give the same set twice
+    to avoid that.
 
     Args:
         factor: target_length / trained_length; sets the attention scale only. Dimensionless, at least 1.

@@ -16,12 +16,12 @@ from ctxext.spec import Frequencies, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class NoPE(RopeMethod):
-    """Turn nothing at any position: what tells the order of tokens then is the causal mask alone.
+    """Drop the rotation at every position: the causal mask alone then tells the order of tokens.
 
-    Pick it to recalibrate a causal model without positions (DroPE): train it at its *old* length for a small part of
-    what its training took (0.5 to 5 percent in the paper), and then let it read further, since no position is left that
-    it has never seen. Without that training it breaks the model, short texts included: every weight has learned to
-    read rotated queries and keys. A model that reads both ways has no mask to tell the order, and is refused.
+    Pick it to recalibrate a causal model without positions (DroPE): train the model at its *old* length for a small
+    part of its original training (0.5 to 5 percent in the paper), and then extend it, since no position is left that it
+    has never seen. Without that training the method breaks the model, short texts included: every weight has learned
+    from rotated queries and keys. An encoder has no causal mask to tell the order, and is refused.
 
     Args:
         factor: target_length / trained_length; says which length the model is for, and with ``sharpening`` sets the
@@ -48,7 +48,7 @@ class NoPE(RopeMethod):
         return Frequencies(torch.zeros_like(plain_inv_freq(rope)), scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        found = self.frequencies(rope, rope.trained_length)
-        if found.attention_scale != 1:
-            return as_longrope(rope, found, self.factor)
+        frequencies = self.frequencies(rope, rope.trained_length)
+        if frequencies.attention_scale != 1:
+            return as_longrope(rope, frequencies, self.factor)
         return {"rope_type": "linear", "rope_theta": rope.base, "factor": NEVER}

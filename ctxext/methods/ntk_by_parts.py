@@ -15,8 +15,8 @@ from ctxext.spec import Frequencies, RopeSpec
 class NTKByParts(RopeMethod):
     """Keep the frequencies that turn often in the trained window, divide those that hardly turn, blend between.
 
-    Pick it to study YaRN without its temperature, in the form that the paper writes; to use one, take YaRN. Stock
-    transformers express it exactly as ``llama3`` with other thresholds.
+    Pick it to study YaRN without its temperature, in the form of the paper; for use, take YaRN. Plain transformers
+    expresses it exactly as ``llama3`` with other thresholds.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.

@@ -1,9 +1,9 @@
-"""What each parameter of a method may be, read off its annotation, and checked in this one place.
+"""Check the parameters of methods against their annotations.
 
 A method is a dataclass whose fields are annotated with ``bool``, ``int``, ``float``, ``str``, ``Literal[...]``,
-``tuple[int, ...]``, ``tuple[float, ...]``, or a union of them and ``None``; ``Annotated[int, Range(least=1)]`` says
-which numbers are in range. Every number has an upper bound, so that no mistyped one fills the memory. What one
-parameter demands of another is for the method itself to check.
+``tuple[int, ...]``, ``tuple[float, ...]``, or a union of these and ``None``; ``Annotated[int, Range(least=1)]`` sets
+the range of a number. Every number has an upper bound, so that a typing error cannot fill the memory. A condition
+between two parameters is checked by the method itself.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from typing import Annotated, Any, Literal
 from ctxext.errors import InvalidParameterError, shown
 
 MOST = 10**6
-"""The largest number that a parameter may be where its ``Range`` names no other."""
+"""Largest value of a parameter whose ``Range`` names no other."""
 
 MOST_TOKENS = 10**9
-"""The longest text, in tokens, that anything here is asked about."""
+"""Longest text, in tokens."""
 
 MOST_BASE = 1e15
-"""The largest base of a series of frequencies."""
+"""Largest base of a series of frequencies."""
 
 MOST_ROWS = 2**24
-"""The longest table of positions that is made."""
+"""Longest table of positions, in rows."""
 
 YES, NO, NONE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}, {"none", "null"}
 
 
 class Word(str):
-    """The value of a parameter as somebody typed it on a command line: the parameter reads it as what it takes."""
+    """Text of a parameter's value from a command line, which ``Parameter.checked`` converts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Which numbers a parameter may be.
+    """Range of the numbers that a parameter takes.
 
     Args:
-        least: the smallest.
-        above: what it must be larger than, in the place of ``least``.
-        most: the largest; None for ``MOST``.
-        below: what it must be smaller than, in the place of ``most``.
-        step: of which whole number it must be a multiple.
-        of: what it counts, for messages: "tokens".
+        least: smallest number.
+        above: open lower end, instead of ``least``.
+        most: largest number; None for ``MOST``.
+        below: open upper end, instead of ``most``.
+        step: whole number of which the parameter must be a multiple.
+        of: unit, for messages: "tokens".
     """
 
     least: int | float | None = None
@@ -62,7 +62,7 @@ class Range:
     of: str = ""
 
     def holds(self, number: int | float) -> bool:
-        """Whether a number is inside, its upper end aside."""
+        """Return whether a number is inside the range, ``most`` aside."""
         return (
             (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
@@ -72,7 +72,7 @@ class Range:
 
     @property
     def largest(self) -> int | float:
-        """The largest number inside."""
+        """Largest number in the range."""
         return MOST if self.most is None else self.most
 
     def __str__(self) -> str:
@@ -85,8 +85,8 @@ class Range:
             "" if self.below is None else f"below {self.below:,}",
             "" if most is None else f"at most {most:,}",
         ]
-        said = " and ".join(end for end in ends if end)
-        return f", {said}" if said else ""
+        text = " and ".join(end for end in ends if end)
+        return f", {text}" if text else ""
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Parameter:
     """One parameter of a method.
 
     Args:
-        name: of the field.
-        kinds: what it may be: ``bool``, ``int``, ``float`` or ``str``.
-        choices: the strings that it may be, in the place of any.
-        items: of which kind the numbers of a list are; None where it may be no list.
-        optional: whether it may be None.
-        range: which numbers.
+        name: name of the field.
+        kinds: accepted types: ``bool``, ``int``, ``float`` or ``str``.
+        choices: accepted strings, where ``str`` is not among the types.
+        items: type of the numbers in a list; None where no list is accepted.
+        optional: whether None is accepted.
+        range: accepted numbers.
     """
 
     name: str
@@ -114,12 +114,12 @@ class Parameter:
         """Read an annotation.
 
         Raises:
-            TypeError: for one that means nothing here.
+            TypeError: if the annotation is of no kind that can be checked.
         """
         range_ = Range()
         if typing.get_origin(annotation) is Annotated:
             annotation, *more = typing.get_args(annotation)
-            range_ = next((one for one in more if isinstance(one, Range)), range_)
+            range_ = next((extra for extra in more if isinstance(extra, Range)), range_)
         is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
         kinds: set[type] = set()
         choices: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ class Parameter:
         """Return a value as the method keeps it: 4 for a float is 4.0, and a list is a tuple.
 
         Raises:
-            InvalidParameterError: for anything else than the annotation says.
+            InvalidParameterError: if the annotation does not allow the value.
         """
         if isinstance(value, Word):
             value = self._read(value)
@@ -157,24 +157,24 @@ class Parameter:
             return value
         if isinstance(value, list | tuple) and self.items is not None:
             require(len(value) > 0, self.name, value, str(self))
-            return tuple(self._number(f"{self.name}[{at}]", one, self.items) for at, one in enumerate(value))
+            return tuple(self._number(f"{self.name}[{at}]", item, self.items) for at, item in enumerate(value))
         kind = next((kind for kind in (int, float) if kind in self.kinds), None)
         require(kind is not None, self.name, value, str(self))
         assert kind is not None
         return self._number(self.name, value, kind)
 
     def _number(self, name: str, value: Any, kind: type) -> int | float:
-        """A number of this kind inside the range."""
+        """Convert a value to a number of this type, and check its range."""
         expected = str(self) if name == self.name else self._of_numbers(kind)
         is_right = is_number(value) and (kind is float or isinstance(value, numbers.Integral))
         require(is_right, name, value, expected)
-        found = float(value) if kind is float else int(value)
-        require(self.range.holds(found), name, value, expected)
-        require(found <= self.range.largest, name, value, f"at most {self.range.largest:,}")
-        return found
+        number = float(value) if kind is float else int(value)
+        require(self.range.holds(number), name, value, expected)
+        require(number <= self.range.largest, name, value, f"at most {self.range.largest:,}")
+        return number
 
     def _read(self, text: str) -> Any:
-        """What a word of a command line says to this parameter; the word where it says nothing to it."""
+        """Convert a word of a command line to a type that this parameter takes; return other words unchanged."""
         plain = text.strip().lower()
         if self.optional and plain in NONE:
             return None
@@ -195,16 +195,16 @@ class Parameter:
         return str(text)
 
     def __str__(self) -> str:
-        """What is expected, for messages."""
+        """Return the accepted values in words, for messages."""
         choices = [repr(choice) for choice in self.choices]
-        said = [" or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))] if choices else []
-        said += [self._of_numbers(kind) for kind in (int, float) if kind in self.kinds]
-        said += ["True or False"] if bool in self.kinds else []
-        said += ["a name"] if str in self.kinds else []
+        accepted = [" or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))] if choices else []
+        accepted += [self._of_numbers(kind) for kind in (int, float) if kind in self.kinds]
+        accepted += ["True or False"] if bool in self.kinds else []
+        accepted += ["a name"] if str in self.kinds else []
         if self.items is not None:
-            said.append(f"a list such as {EXAMPLES[self.items]}, each {self._of_numbers(self.items)}")
-        said += ["None"] if self.optional else []
-        return ", or ".join(said)
+            accepted.append(f"a list such as {EXAMPLES[self.items]}, each {self._of_numbers(self.items)}")
+        accepted += ["None"] if self.optional else []
+        return ", or ".join(accepted)
 
     def _of_numbers(self, kind: type) -> str:
         what = "finite number" if kind is float else "even number" if self.range.step == 2 else "whole number"
@@ -217,10 +217,10 @@ EXAMPLES = {int: "[2, 4]", float: "[1.0, 1.5]"}
 
 @functools.cache
 def parameters_of(cls: type) -> dict[str, Parameter]:
-    """Every parameter of a method's class by name.
+    """Return the parameters of a method's class by name.
 
     Raises:
-        TypeError: if one is annotated with something that cannot be checked.
+        TypeError: if an annotation is of no kind that can be checked.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: Parameter.of(field.name, hints[field.name]) for field in fields(cls)}
@@ -233,7 +233,7 @@ def require(condition: bool, parameter: str, value: object, expected: str) -> No
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite real number, NumPy's included (a bool or a numeric string is not)."""
+    """Return whether ``value`` is a finite real number, NumPy's included (a bool or a numeric string is not)."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     size: Any = abs(value)  # whole numbers beyond floats are compared too
@@ -249,17 +249,17 @@ def checked_tokens(name: str, value: object) -> int:
     expected = "a positive whole number of tokens"
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise InvalidParameterError(f"{name} must be {expected}, found {shown(value)}.")
-    found = int(value)
-    require(found >= 1, name, value, expected)
-    require(found <= MOST_TOKENS, name, value, f"at most {MOST_TOKENS:,} tokens")
-    return found
+    tokens = int(value)
+    require(tokens >= 1, name, value, expected)
+    require(tokens <= MOST_TOKENS, name, value, f"at most {MOST_TOKENS:,} tokens")
+    return tokens
 
 
 def checked_rows(method: str, rows: int) -> int:
     """Return the length of a table of positions that a method is about to make.
 
     Raises:
-        InvalidParameterError: if it is above ``MOST_ROWS``.
+        InvalidParameterError: if the length is above ``MOST_ROWS``.
     """
     if rows > MOST_ROWS:
         raise InvalidParameterError(
@@ -270,25 +270,25 @@ def checked_rows(method: str, rows: int) -> int:
 
 
 def parameters_said(texts: Iterable[str]) -> dict[str, Word]:
-    """Read what ``parameter_of`` reads, several times.
+    """Parse several ``KEY=VALUE`` of a command line, see ``parameter_of``.
 
     Raises:
-        InvalidParameterError: as ``parameter_of``, and for a parameter that is given twice.
+        InvalidParameterError: as ``parameter_of``, and if a parameter is given twice.
     """
-    found: dict[str, Word] = {}
+    parameters: dict[str, Word] = {}
     for text in texts:
         name, value = parameter_of(text)
-        if name in found:
-            raise InvalidParameterError(f"{name} is given twice, as {found[name]} and as {value}. Give it once.")
-        found[name] = value
-    return found
+        if name in parameters:
+            raise InvalidParameterError(f"{name} is given twice, as {parameters[name]} and as {value}. Give it once.")
+        parameters[name] = value
+    return parameters
 
 
 def parameter_of(text: str) -> tuple[str, Word]:
-    """``KEY=VALUE`` of a command line, whose value the parameter reads; ``KEY=@FILE.json`` for what a file holds.
+    """Parse ``KEY=VALUE`` of a command line, or ``KEY=@FILE.json``, which takes the value from a file.
 
     Raises:
-        InvalidParameterError: for anything else, and a file that cannot be read or is not JSON.
+        InvalidParameterError: if the text has another form, or the file cannot be read or is not JSON.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
@@ -305,7 +305,7 @@ def parameter_of(text: str) -> tuple[str, Word]:
         except (ValueError, RecursionError) as error:
             raise InvalidParameterError(f"--param {key}: the file {path} is not JSON: {error}.") from error
     try:
-        found = json.loads(value)
+        quoted = json.loads(value)
     except (ValueError, RecursionError):
-        found = None
-    return key, Word(found if isinstance(found, str) else value)
+        quoted = None
+    return key, Word(quoted if isinstance(quoted, str) else value)

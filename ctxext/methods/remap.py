@@ -18,20 +18,20 @@ from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.spec import Band, Frequencies, Piece, RopeSpec
 
 Tokens = Range(above=0, most=MOST_TOKENS)
-"""A number of tokens, or below 1 a share of the trained length, which ``tokens_of`` makes tokens of."""
+"""A number of tokens, or below 1 a share of the trained length, which ``tokens_of`` converts to tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemapMethod(RopeMethod):
     """A method that leaves the frequencies as they are and gives distant pairs of tokens other relative positions.
 
-    Near pairs keep their own, so a text inside the trained window is read as before or nearly so, and nothing is
-    trained. Attention is computed by ctxext, in pieces. A token's positions depend on its place alone, not on the
-    length of the text: a cache stays right, and what a text goes on with changes nothing before it.
+    Near pairs keep theirs, so that a text inside the trained window is computed as before or nearly so, without
+    training. Attention is computed by ctxext, in pieces. The positions of a token depend on its place alone, not on the
+    length of the text: a cache stays right, and later tokens change nothing before them.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
-        temperature: what sharpens attention. "none"; "logn" multiplies the scores of the query at position i by
+        temperature: sharpening of attention. "none"; "logn" multiplies the scores of the query at position i by
             max(1, ln(i + 1) / ln(trained_length)) (Su, kexue.fm/8823); "yarn" multiplies all scores by
             (0.1 ln(factor) + 1)^2 (arXiv:2309.00071, section 3.4), inside the trained window too.
     """
@@ -44,17 +44,17 @@ class RemapMethod(RopeMethod):
 
     @abstractmethod
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
-        """The pieces of attention for texts of up to ``length`` tokens, nearest keys first.
+        """Return the pieces of attention for texts of up to ``length`` tokens, nearest keys first.
 
-        Their regions do not overlap. A pair of tokens in none of them is not seen.
+        The regions of the pieces do not overlap. A pair of tokens outside all regions is masked.
 
         Raises:
             InvalidParameterError: if the parameters do not fit the trained length, or cannot reach ``length`` with
-                relative positions that the model knows; it names the largest length that works.
+                relative positions that the model knows; the message names the largest length that works.
         """
 
     def sharpness(self, rope: RopeSpec, positions: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"] | None:
-        """What multiplies the scores of the queries at these positions, float64; None where nothing does."""
+        """Compute the factor on the scores of the queries at these positions, in float64; None without temperature."""
         if self.temperature == "none":
             return None
         if self.temperature == "yarn":
@@ -62,9 +62,10 @@ class RemapMethod(RopeMethod):
         return ((positions + 1).double().log() / math.log(rope.trained_length)).clamp(min=1.0)
 
     def exact_length(self, rope: RopeSpec) -> int:
-        """Tokens up to which every pair keeps its position: a text is read as without the extension, temperature apart.
+        """Return the length in tokens up to which every pair keeps its relative position.
 
-        One forward pass gives the same bits; decoding with a cache, whose keys are rotated, gives them up to rounding.
+        Up to that length one forward pass gives the unextended model's bits, temperature apart; decoding with a cache,
+        whose keys are rotated, gives the same values up to rounding.
         """
         nearest = self.pieces(rope, self.target_length(rope.trained_length))[0].region
         return max(nearest.stop or 0, nearest.plain_before) if isinstance(nearest, Band) else 0
@@ -77,36 +78,37 @@ class RemapMethod(RopeMethod):
 
 
 def near_and_far(window: int, rope: RopeSpec, *, exact: bool) -> tuple[Band, Band]:
-    """The regions of keys less than ``window`` tokens back, and of all others.
+    """Return two regions: keys less than ``window`` tokens back, and all other keys.
 
     Args:
         window: tokens.
         rope: the model's rotation.
-        exact: whether queries inside the trained window have no far keys: none of theirs is farther than it knows.
+        exact: whether all keys of a query inside the trained window are near: no key there is farther back than any
+            was in training.
     """
     plain_before = rope.trained_length if exact else 0
     return Band(0, window, plain_before), Band(window, None, plain_before)
 
 
 def tokens_of(parameter: str, value: float, rope: RopeSpec, *, most: int) -> int:
-    """The number of tokens that a parameter gives: as such, or below 1 as a share of the trained length.
+    """Convert a parameter to tokens: a value below 1 is a share of the trained length.
 
     Raises:
-        InvalidParameterError: unless it is from 1 to ``most`` tokens.
+        InvalidParameterError: unless the result is from 1 to ``most`` tokens.
     """
-    found = math.floor(value * rope.trained_length) if 0 < value < 1 else value
+    tokens = math.floor(value * rope.trained_length) if 0 < value < 1 else value
     expected = (
         f"from 1 to {most:,} tokens (the checkpoint was trained for {rope.trained_length:,}), or a share of the "
         f"trained length below 1"
     )
-    require(found == int(found) and 1 <= found <= most, parameter, value, expected)
-    return int(found)
+    require(tokens == int(tokens) and 1 <= tokens <= most, parameter, value, expected)
+    return int(tokens)
 
 
 def require_reach(name: str, length: int, longest: int, remedy: str) -> None:
     """Raise ``InvalidParameterError`` if ``length`` is above the ``longest`` that a method's parameters reach."""
     if length > longest:
         raise InvalidParameterError(
-            f"Method {name!r} with these parameters reaches {longest:,} tokens, found a target of {length:,}: beyond, "
-            f"keys would stand farther away than any did in training. {remedy}"
+            f"Method {name!r} with these parameters reaches {longest:,} tokens, found a target of {length:,}. Beyond "
+            f"its reach, keys would be farther away than any were in training. {remedy}"
         )

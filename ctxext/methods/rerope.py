@@ -1,4 +1,4 @@
-"""ReRoPE: beyond a window, all tokens are equally far, or nearly so."""
+"""ReRoPE: beyond a window, all tokens have the same relative position, or nearly so."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ctxext.spec import Piece, PositionMap, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ReRoPE(RemapMethod):
-    """Keep the positions of the nearest tokens, and put all others at one relative position, or nearly so.
+    """Keep the positions of the nearest tokens, and put all other tokens at one relative position, or nearly so.
 
     Pick it where a text may grow without limit, or where nothing at all may change inside the trained window: by
-    default it is the model itself for texts up to the trained length. What is lost is the order of all tokens beyond
-    the window; with a ``leak``, they keep it.
+    default it is the model itself for texts up to the trained length. The order of all tokens beyond the window is
+    lost; a ``leak`` keeps that order.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Without a leak it only says how far the
@@ -29,8 +29,8 @@ class ReRoPE(RemapMethod):
         leak: relative positions that each token beyond the window adds: 0 is ReRoPE, a number above 0 and below 1 Leaky
             ReRoPE (1 / k there).
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are read as without it, up to rounding; else only texts of ``window`` tokens are. The authors do not have
-            it.
+            are computed as by the unextended model, up to rounding; else only texts of ``window`` tokens are. The
+            authors' code has no such option.
 
     Source: Su, kexue.fm/9708. Author's code: bojone/rerope@acfe788, rerope_patch.py and leaky_rerope_patch.py.
     """

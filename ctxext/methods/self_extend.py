@@ -10,8 +10,8 @@ from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.methods.remap import RemapMethod, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import Piece, PositionMap, RopeSpec, Sinks
 
-# The share of the trained window that is used where nothing else is said. A model hardly knows the positions behind it:
-# in training they were the rarest.
+# Default share of the trained window that is used. A model hardly knows the positions beyond: in training they were
+# the rarest.
 REACH = 7 / 8
 
 
@@ -19,31 +19,31 @@ REACH = 7 / 8
 class SelfExtend(RemapMethod):
     """Keep the positions of the nearest tokens; beyond a window, let groups of neighbouring tokens share one.
 
-    Pick it first where you will not train: near distances, which carry most of what a text predicts, stay as they are,
-    far tokens keep their order from group to group, and texts of up to the trained length are read as without it (bit
-    for bit in one pass, up to rounding while decoding with a cache). What is lost is the order inside a group. No other
-    runtime loads it.
+    Pick it first where you will not train: near distances, which matter most for prediction, stay as they are, far
+    tokens keep their order from group to group, and texts of up to the trained length are computed as by the
+    unextended model (bit for bit in one pass, up to rounding while decoding with a cache). The order inside a group is
+    lost. No other runtime loads the result.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.
         temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
-        window: distances below it are kept. Tokens, or below 1 a share of the trained length. A wide one serves the
-            prediction of ordinary text.
+        window: distances below it are kept. Tokens, or below 1 a share of the trained length. A wide window helps to
+            predict ordinary text.
         group: tokens that share a position, at least 1; None for the smallest that stays within ``reach``.
         reach: the largest relative position that is used, at most trained_length - 1. Tokens, or below 1 a share of
-            the trained length; None for seven eighths of it, or ``window`` where that is more. The last positions of
-            the trained window are the least trained, and things are not found there: a smaller reach takes a larger
-            group. With ``group`` left out only.
-        thinning: by how much the tokens of a far group count for less than near ones, since so many of them stand where
-            the model has seen one each: a token counts for group^-thinning. From 0 (each for one, as the authors have
-            it) to 1 (a whole group for one). More of it serves the prediction of ordinary text, the more the longer a
-            text is; less of it serves finding single things far back. None for what was measured to serve both: 0 up
+            the trained length; None for seven eighths of the trained length, or ``window`` where that is more. The last
+            positions of the trained window are the least trained, and retrieval fails there: a smaller reach takes a
+            larger group. Only where ``group`` is left out.
+        thinning: exponent by which a far token weighs less than a near one, group^-thinning, since a whole group of
+            tokens shares a position at which the model has seen one token. From 0 (each token weighs 1, as in the
+            authors' code) to 1 (a whole group weighs 1). More thinning helps to predict ordinary text, the more the
+            longer a text is; less helps to find single facts far back. None for a compromise that was measured: 0 up
             to factor 2, 0.5 from factor 4 on, and in between in proportion to the factor's logarithm.
-        sinks: how many of the first tokens of a text count for one all the same, at least 0: on them rests the
-            attention that a model has no use for (Xiao et al., arXiv:2309.17453).
+        sinks: number of first tokens of a text that are not thinned, at least 0: a model rests surplus attention on
+            those (Xiao et al., arXiv:2309.17453).
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are read as without it, up to rounding; else only texts of ``window`` tokens are. The authors do not have
-            it.
+            are computed as by the unextended model, up to rounding; else only texts of ``window`` tokens are. The
+            authors' code has no such option.
 
     Source: Jin et al., arXiv:2401.01325, section 3. Authors' code: datamllab/LongLM@cdbbb06,
         self_extend_patch/Llama_4_40.py. There the rule (L - W) G + W >= N reaches relative position L, one more than
@@ -90,24 +90,24 @@ class SelfExtend(RemapMethod):
 
 
 def usual_thinning(factor: float) -> float:
-    """What serves both prediction and finding things: nothing at factor 2, half of it at factor 4, as measured."""
+    """Return the default ``thinning``, measured on prediction and on retrieval: 0 at factor 2, 0.5 at factor 4."""
     return 0.5 * min(max(math.log2(factor) - 1, 0.0), 1.0)
 
 
 def largest_relative_position(length: int, window: int, group: int) -> int:
-    """How far the first token of a text is from the last one, in positions that are given out."""
+    """Return the relative position of the first token of a text, seen from the last token."""
     return (length - 1) // group + window - window // group
 
 
 def smallest_group(length: int, window: int, reach: int) -> int | None:
-    """The smallest group that keeps all relative positions of ``length`` tokens at ``reach`` or below; None for none.
+    """Return the smallest group that keeps relative positions of ``length`` tokens within ``reach``; None if none does.
 
-    The largest relative position falls as groups grow, but for rounding; so all up to the first that fits are tried.
+    The largest relative position falls as groups grow, except for rounding; so every size is tried, from 1 up.
     """
     fits = (group for group in range(1, length + 1) if largest_relative_position(length, window, group) <= reach)
     return next(fits, None)
 
 
 def longest_text(window: int, group: int, reach: int) -> int:
-    """The longest text whose relative positions all stay at ``reach`` or below."""
+    """Return the length of the longest text whose relative positions all stay within ``reach``."""
     return (reach - window + window // group + 1) * group

@@ -14,13 +14,13 @@ from ctxext.spec import Band, Piece, PositionMap, RopeSpec, Sinks
 class Streaming(RemapMethod):
     """See the nearest tokens and the first few of the text, and nothing between them.
 
-    Pick it to let a model go on for ever at a constant cost for each token, where what was said long ago does not
-    matter: it reads no further than before, so it is the floor that every extension has to beat. The first tokens stay
-    because models put attention there that they have no use for. Texts of up to ``window`` tokens are read exactly as
-    without it. A cache that grows holds the tokens in sight only.
+    Pick it to let a model generate without end at a constant cost for each token, where the distant past does not
+    matter: the model sees no further than before, so this is the baseline that every extension has to beat. The first
+    tokens stay because models rest surplus attention on them. Texts of up to ``window`` tokens are computed exactly as
+    by the unextended model. A dynamic cache holds only the tokens in sight.
 
     Args:
-        factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to go.
+        factor: target_length / trained_length. Dimensionless, at least 1. Only says how far the model is meant to read.
         temperature: "none", "logn" (sharpens the attention of queries beyond the trained length) or "yarn" (of all).
         sinks: tokens at the beginning of the text that stay in sight, from 1 to trained_length - 1.
         window: the nearest tokens, up to trained_length - ``sinks``, which None means. Tokens, or below 1 a share of

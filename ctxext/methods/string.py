@@ -15,8 +15,8 @@ class STRING(RemapMethod):
     """Keep the positions of the nearest tokens and move all others nearer by one shift.
 
     Pick it to use a trained window better rather than to leave it: few texts in training are as long as the window, so
-    its largest relative positions are the least trained. It extends by less than 2 times. Far tokens keep their order;
-    what is lost is that relative positions between ``local`` and ``shift`` are given out twice.
+    its largest relative positions are the least trained. It extends by less than 2 times. Far tokens keep their order,
+    but relative positions between ``local`` and ``shift`` occur twice.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1 and below 2.
@@ -28,8 +28,8 @@ class STRING(RemapMethod):
         local: relative position at which distant keys begin, below ``shift``. Tokens, or below 1 a share of the trained
             length. The authors take 32 to 512 tokens.
         exact: whether queries inside the trained window keep all distances, so that texts of up to the trained length
-            are read as without it, up to rounding; else only texts of ``shift`` tokens are. Then a shift
-            serves an extension only, and not the trained window itself.
+            are computed as by the unextended model, up to rounding; else only texts of ``shift`` tokens are. An exact
+            shift helps beyond the trained window only, and not inside it.
 
     Source: An et al., arXiv:2410.18745, section 4. Authors' code: HKUNLP/STRING@216cc2f, string_for_llama.py. There
         prefill counts the key at distance ``shift`` in both parts and decoding in one; here each key counts once.

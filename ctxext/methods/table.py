@@ -15,7 +15,7 @@ from ctxext.spec import Frequencies, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Table(RopeMethod):
-    """Use the given frequencies, whatever they came from.
+    """Use the given frequencies, whatever their origin.
 
     Pick it for frequencies that no other method here produces: searched, learned, or copied from another code base.
 

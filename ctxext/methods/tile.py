@@ -12,11 +12,11 @@ from ctxext.methods.base import Rows, TableMethod
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling(TableMethod):
-    """Repeat the learned rows from the first on, as often as it takes.
+    """Repeat the learned rows from the first on, as often as the target needs.
 
-    Pick it for a masked model or an encoder that will be trained on: every row is one that the weights know, texts of
-    up to the trained length are read exactly as before, and neighbours stay neighbours except where one copy ends and
-    the next begins. What is lost without training: tokens a whole trained length apart stand at the same position.
+    Pick it for a masked model or an encoder that you will train further: every row is one that the weights know, texts
+    of up to the trained length are computed exactly as before, and neighbours stay neighbours except where one copy
+    ends and the next begins. Without training, tokens a whole trained length apart cannot be told apart.
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1.

@@ -30,17 +30,17 @@ class YaRN(RopeMethod):
         beta_slow: turns in the trained window up to which a frequency is divided by the factor. Above 0.
         truncate: round the ends of an index ramp outwards to whole dimensions; gpt-oss does not. No effect on a turns
             ramp.
-        ramp: what the blend is linear in. ``"index"`` (every published checkpoint) is the number of the dimension,
-            ``"turns"`` (the paper's formula) is the turns in the trained window.
-        blend: what the ramp weighs: ``"frequency"`` (every published YaRN), or ``"wavelength"`` (PoSE's code).
+        ramp: quantity in which the blend is linear. ``"index"`` (every published checkpoint) is the number of the
+            dimension, ``"turns"`` (the paper's formula) is the turns in the trained window.
+        blend: quantity that the ramp weighs: ``"frequency"`` (every published YaRN), or ``"wavelength"`` (PoSE's code).
         attention_factor: multiplies cos and sin. Above 0; None is ``0.1 ln(factor) + 1``. It replaces that default, as
             in transformers, and does not multiply it, as in the authors' code.
         mscale: with ``mscale_all_dim``, the attention factor is
             ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)`` (DeepSeek). Above 0 or None.
         mscale_all_dim: see ``mscale``. DeepSeek's attention multiplies its own softmax scale by this part, which is
             the architecture's business, not a frequency's.
-        divisor: what a frequency that is not kept is divided by, at least 1; None is ``factor``, as published. Another
-            one is for numbers that were found by measuring: they may divide by more or less than the text is longer.
+        divisor: divisor of a frequency that is not kept, at least 1; None is ``factor``, as published. Measurements on
+            a model may favour a divisor above or below the factor.
 
     Raises:
         InvalidParameterError: from ``frequencies`` with an index ramp, if the trained window is shorter than
@@ -77,7 +77,7 @@ class YaRN(RopeMethod):
 
     @property
     def attention_scale(self) -> float:
-        """What cos and sin are multiplied by, dimensionless."""
+        """Factor on cos and sin, dimensionless."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale is not None and self.mscale_all_dim is not None:
@@ -86,11 +86,11 @@ class YaRN(RopeMethod):
 
     @property
     def stretch(self) -> float:
-        """What a frequency that is not kept is divided by, dimensionless: the ``factor`` of stock transformers."""
+        """Divisor of a frequency that is not kept, dimensionless: the ``factor`` of plain transformers."""
         return self.factor if self.divisor is None else self.divisor
 
     def to_dict(self) -> dict[str, Any]:
-        # What was saved and measured before there was a divisor, under the hash of its form, stays what it is.
+        # Leave an unset divisor out: results saved before the parameter existed are found by the hash of this form.
         return {key: value for key, value in super().to_dict().items() if key != "divisor" or value is not None}
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
@@ -127,7 +127,7 @@ class YaRN(RopeMethod):
         return 0.1 * weight * math.log(self.stretch) + 1.0
 
     def _index_ramp(self, rope: RopeSpec) -> Float[Tensor, " half"]:
-        """The share of each frequency that is kept, linear in its index between the two thresholds."""
+        """Compute the share of each frequency that is kept, linear in its index between the two thresholds."""
         slowest = rope.trained_length / (2 * math.pi)
         require(
             self.beta_slow <= slowest, "beta_slow", self.beta_slow, f"at most trained_length / 2 pi ({slowest:.4g})"

@@ -310,7 +310,7 @@ def test_describe() -> None:
     model = roberta()
     assert ctxext.describe(model).trained_length == 32, "not the 34 of its config"
     text = str(ctxext.describe(ctxext.patch(model, "pi", factor=4)))
-    for part in ("32 -> 128 tokens", "max_position_embeddings=130", "stock transformers", "train before use"):
+    for part in ("32 -> 128 tokens", "max_position_embeddings=130", "plain transformers", "train before use"):
         assert part in text
     assert "Embedding.weight" in text
 
