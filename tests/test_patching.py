@@ -347,7 +347,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 )
 def test_an_extended_checkpoint_says_relative_to_what(rope: dict[str, Any], said: str) -> None:
     model = tiny(rope_parameters=rope)
-    message = f"This checkpoint is already extended ({said}). Were its weights trained with that scaling"
+    message = f"This checkpoint is already extended ({said}). If its weights were trained with that scaling"
     for arguments in ({"factor": 2}, {"target_length": 32}, {"target_length": 512}):
         refused(model, PatchStateError, message, "pi", **arguments)
     ctxext.patch(model, "pi", factor=8, trained_length=16, scaling="replace")

@@ -1,4 +1,4 @@
-"""The journal: the only code in ctxext that mutates a model, and what makes copies of the model follow it."""
+"""The journal of edits: the only code in ctxext that mutates a model; copies of the model carry it along."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
 
-# torch numbers its hooks per process; a name of our own cannot meet the number of another after unpickling.
+# torch numbers hooks per process. After unpickling, a number could meet another hook's; this name cannot.
 HOOK: Any = "ctxext"
 HOOKS = "forward hooks"
 EVERY_MODULE = frozenset(vars(nn.Module()))
-"""What torch keeps in the dictionary of every module."""
+"""Names that torch keeps in the dictionary of every module."""
 BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
 
 class _Absent(Enum):
-    """Marks an attribute that did not exist before; an enum member stays itself through deepcopy and pickle."""
+    """Marker for an attribute that did not exist; an enum member keeps its identity through deepcopy and pickle."""
 
     ABSENT = "absent"
 
 
 class Edits:
-    """Sets attributes and remembers what was there, so that ``undo`` restores it exactly, in reverse order.
+    """A journal that sets attributes and records their old values; ``undo`` restores them in reverse order.
 
-    The journal holds data, never closures: ``copy.deepcopy`` and ``pickle`` of a patched model carry it along and
-    the copy can be undone by itself. Parameters are replaced by one verb and refused by all others, so that values of
-    ``state_dict`` cannot change by accident. Its keys change by one verb, ``attach``, which adds some.
+    The journal holds data, never closures: ``copy.deepcopy`` and ``pickle`` of a patched model carry it along, and
+    the copy can be undone by itself. Only ``replace_weight`` accepts parameters, so that no other edit can change
+    values of ``state_dict`` by accident. Only ``attach`` adds keys to ``state_dict``.
     """
 
     def __init__(self) -> None:
@@ -43,27 +43,27 @@ class Edits:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Leave everything as it was if the block failed."""
+        """Undo every edit if the block failed."""
         if error is not None:
             self.undo()
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Set ``owner.name``, or the entry ``name`` of a dict, and remember the old value (or that there was none)."""
+        """Set ``owner.name``, or the entry ``name`` of a dict, and record the old value or its absence."""
         self._entries.append((owner, name, self._current(owner, name), False))
         _assign(owner, name, value)
 
     def set_unchecked(self, owner: object, name: str, value: object) -> None:
-        """Set ``owner.name`` past the owner's own validation and properties, and remember what it held itself."""
+        """Write ``owner.__dict__[name]``, past validation and properties of the owner, and record the old entry."""
         self._entries.append((owner, name, owner.__dict__.get(name, _Absent.ABSENT), True))
         owner.__dict__[name] = value
 
     def delete_unchecked(self, owner: object, name: str) -> None:
-        """Delete what ``owner`` itself holds as ``name``, if it does, past its properties, and remember it."""
+        """Delete ``owner.__dict__[name]``, if present, past properties of the owner, and record the old entry."""
         if name in owner.__dict__:
             self._entries.append((owner, name, owner.__dict__.pop(name), True))
 
     def delete(self, owner: object, name: str) -> None:
-        """Delete the plain attribute ``owner.name`` if it is there, and remember the old value."""
+        """Delete the plain attribute ``owner.name``, if present, and record its old value."""
         if isinstance(owner, nn.Module) and name in (*owner._buffers, *owner._modules):
             raise TypeError(f"{type(owner).__name__}.{name} is registered with its module; set it instead.")
         old = self._current(owner, name)
@@ -72,32 +72,32 @@ class Edits:
             delattr(owner, name)
 
     def replace_weight(self, owner: nn.Module, name: str, weight: nn.Parameter) -> None:
-        """Put ``weight`` into the place of the parameter ``owner.name``, and remember that very object.
+        """Replace the parameter ``owner.name`` by ``weight``, and record the old parameter object itself.
 
         Raises:
-            TypeError: if ``owner`` has no such parameter of its own.
+            TypeError: if ``owner`` itself has no such parameter.
         """
         old = owner._parameters.get(name)
         if old is None:
-            raise TypeError(f"{type(owner).__name__}.{name} is no weight; set it instead.")
+            raise TypeError(f"{type(owner).__name__}.{name} is not a weight. Call set() instead.")
         self._entries.append((owner, name, old, False))
         owner._parameters[name] = weight
 
     def attach(self, owner: nn.Module, name: str, module: nn.Module) -> None:
-        """Add ``module`` to ``owner`` under a name that is free, or that it has already; undone by deleting it.
+        """Add ``module`` to ``owner`` under a free name, or under the name that it already has; undo deletes it.
 
         Raises:
-            TypeError: if ``owner`` has something else of that name.
+            TypeError: if ``owner`` has another attribute of that name.
         """
         if getattr(owner, name, module) is not module:
-            raise TypeError(f"{type(owner).__name__}.{name} is there already; attach adds, and replaces nothing.")
+            raise TypeError(f"{type(owner).__name__}.{name} exists already, and attach() replaces nothing.")
         self._entries.append((owner, name, _Absent.ABSENT, False))
         owner.add_module(name, module)
 
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
-        """Call ``before`` and ``after`` around each of a module's forward passes, as torch's hooks with keywords.
+        """Call ``before`` and ``after`` around each forward pass of a module, as torch hooks with keywords.
 
-        What stands in for ``forward`` knows one module; a hook is handed the replica that runs.
+        An object in the place of ``forward`` is bound to one module; a hook receives the replica that runs.
         """
         self._entries.append((module, HOOKS, _Absent.ABSENT, False))
         for (called, with_kwargs), function in ((BEFORE, before), (AFTER, after)):
@@ -105,7 +105,7 @@ class Edits:
             getattr(module, with_kwargs)[HOOK] = True
 
     def undo(self) -> None:
-        """Restore everything, newest first. A second call does nothing."""
+        """Restore every old value, newest first. A second call does nothing."""
         while self._entries:
             owner, name, old, unchecked = self._entries.pop()
             if name == HOOKS and isinstance(owner, nn.Module):
@@ -123,21 +123,21 @@ class Edits:
                     owner.pop(name, None)
                 elif self._current(owner, name) is not _Absent.ABSENT:
                     delattr(owner, name)
-            elif not (isinstance(owner, dict) and name not in owner):  # taken out by others since
+            elif not (isinstance(owner, dict) and name not in owner):  # other code has removed the entry since
                 _assign(owner, name, _beside(getattr(owner, name, None), old))
 
     def lines(self) -> list[str]:
-        """One line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
+        """Return one line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
         return list(dict.fromkeys(f"{type(owner).__name__}.{name}" for owner, name, *_ in self._entries))
 
     @staticmethod
     def _current(owner: object, name: str) -> object:
         if isinstance(owner, nn.Module):
             if name in owner._parameters:
-                raise TypeError(f"ctxext never edits weights, and {type(owner).__name__}.{name} is one.")
+                raise TypeError(f"{type(owner).__name__}.{name} is a weight. Replace it by replace_weight().")
             if name in owner._buffers:
                 buffer = owner._buffers[name]
-                return None if buffer is None else buffer.clone()  # an edit may overwrite the storage
+                return None if buffer is None else buffer.clone()  # _assign may overwrite the storage
             if name in owner._modules:
                 return owner._modules[name]
             return owner.__dict__.get(name, _Absent.ABSENT)
@@ -147,10 +147,10 @@ class Edits:
 
 
 def _assign(owner: object, name: str, value: object) -> None:
-    """Set an attribute; a buffer keeps its storage where it can, so that compiled code sees the new value."""
+    """Set an attribute; keep the storage of a buffer where possible, so that compiled code sees the new value."""
     if isinstance(owner, nn.Module) and isinstance(value, Tensor) and name in owner._buffers:
         buffer = owner._buffers[name]
-        if value.is_inference():  # a model patched in inference mode is trained and compiled outside of it
+        if value.is_inference():  # a model patched in inference mode may be trained or compiled outside of it
             with torch.inference_mode(False):
                 value = value.clone()
         if buffer is not None and _can_overwrite(buffer, value) and not _is_shared(owner, name, buffer):
@@ -170,19 +170,19 @@ def _can_overwrite(buffer: Tensor, value: Tensor) -> bool:
 
 
 def _is_shared(owner: nn.Module, name: str, buffer: Tensor) -> bool:
-    """Whether the module has the same tensor under another name, as stock dynamic types leave it after a short text."""
-    return any(other is buffer for other_name, other in owner._buffers.items() if other_name != name)
+    """Return whether another name of the module holds the same tensor: transformers leaves dynamic types so."""
+    return any(tensor is buffer for key, tensor in owner._buffers.items() if key != name)
 
 
 def _followed(old: nn.Parameter, current: nn.Parameter | None) -> nn.Parameter:
-    """``old`` itself, brought to where the weight that stood in its place was moved, or cast, in the meantime."""
+    """Return ``old`` itself, moved and cast as its replacement has been in the meantime."""
     if current is not None and not current.is_meta and (old.device, old.dtype) != (current.device, current.dtype):
         old.data = old.data.to(current.device, current.dtype)
     return old
 
 
 def _beside(current: Any, old: object) -> object:
-    """Where a tensor was moved to another device since it was recorded, follow it."""
+    """Return ``old``, on the device to which the current tensor has been moved since."""
     if isinstance(old, Tensor) and isinstance(current, Tensor) and not current.is_meta and not old.is_meta:
         return old.to(current.device)
     return old
@@ -190,16 +190,16 @@ def _beside(current: Any, old: object) -> object:
 
 @dataclass
 class Replicating:
-    """Stands in for ``module._replicate_for_data_parallel``: a replica's stand-ins run on the replica.
+    """Replacement of ``module._replicate_for_data_parallel`` that binds a replica's replaced methods to the replica.
 
-    torch copies a module's ``__dict__``, and with it objects that refer to the module they were made for; a replica
-    would silently run the original, with the original's weights and on its device.
+    torch copies the module's ``__dict__``, and with it objects that refer to the original module. Unbound, a replica
+    would silently run the original module, with its weights and on its device.
     """
 
     module: nn.Module
 
     def __call__(self) -> nn.Module:
-        """Takes and returns what torch's own method does."""
+        """Replicate the module as torch does, and bind the copy's replaced methods to the copy."""
         module = self.module
         replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
         for name, value in list(replica.__dict__.items()):
@@ -209,29 +209,29 @@ class Replicating:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds in its dictionary beside that which every module has: hooks, weights, parts."""
+    """Return the entries of a module's dictionary, without those that every module has (hooks, weights, parts)."""
     return {name: value for name, value in vars(module).items() if name not in EVERY_MODULE}
 
 
 def follow_replicas(modules: Iterable[nn.Module], edits: Edits) -> None:
-    """Let the replicas that ``nn.DataParallel`` makes of these modules run what stands in for their own methods."""
+    """Make ``nn.DataParallel`` replicas of these modules run the replaced methods on themselves."""
     for module in modules:
         if any(_stands_in(value, module) for value in own_attributes(module).values()):
             edits.set(module, "_replicate_for_data_parallel", Replicating(module))
 
 
 def _stands_in(value: Any, module: nn.Module) -> bool:
-    """Whether ``value`` is one of the objects that ctxext puts into the place of methods of ``module``."""
+    """Return whether ``value`` is an object that ctxext put in the place of a method of ``module``."""
     return _is_ours(value) and any(getattr(value, field.name) is module for field in fields(value))
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether this is one of ctxext's own records; configs are records too, and some refuse to be read."""
+    """Return whether ``value`` is a dataclass of ctxext; configs are dataclasses too, and some refuse to be read."""
     return is_dataclass(value) and type(value).__module__.partition(".")[0] == "ctxext"
 
 
 def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
-    """``value`` with every reference to ``old`` turned to ``new``; all else is shared."""
+    """Return ``value`` with every reference to ``old`` replaced by ``new``; everything else is shared."""
     if value is old:
         return new
     if isinstance(value, dict):
@@ -243,8 +243,8 @@ def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
         return bound
     if getattr(value, "__self__", None) is old or old in getattr(value, "args", ()):
         raise IncompatibleError(
-            f"nn.DataParallel copies {type(old).__name__}, whose forward was wrapped before ctxext patched it (by "
-            f"accelerate, for example), and the copy would run the original. Use one process per device instead "
-            f"(torchrun, accelerate launch)."
+            f"{type(old).__name__}: nn.DataParallel cannot copy this module, because its forward was wrapped before "
+            f"ctxext patched it (by accelerate, for example). The copy would run the original. Use one process per "
+            f"device instead (torchrun, accelerate launch)."
         )
     return value

@@ -1,9 +1,9 @@
-"""What readers older than transformers 5 look at: they know nothing of ``rope_parameters``.
+"""Write the config fields of transformers 4 beside ``rope_parameters``, which older programs do not read.
 
-transformers 4, and other programs written for its configs, read the base from ``rope_theta`` and the scaling from
-``rope_scaling``. Where a config has neither they take 10000 and no scaling at all, without a word. So an extended
-config holds both forms where the old one can say the same, and a base that no reader can compute with where it
-cannot. transformers 5 gives ``rope_scaling`` precedence, takes the other old fields as defaults, and keeps none.
+transformers 4, and programs written for its configs, read the base from ``rope_theta`` and the scaling from
+``rope_scaling``. If a config has neither, they silently take 10000 and no scaling. So an extended config holds both
+forms if the old one can express the extension, and otherwise a base that no program can compute with.
+transformers 5 gives ``rope_scaling`` precedence, takes the other old fields as defaults, and keeps none.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ctxext.surgery.texts import text_of
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 
-# What transformers raises where it cannot read a config, or build a model from one.
+# Errors that transformers raises if it cannot read a config, or build a model from one.
 REFUSALS = (AttributeError, KeyError, ValueError, TypeError, StrictDataclassError)
 
-# How the configs of transformers 4 name the base, by family; the first is what nearly all of them do.
+# Names of the base in configs of transformers 4, which differ by family; nearly all use the first.
 BASES = ("rope_theta", "rotary_emb_base", "global_rope_theta")
-# ... and the part of each head that rotates.
+# Names of the rotated part of each head.
 PARTS = ("rotary_pct", "partial_rotary_factor")
 OLD_FIELDS = ("rope_scaling", "rope_local_base_freq", *BASES)
 
 # Rope types that transformers 4 (4.57.1, modeling_rope_utils.py) computes as transformers 5 does.
 OLD_TYPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3"})
-# Model types whose classes in transformers 4.57.1 read the base and pass over any scaling without a word.
+# Model types whose classes in transformers 4.57.1 read the base and silently ignore any scaling.
 PASS_OVER_SCALING = frozenset({"nemotron"})
 
 
@@ -40,38 +40,38 @@ def write_old_form(config: Any, edits: Edits, *, of_any_type: bool) -> None:
 
     Args:
         config: the config, or its text part.
-        edits: that undoes it.
-        of_any_type: for a live model, whose config the Trainer writes into its checkpoints and reads there as one of no
-            type: where such a reader could not read both, a guard stands there, and older readers then refuse what
-            ``save_pretrained`` writes. A checkpoint of its own has no such reader.
+        edits: the journal.
+        of_any_type: set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
+            ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and
+            older programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
     """
     text = text_of(config)
-    for name in _consumed(text):  # of an earlier extension, where the config is another model's
+    for name in _consumed(text):  # from an earlier extension, if the config is shared with another model
         edits.delete_unchecked(text, name)
     for name, value in old_form(text, of_any_type=of_any_type).items():
-        # transformers 5 has a property of the name rope_scaling, which is an alias of rope_parameters; what it writes
-        # to config.json is what the object itself holds.
+        # In transformers 5 rope_scaling is a property, an alias of rope_parameters; config.json gets the entries of
+        # the object's own dictionary.
         edits.set_unchecked(text, name, value)
 
 
 def drop_old_form(text: Any) -> None:
-    """Take away what reading the config from a file would: the old form, if ``write_old_form`` put it there."""
+    """Remove the old form that ``write_old_form`` wrote, as reading the config from a file would."""
     for name in _consumed(text):
         del vars(text)[name]
 
 
 def _consumed(text: Any) -> list[str]:
-    """The old fields that ``text`` holds, and would not hold had it been read from a file."""
-    there = {name: vars(text)[name] for name in OLD_FIELDS if name in vars(text)}
-    kept = vars(_read(text, there)) if there else {}
-    return [name for name in there if name not in kept]
+    """Return the old fields that ``text`` holds and that reading it from a file would consume."""
+    held = {name: vars(text)[name] for name in OLD_FIELDS if name in vars(text)}
+    kept = vars(_read(text, held)) if held else {}
+    return [name for name in held if name not in kept]
 
 
 def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield each rope dict of a text config with the layer type that it is for, None where one serves all layers.
+    """Yield each rope dict of a text config with its layer type, None if one dict serves all layers.
 
     Args:
-        text: the text part of a config, or its ``rope_parameters``: one rope dict, or one for each layer type.
+        text: the text part of a config, or its ``rope_parameters``, which is one rope dict or one for each layer type.
     """
     rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
@@ -82,20 +82,21 @@ def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
         yield None, rope
 
 
-def same_rope(one: Any, other: Any) -> bool:
-    """Whether two rope dicts say the same; ``type``, the old name of ``rope_type``, says nothing more."""
-    return bool(_without_type(one) == _without_type(other))
+def same_rope(first: Any, second: Any) -> bool:
+    """Return whether two rope dicts are equal; ``type``, the old name of ``rope_type``, does not count."""
+    return bool(_without_type(first) == _without_type(second))
 
 
 def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
-    """The fields of the old form for ``text.rope_parameters``, or a guard, or nothing.
+    """Return the old form of ``text.rope_parameters``, a guard in its place, or nothing.
 
-    Nothing where this type's config reads none of them: such a type came with transformers 5, and older readers do
-    not know it at all. What is returned was read back by transformers both ways, alone and beside ``rope_parameters``.
+    A form is returned only if transformers reads it rightly both alone and beside ``rope_parameters``. Nothing is
+    returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
+    not know it.
 
     Args:
         text: the text part of an extended config.
-        of_any_type: only what transformers also reads without knowing the config's type.
+        of_any_type: only accept a form that the base class of configs reads too.
     """
     rope = getattr(text, "rope_parameters", None)
     if not rope or not is_dataclass(text):
@@ -104,7 +105,9 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     if _old_readers_compute(text, rope):
         for form in _candidates(rope):
             if not declared & form.keys() and _means(text, form, rope):
-                if of_any_type and "rope_scaling" in form:  # that class looks for a length that it has not read yet
+                if (
+                    of_any_type and "rope_scaling" in form
+                ):  # the base class would look for a length that it has not read yet
                     break
                 return form
     for name in BASES:
@@ -120,7 +123,9 @@ def _old_readers_compute(text: Any, rope: dict[str, Any]) -> bool:
         kind = parameters.get("rope_type", "default")
         if kind != "default" and text.model_type in PASS_OVER_SCALING:
             return False
-        if kind == "longrope" and not has_original:  # they would switch, and scale, by max_position_embeddings
+        if (
+            kind == "longrope" and not has_original
+        ):  # transformers 4 would switch, and scale, by max_position_embeddings
             one_set = parameters.get("short_factor") == parameters.get("long_factor")
             if not one_set or parameters.get("attention_factor") is None:
                 return False
@@ -130,7 +135,7 @@ def _old_readers_compute(text: Any, rope: dict[str, Any]) -> bool:
 
 
 def _candidates(rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Ways in which configs of transformers 4 say what ``rope`` says; which of them this one reads is tried."""
+    """Yield candidates for the old form of ``rope``; the caller tries which of them a config class reads."""
     nested = None not in dict(rope_dicts(rope))
     main = rope.get("full_attention") if nested else rope
     if not isinstance(main, dict) or "rope_theta" not in main:
@@ -154,7 +159,7 @@ def _candidates(rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _means(text: Any, form: dict[str, Any], rope: dict[str, Any]) -> bool:
-    """Whether the old form alone, and beside the new one, reads as ``rope`` and leaves nothing of itself behind."""
+    """Return whether transformers reads ``rope`` from the old form, alone and beside the new one, and consumes it."""
     try:
         alone = _read(text, form, without=("rope_parameters",))
     except REFUSALS:
@@ -163,17 +168,19 @@ def _means(text: Any, form: dict[str, Any], rope: dict[str, Any]) -> bool:
 
 
 def _is_ignored(text: Any, form: dict[str, Any], rope: dict[str, Any]) -> bool:
-    """Whether transformers 5 reads the same rope dict with these fields as without them, and consumes them."""
+    """Return whether transformers 5 reads the same rope dict with these fields as without, and consumes them."""
     try:
         both = _read(text, form)
     except REFUSALS:
         return False
-    left = [name for name in form if name in vars(both) and name != "partial_rotary_factor"]  # some keep it beside
+    left = [
+        name for name in form if name in vars(both) and name != "partial_rotary_factor"
+    ]  # some configs keep this one
     return same_rope(both.rope_parameters, rope) and not left
 
 
 def _read(text: Any, form: dict[str, Any], without: tuple[str, ...] = ()) -> Any:
-    """The config as it is read from a file with ``form`` in it, and without any other old form."""
+    """Read the config from a dictionary that holds ``form`` and no other old field."""
     fields_now = {name: value for name, value in text.to_dict().items() if name not in (*OLD_FIELDS, *without)}
     declared = {field.name for field in fields(text)}
     fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared and name in vars(text)}

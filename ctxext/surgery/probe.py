@@ -1,9 +1,9 @@
-"""Which layers of a model rotate, and which of them look back over a window only: seen, not read off a config.
+"""Probe a model for the layers that rotate and the layers with a sliding window, by running its own code.
 
-A twin of the model without memory (on the meta device) reads a few tokens that hold no data. What its rotary modules
-return is marked, and so are hidden states and the masks of its attention; marks follow tensors through every operation.
-A layer in which a rotary mark meets a hidden state rotates; one in which a hidden state meets a windowed mask is
-windowed. So the answer is that of the model's own code, whatever its config calls its layers.
+A twin of the model on the meta device reads a few tokens that hold no data. The outputs of its rotary modules, its
+hidden states and its attention masks carry marks, and marks follow tensors through every operation. A layer in which a
+rotary mark meets a hidden state rotates; a layer in which a hidden state meets a windowed mask is windowed. So the
+answer comes from the model's code, whatever its config calls the layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ctxext.surgery.rebuild import FAILURES
 from ctxext.surgery.replaced import original_twin
 
 PROBE = "ctxext_probe"
-TOKENS = 8  # enough for every kind of layer: windows and chunks are told by their masks, not by their size
+TOKENS = 8  # enough for every kind of layer: the probe tells windows and chunks by their masks, not by their size
 
 ROTARY, HIDDEN, FULL, WINDOW, TRUE = "rotary", "hidden", "full mask", "windowed mask", "true"
 AHEAD = "mask that shows what comes after"
@@ -37,14 +37,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Layers:
-    """What the layers of a decoder do, by their paths.
+    """Paths of a decoder's layers, by what these layers do.
 
     Args:
         rotating: layers that rotate queries or keys by the model's rotary modules.
         attending: layers with attention under a mask that transformers makes.
-        windowed: those of them that look back over a window or a chunk only.
-        both_ways: those that see everything in which tokens see others that come after them.
-        failure: why the probe could not run; None where it did. Then nothing is known of the layers.
+        windowed: attending layers that look back over a window or a chunk only.
+        both_ways: attending layers in which tokens also see later tokens.
+        failure: why the probe could not run; nothing is known of the layers then. None if it ran.
     """
 
     rotating: frozenset[str] = frozenset()
@@ -55,20 +55,20 @@ class Layers:
 
     @property
     def whole_and_unrotated(self) -> frozenset[str]:
-        """Layers that see everything and have no positions."""
+        """Attending layers that see the whole text and do not rotate."""
         return self.attending - self.windowed - self.rotating
 
     @property
     def rotates_in_windows_only(self) -> bool:
-        """Whether no distance beyond a window is ever rotated, though other layers see that far."""
+        """True if only windowed layers rotate, while other layers see the whole text."""
         return bool(self.rotating) and self.rotating <= self.windowed and bool(self.whole_and_unrotated)
 
 
 def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
-    """Let a twin of ``model`` read a few tokens without data, and watch its layers.
+    """Run a twin of ``model`` on a few tokens without data, and return what its layers do.
 
-    The twin is built from the model's class and config, so what was seen once of both is not looked for again: with a
-    method after the other on a model of many layers, that is most of the time.
+    The twin depends on the model's class and config alone, so results are cached by both. Trying one method after
+    another on a model of many layers would spend most of its time here otherwise.
 
     Args:
         model: any model; it is not touched.
@@ -90,7 +90,7 @@ _SEEN: dict[tuple[type, str, tuple[str, ...]], Layers] = {}
 
 
 def _watched(twin: PreTrainedModel, paths: Sequence[str]) -> Layers:
-    """What the layers of a model without weights do with a few tokens."""
+    """Run the decoder of a twin on a few tokens, and return what its layers do."""
     decoder = reader_of(twin, paths[0])
     if decoder is None:
         return Layers(failure="it reads no tokens")
@@ -105,25 +105,25 @@ def _watched(twin: PreTrainedModel, paths: Sequence[str]) -> Layers:
 
 
 def reader_of(model: nn.Module, path: str) -> nn.Module | None:
-    """The innermost module around ``path`` that reads tokens, which is the decoder; None where nothing does."""
+    """Return the decoder: the innermost module around ``path`` that reads tokens; None if there is none."""
     return next(readers_of(model, path), None)
 
 
 def readers_of(model: nn.Module, path: str) -> Iterator[nn.Module]:
-    """Yield the modules around ``path`` that read tokens and need nothing else, from the innermost outwards."""
+    """Yield the modules around ``path`` that need tokens and nothing else, from the innermost outwards."""
     while path:
         path = path.rpartition(".")[0]
         module: nn.Module = model.get_submodule(path)
         arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        needed = [one.name for one in arguments if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-        if any(one.name == "input_ids" for one in arguments) and needed in ([], ["input_ids"]):
+        required = [arg.name for arg in arguments if arg.default is arg.empty and arg.kind is arg.POSITIONAL_OR_KEYWORD]
+        if any(arg.name == "input_ids" for arg in arguments) and required in ([], ["input_ids"]):
             yield module  # a layer that routes by tokens takes input_ids too, but needs hidden states
 
 
 def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> None:
-    """Run a decoder that has no memory on a few tokens. What its code asks of data is answered as for a plain text."""
+    """Run a decoder on the meta device on a few tokens; answer questions about data as for a plain text."""
     marks, config = marks or _Marks(), getattr(decoder, "config", None)
-    channels = getattr(config, "num_channels", None)  # some read several tokens at each place
+    channels = getattr(config, "num_channels", None)  # some decoders read several tokens at each position
     arguments: dict[str, Any] = {"use_cache": False}
     with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), _Lists(), marks:
         if reads_an_encoder(decoder):
@@ -139,17 +139,17 @@ def forward_without_data(decoder: nn.Module, marks: _Marks | None = None) -> Non
 
 
 def reads_an_encoder(decoder: nn.Module) -> bool:
-    """Whether a decoder's layers attend to what an encoder has read."""
-    takes_it = "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
-    return takes_it and any(getattr(getattr(decoder, "config", None), name, None) for name in WIDTHS)
+    """Return whether a decoder's layers attend to the states of an encoder."""
+    takes_states = "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
+    return takes_states and any(getattr(getattr(decoder, "config", None), name, None) for name in WIDTHS)
 
 
-# Where configs say how wide the encoder's states are.
+# Config fields with the width of the encoder's states.
 WIDTHS = ("cross_attention_hidden_size", "cross_hidden_size", "hidden_size")
 
 
 def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
-    """Mark what the rotary modules return, and let ``marks`` know which layer runs."""
+    """Mark the outputs of the rotary modules, and tell ``marks`` which layer runs."""
 
     def enter(path: str) -> Callable[..., None]:
         return lambda module, args: marks.entered.append(path)
@@ -170,9 +170,9 @@ def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments or results, those in lists too.
+    """Yield the tensors among arguments or results, including those in lists.
 
-    torch's own walk over trees would take as long as everything else here.
+    torch's own tree utilities would take as long as the rest of the probe.
     """
     for value in values:
         if isinstance(value, Tensor):
@@ -188,13 +188,18 @@ def _mark(tensor: Tensor, marks: frozenset[str]) -> None:
 
 def _marks_of(tensor: Tensor) -> frozenset[str]:
     if isinstance(tensor, nn.Parameter):
-        return frozenset({HIDDEN})  # what weights make of the tokens
+        return frozenset({HIDDEN})  # a product of weights and tokens is a hidden state
     marks: frozenset[str] = tensor.__dict__.get("_ctxext_marks", frozenset())
     return marks
 
 
 class _Marks(TorchDispatchMode):
-    """Carries marks from the inputs of every operation to its outputs, and notes which marks met in which layer."""
+    """Dispatch mode that carries marks from inputs of operations to outputs, and records which marks met in a layer.
+
+    Every torch operation passes through here. Its outputs get the union of the marks of its inputs, with one
+    exception: if a hidden state takes part, the running layer gets the marks, and the output is a hidden state again.
+    So a rotary mark counts in the layer that rotates queries or keys, and does not spread to later layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -204,8 +209,8 @@ class _Marks(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
-        is_empty = any(tensor.is_meta for tensor in inputs)
-        output = _answer(func, args, kwargs) if is_empty else func(*args, **kwargs)
+        has_no_data = any(tensor.is_meta for tensor in inputs)
+        output = _answer(func, args, kwargs) if has_no_data else func(*args, **kwargs)
         marks: frozenset[str] = frozenset().union(*map(_marks_of, inputs))
         if HIDDEN in marks:
             if self.entered:
@@ -219,15 +224,15 @@ class _Marks(TorchDispatchMode):
         return output
 
     def layers(self) -> Layers:
-        """What was seen, of those layers that stand beside one that rotates."""
+        """Return the record of those layers that have a rotating layer among their siblings."""
         rotating = {path for path, marks in self.met.items() if ROTARY in marks}
         siblings = {path.rpartition(".")[0] for path in rotating}
-        seen = {path: marks for path, marks in self.met.items() if path.rpartition(".")[0] in siblings}
+        records = {path: marks for path, marks in self.met.items() if path.rpartition(".")[0] in siblings}
         return Layers(
             frozenset(rotating),
-            frozenset(path for path, marks in seen.items() if marks & {FULL, WINDOW}),
-            frozenset(path for path, marks in seen.items() if WINDOW in marks and FULL not in marks),
-            frozenset(path for path, marks in seen.items() if AHEAD in marks),
+            frozenset(path for path, marks in records.items() if marks & {FULL, WINDOW}),
+            frozenset(path for path, marks in records.items() if WINDOW in marks and FULL not in marks),
+            frozenset(path for path, marks in records.items() if AHEAD in marks),
         )
 
 
@@ -237,9 +242,9 @@ _BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on tensors without data; where its result hangs on data, answer as for a plain text.
+    """Run an operation on meta tensors; if its result depends on data, answer as for a plain text.
 
-    Everything holds (``all``), nothing is found (``nonzero``, indexing by a mask), every number is 0.
+    ``all`` is true, ``nonzero`` and indexing by a mask find nothing, and every number is 0.
     """
     first = args[0]
     if func is aten._local_scalar_dense.default:
@@ -253,7 +258,7 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty(0, dtype=first.dtype, device="meta")
     if func is aten.bincount.default:
         return torch.empty(max(1, kwargs.get("minlength", 0)), dtype=torch.long, device="meta")
-    if func.overloadpacket in _GROUPED:  # insists on bfloat16, which the shapes do not depend on
+    if func.overloadpacket in _GROUPED:  # requires bfloat16, although the shapes do not depend on it
         return torch.empty(first.shape[0], args[1].shape[-1], dtype=first.dtype, device="meta")
     if func in _BY_INDEX:
         if any(_is_bool(index) for index in args[1]) and func is not aten.index.Tensor:
@@ -267,21 +272,21 @@ def _is_bool(index: Any) -> bool:
 
 
 def _places(index: Any) -> list[Any]:
-    """An index by a mask as the numbers of the places where it holds: none."""
+    """Replace an index by a mask by empty indices, one for each dimension of the mask."""
     return [torch.empty(0, dtype=torch.long, device="meta")] * index.ndim if _is_bool(index) else [index]
 
 
 class _Lists(TorchFunctionMode):
-    """Python lists out of tensors without data: zeros, and what is split by them is given to the last part.
+    """Function mode that turns meta tensors into Python lists of zeros; a split by zeros gives all to the last part.
 
-    Their address is given to nobody: a kernel outside torch would be launched on it.
+    It refuses the address of a meta tensor, because a kernel outside torch would be launched on it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.data_ptr and args[0].is_meta:
             raise IncompatibleError(
-                f"{_asking()} launches a kernel of its own, which cannot be tried out without data. Extend the model "
-                f"first and apply such kernels (Liger and its like) afterwards"
+                f"{_asking()} launches a kernel outside torch, which cannot run without data. Extend the model first, "
+                f"and apply such kernels (Liger, for example) afterwards"
             )
         if func is Tensor.tolist and args[0].is_meta:
             return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").tolist()
@@ -295,7 +300,7 @@ class _Lists(TorchFunctionMode):
 
 
 def _asking() -> str:
-    """The module whose code asked torch, or a compiler of kernels, for something."""
+    """Return the name of the function outside torch and ctxext that called torch or a compiler of kernels."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package_of(frame) in {"ctxext", "jaxtyping", "torch", "triton"}:
         frame = frame.f_back
@@ -314,13 +319,13 @@ def _probe_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     **_: Any,
 ) -> Tensor:
-    """Mask function of the name ``ctxext_probe``, in the signature that transformers calls."""
+    """Return an empty mask, marked as full, windowed or ahead; registered with transformers as ``ctxext_probe``."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, device="meta")
-    if local_size is not None:  # what says where a chunk begins (Llama 4) may be a tensor without data
+    if local_size is not None:  # mask_function of a chunk (Llama 4) may hold a tensor without data
         _mark(mask, frozenset({WINDOW}))
         return mask
     first = torch.zeros(1, 1, dtype=torch.long, device="cpu")
-    # Whoever sees further ahead sees the next token too.
+    # A mask that shows any later token shows the next token too.
     is_ahead = mask_function is not causal_mask_function and bool(mask_function(first, first, first, first + 1).all())
     _mark(mask, frozenset({FULL, AHEAD} if is_ahead else {FULL}))
     return mask
@@ -329,7 +334,7 @@ def _probe_mask(
 def _probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention function of the name ``ctxext_probe``: the shapes of attention, and nothing else."""
+    """Compute the shapes of attention and nothing else; registered with transformers as ``ctxext_probe``."""
     heads = query.shape[1]
     key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in (key, value))
     scores = query @ key.transpose(2, 3)

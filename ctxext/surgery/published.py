@@ -1,4 +1,4 @@
-"""A checkpoint's config.json as it was published, beside the config that transformers built from it."""
+"""Compare a checkpoint's config.json, as published, with the config that transformers built from it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ctxext.surgery.texts import text_of
 CHUNKED = "dual_chunk_attention_config"
 """The field by which Qwen's 1M checkpoints ask vLLM and SGLang for dual chunk attention; transformers ignores it."""
 
-# Keys of a rope dict that transformers' own rope types do not read, with the value at which they change nothing and the
-# programs that obey them (vLLM 0.33 and SGLang 0.5.23: get_rope of their rotary_embedding; llama.cpp: its converter).
+# Keys of a rope dict that transformers' rope types ignore: each with its neutral value and the programs that obey it
+# (vLLM 0.33 and SGLang 0.5.23: get_rope of their rotary_embedding; llama.cpp: its converter).
 FOREIGN_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "attn_factor": (1, ("vllm", "sglang", "llama.cpp")),
     "extrapolation_factor": (1, ("vllm", "sglang")),
@@ -34,15 +34,15 @@ FOREIGN_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "max_trained_positions": (None, ("vllm",)),
     "alpha": (None, ("vllm", "sglang")),
 }
-# Model types whose own code in transformers reads such a key.
+# Model types of transformers whose own code reads such a key.
 OWN_KEYS = {"alpha": "hunyuan", "short_mscale": "phimoe", "long_mscale": "phimoe"}
 
-# What a config calls the base of rotation, wherever it says so; those of towers for pictures and sound are theirs.
+# Names of the base of rotation in configs; names of towers for images and sound are left out.
 BASE = re.compile(r"(?=.*(rope|rotary))(?=.*(theta|base))(?!.*(vision|visual|image|audio|speech))", re.I)
 PART = re.compile(r"^(partial_rotary_factor|rotary_pct|rotary_percent|rope_pct)$")
-# How many dimensions of a head rotate, where a config says that instead of a part.
+# Names of the number of rotated dimensions, which some configs give instead of a fraction.
 DIMENSIONS = re.compile(r"^(rotary|rope)_(emb_)?n?dims?$")
-# Where checkpoints nest it.
+# Names of blocks in which checkpoints nest these fields.
 NESTED = re.compile(r"attn|attention|rope|rotary|position", re.I)
 BLOCKS = ("rope_scaling", "rope_parameters")
 ORIGINAL = "original_max_position_embeddings"
@@ -51,9 +51,9 @@ SAID = (
     *("mscale", "mscale_all_dim", "short_factor", "long_factor", "truncate"),
 )
 UNSCALED = (None, "default", "mrope", "proportional", "axial")
-# By what a rope type scales positions.
+# Keys that scale positions.
 FACTORS = ("factor", "short_factor", "long_factor")
-# What published configs, trainers and other programs call the length; transformers reads what the class declares.
+# Names of the length in published configs and other programs; transformers reads the one that the class declares.
 LENGTH = "max_position_embeddings"
 LENGTHS = (
     *(LENGTH, "n_positions", "n_ctx", "seq_length", "seq_len", "max_seq_len", "max_seq_length", "max_sequence_length"),
@@ -62,10 +62,9 @@ LENGTHS = (
 
 
 def published_json(config: Any) -> dict[str, Any]:
-    """Read the config.json that a config was built from; empty where it is not on this machine.
+    """Read the config.json that a config was built from; return an empty dict if it is not on this machine.
 
-    It is looked for where transformers says that it read it: in a directory, or in the cache of the hub. The network is
-    not asked.
+    The file is searched in the directory or in the hub's cache from which transformers read the config, offline.
     """
     name = getattr(config, "_name_or_path", None)
     if not name:
@@ -74,31 +73,31 @@ def published_json(config: Any) -> dict[str, Any]:
     if not path.is_file():
         try:
             cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
-        except HFValidationError:  # a path, and not a name on the hub
+        except HFValidationError:  # the name is a path, not a repository of the hub
             return {}
         if not isinstance(cached, str):
             return {}
         path = Path(cached)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # removed or damaged since the model was loaded from it
         return {}
-    is_same = isinstance(found, dict) and found.get("model_type") == config.model_type
-    return found if is_same else {}
+    is_same = isinstance(content, dict) and content.get("model_type") == config.model_type
+    return content if is_same else {}
 
 
 def published_text(config: Any, published: dict[str, Any]) -> dict[str, Any]:
-    """The part of a published config.json that says how text is read: all of it where that is not a part of its own."""
+    """Return the text part of a published config.json; the whole of it if it has no such part."""
     for name in _path_to(config, text_of(config)):
         inner = published.get(name)
         if not isinstance(inner, dict):
-            return published  # written before the class had parts, and mapped into them by transformers
+            return published  # a file older than the parts of its class; transformers maps its fields
         published = inner
     return published
 
 
 def _path_to(config: Any, part: Any) -> list[str]:
-    """The attributes that lead from a config to one of its parts; none where the part is the config."""
+    """Return the attributes that lead from a config to one of its parts; none if the part is the config."""
     return [] if part is config else next(_paths(config, part), [])
 
 
@@ -112,12 +111,12 @@ def _paths(config: Any, part: Any) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A field of a config that transformers passes over and other programs obey.
+    """A field of a config that transformers ignores and other programs obey.
 
     Args:
         name: the field, or the key of its rope dict.
-        value: what it says.
-        programs: which runtimes obey it, by the names that ``ctxext.export`` takes.
+        value: its value.
+        programs: runtimes that obey it, by the names that ``ctxext.export`` takes.
     """
 
     name: str
@@ -127,33 +126,33 @@ class Foreign:
     def __str__(self) -> str:
         value = "{...}" if isinstance(self.value, dict) else repr(self.value)
         return (
-            f"{self.name}={value} in its config changes positions in {' and '.join(self.programs)}, and transformers "
-            f"passes it over. An extension by ctxext takes it out."
+            f"{self.name}={value} in its config changes positions in {' and '.join(self.programs)}, but transformers "
+            f"ignores it. An extension by ctxext removes it."
         )
 
 
 def foreign_fields(config: Any) -> list[Foreign]:
-    """Fields of a config that say something about positions to other programs, and nothing to transformers."""
+    """Return the fields of a config that change positions in other programs and not in transformers."""
     text = text_of(config)
-    found = []
+    foreign = []
     if getattr(text, CHUNKED, None):
-        found.append(Foreign(CHUNKED, getattr(text, CHUNKED), ("vllm", "sglang")))
+        foreign.append(Foreign(CHUNKED, getattr(text, CHUNKED), ("vllm", "sglang")))
     for _, rope in rope_dicts(text):
         for name, (neutral, programs) in FOREIGN_KEYS.items():
-            is_own = name in OWN_KEYS and text.model_type.startswith(OWN_KEYS[name])
-            if rope.get(name) not in (None, neutral) and not is_own:
-                found.append(Foreign(name, rope[name], programs))
-    return found
+            is_read = name in OWN_KEYS and text.model_type.startswith(OWN_KEYS[name])
+            if rope.get(name) not in (None, neutral) and not is_read:
+                foreign.append(Foreign(name, rope[name], programs))
+    return foreign
 
 
 def without_foreign(text: Any) -> dict[str, Any]:
-    """What takes such fields out of a text config, beside its rope dict."""
+    """Return the changes that remove such fields from a text config, those of its rope dict left out."""
     return {CHUNKED: None} if getattr(text, CHUNKED, None) else {}
 
 
 @dataclass(frozen=True)
 class Lost:
-    """What config.json says of rotary positions and the built config does not hold."""
+    """A value of config.json about rotary positions that the built config lacks."""
 
     name: str
     stated: Any
@@ -168,32 +167,34 @@ def _short(value: Any) -> str:
 
 
 def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
-    """What a published config.json says of the rotation of text, and the config that was built from it does not.
+    """Return the values of a published config.json about rotation of text that the built config lacks.
 
     Args:
         published: the JSON object.
-        config: what transformers made of it.
+        config: the config that transformers built from it.
     """
     text = text_of(config)
     ropes = [rope for _, rope in rope_dicts(text)]
-    if not ropes or "ctxext" in published:  # which has checks of its own
+    if not ropes or "ctxext" in published:  # extended checkpoints have their own checks
         return []
     part = published_text(config, published)
-    found = [*_lost_numbers(part, ropes, _declared(text)), *_lost_scaling(part, ropes)]
-    if part is not published and "rope_parameters" not in _declared(config):  # or they are those of another part
-        found += [*_lost_numbers(published, ropes, _declared(config)), *_lost_scaling(published, ropes)]
-    found += [*_lost_dimensions(part, ropes, text), *_lost_lengths(published, part, config, text)]
-    return list({str(lost): lost for lost in found}.values())
+    losses = [*_lost_numbers(part, ropes, _declared(text)), *_lost_scaling(part, ropes)]
+    if part is not published and "rope_parameters" not in _declared(
+        config
+    ):  # else the fields outside are another part's
+        losses += [*_lost_numbers(published, ropes, _declared(config)), *_lost_scaling(published, ropes)]
+    losses += [*_lost_dimensions(part, ropes, text), *_lost_lengths(published, part, config, text)]
+    return list({str(lost): lost for lost in losses}.values())
 
 
 def _lost_lengths(published: dict[str, Any], part: dict[str, Any], config: Any, text: Any) -> Iterator[Lost]:
-    """Lengths in places, or under names, that the class does not read, where it fills in a default of its own."""
+    """Yield lengths in places, or under names, that the class does not read, so that it uses its default."""
     built = getattr(text, LENGTH, None)
     read = {LENGTH, text.attribute_map.get(LENGTH)} | (_declared(text) & set(LENGTHS))
     if not isinstance(built, int):
         return
     if part.keys() & read:
-        # Beside the part that reads text, where older configs have it: transformers maps those of some classes only.
+        # Older configs have the length beside the text part; transformers maps that for some classes only.
         if part is published and text is not config and LENGTH not in _declared(config):
             value = part.get(LENGTH)
             if isinstance(value, int) and value != built:
@@ -209,29 +210,29 @@ def _lost_lengths(published: dict[str, Any], part: dict[str, Any], config: Any, 
 
 
 def _refuse_idle_scaling(config: Any, place: str) -> None:
-    """Raise where a rope dict has factors, and a type that scales nothing: what they were meant for is built plain."""
+    """Raise if a rope dict has factors and a type that ignores them, so that the model is built plain."""
     for _, rope in rope_dicts(text_of(config)):
         idle = [f"{name}={_short(rope[name])}" for name in FACTORS if rope.get(name) not in (None, 1)]
         if idle and rope.get("rope_type", "default") == "default":
-            if (said := rope.get("type")) not in UNSCALED:
+            if (kind := rope.get("type")) not in UNSCALED:
                 raise CheckpointError(
-                    f"The config of {place} says type={said!r} and {', '.join(idle)}. {type(text_of(config)).__name__} "
-                    f"reads another name and builds rope_type='default', which scales nothing. Write "
-                    f"rope_type={said!r} in the place of type, in rope_parameters."
+                    f"The config of {place} says type={kind!r} and {', '.join(idle)}. {type(text_of(config)).__name__} "
+                    f"does not read the key type and builds rope_type='default', which scales nothing. Rename type to "
+                    f"rope_type={kind!r} in rope_parameters."
                 )
             raise CheckpointError(
-                f"The config of {place} has {', '.join(idle)} in rope_parameters, and a rope_type of 'default', which "
-                f"scales nothing. Write the rope_type that they are for (yarn, linear), or take them out."
+                f"The config of {place} has {', '.join(idle)} in rope_parameters, but rope_type='default', which "
+                f"scales nothing. Set the rope_type that they belong to (yarn, linear), or remove them."
             )
 
 
 def _declared(config: Any) -> set[str]:
-    """The fields that the class of a config declares, and so reads."""
+    """Return the fields that the class of a config declares, and so reads."""
     return {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
 
 
 def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: set[str]) -> Iterator[Lost]:
-    """Bases, and parts of heads that rotate, which no built rope dict has; what the class declares, it reads itself."""
+    """Yield bases and rotated parts of heads that no built rope dict has, except fields that the class reads."""
     nested = [value for name, value in part.items() if isinstance(value, dict) and NESTED.search(str(name))]
     deeper = [entry for block in nested for entry in block.values() if isinstance(entry, dict)]
     for where in (part, *nested, *deeper):
@@ -242,12 +243,12 @@ def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: s
             built = [rope.get(key) for rope in ropes]
             if key == "partial_rotary_factor" and (value == 1 or not any(built)):
                 continue
-            if not any(_is_number(one) and abs(one - value) <= 1e-6 * abs(value) for one in built):
+            if not any(_is_number(number) and abs(number - value) <= 1e-6 * abs(value) for number in built):
                 yield Lost(name, value, built[0])
 
 
 def _lost_dimensions(part: dict[str, Any], ropes: list[dict[str, Any]], text: Any) -> Iterator[Lost]:
-    """Numbers of dimensions that rotate, where the class rotates another part of a head."""
+    """Yield stated numbers of rotated dimensions if the built model rotates another number."""
     stated = {name: part[name] for name in part.keys() - _declared(text) if DIMENSIONS.match(str(name))}
     for name, value in stated.items():
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -257,7 +258,7 @@ def _lost_dimensions(part: dict[str, Any], ropes: list[dict[str, Any]], text: An
 
 
 def _lost_scaling(part: dict[str, Any], ropes: list[dict[str, Any]]) -> Iterator[Lost]:
-    """What its blocks say about scaling and no built rope dict has."""
+    """Yield values of the scaling blocks that no built rope dict has."""
     blocks = [part[name] for name in BLOCKS if isinstance(part.get(name), dict)]
     stated = [rope for block in blocks for _, rope in rope_dicts(block)]
     for rope in stated:
@@ -279,47 +280,46 @@ def _is_number(value: Any) -> bool:
 
 
 def refuse_lost_fields(config: Any, place: str, published: dict[str, Any] | None = None) -> None:
-    """Raise where transformers builds other positions from a config.json than those that it names.
+    """Raise if transformers builds other positions from a config.json than the file states.
 
     Args:
-        config: as it was built; of a live model, as it is now.
-        place: where it was read, to show.
-        published: the JSON object; None looks for it where the config was read.
+        config: the built config; of a live model, its current one.
+        place: the checkpoint's name in the message.
+        published: the JSON object; None searches the file that the config was read from.
 
     Raises:
-        CheckpointError: with each field that got lost, and what was built in its place.
+        CheckpointError: with each lost field, and the value that was built instead.
     """
     read_now = published is None
     published = published_json(config) if published is None else published
-    if getattr(config, "ctxext", None) is None:  # which has checks of its own
+    if getattr(config, "ctxext", None) is None:  # extended checkpoints have their own checks
         _refuse_idle_scaling(config, place)
     lost = lost_fields(published, config) if published else []
-    if lost and read_now:  # what somebody changed in memory since is no mistake of the file
+    if lost and read_now:  # a change of the config in memory is not an error of the file
         try:
             again = type(config).from_dict(copy.deepcopy(published))
         except REFUSALS:
             return
-        lost = [one for one in lost if one in lost_fields(published, again)]
+        lost = [field for field in lost if field in lost_fields(published, again)]
     if lost:
-        says = f"The config.json of {place} says {', '.join(map(str, lost))}, which transformers loses when it builds "
-        if all(one.name in LENGTHS for one in lost):
+        says = f"The config.json of {place} says {', '.join(map(str, lost))}, which transformers ignores. "
+        if all(field.name in LENGTHS for field in lost):
             raise CheckpointError(
-                f"{says}the model: its class reads another field and fills in its own default. Write the length that "
-                f"the weights were trained for as {LENGTH} into the part of config.json that reads text."
+                f"{says}Its class reads another field and uses its own default. Write the trained length of the "
+                f"weights as {LENGTH} into the text part of config.json."
             )
-        if all(DIMENSIONS.match(one.name) for one in lost):
+        if all(DIMENSIONS.match(field.name) for field in lost):
             raise CheckpointError(
-                f"{says}the model: its class does not read this field. Write partial_rotary_factor, the part of a head "
-                f"that rotates, into rope_parameters of the part that reads text."
+                f"{says}Its class does not read this field. Write partial_rotary_factor, the fraction of a head that "
+                f"rotates, into rope_parameters of the text part."
             )
         raise CheckpointError(
-            f"{says}the model. A rope_scaling beside rope_parameters takes its place whole, and fields that its class "
-            f"does not read are dropped. Write all of it into rope_parameters of the part that reads text, rope_theta "
-            f"included."
+            f"{says}A rope_scaling replaces rope_parameters as a whole, and fields that the class does not read are "
+            f"dropped. Write all values, rope_theta included, into rope_parameters of the text part."
         )
 
 
-# Fields by which configs ask for positions of a kind, and the kind.
+# Fields by which configs ask for a kind of positions.
 ASKED = {
     "alibi": re.compile(r"alibi", re.I),
     "relative": re.compile(r"^(rel_pos|relative_(attention|position))", re.I),
@@ -328,36 +328,36 @@ ASKED = {
         re.I,
     ),
 }
-# Fields that turn a kind on or off; where one says no, its other fields are left over and ask for nothing.
+# Fields that turn a kind on or off; if one is false, other fields of that kind are leftovers and count for nothing.
 SWITCHES = {
     "alibi": re.compile(r"^((use|with)_)?alibi$", re.I),
     "rotary": re.compile(r"^((use|with)_)?(rope|rotary)((_pos(ition(al)?)?)?_emb(ed(ding)?s?)?)?$", re.I),
     "table": re.compile(r"^(use|with|add)_(abs(olute)?_)?pos(ition(al)?)?_(emb(ed(ding)?s?)?|enc(oding)?s?)$", re.I),
 }
-# Fields that name the kind, as position_embedding_type does, and what they call each.
+# Fields that name the kind, such as position_embedding_type, and the words that they use for it.
 NAMES_KIND = re.compile(
     r"^(pos(ition(al)?)?_(emb(ed(ding)?s?)?|enc(oding)?s?)(_type)?|pos(ition(al)?)?_type|pe_type)$", re.I
 )
 KINDS = {"alibi": "alibi", "rel": "relative", "rot": "rotary", "rope": "rotary", "sin": "sinusoids"}
 NO_KIND = ("none", "nope", "no", "false")
-# Fields that scale rotation, under names that transformers' rope dicts do not have.
+# Fields that scale rotation under names outside transformers' rope dicts.
 SCALES = re.compile(
     r"^(rope|rotary)_(emb_)?(ratio|scale|((freq|linear|ntk)_)?(scaling_|scale_)?factor)$|^compress_pos_emb$", re.I
 )
 
 
 def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
-    """Raise where a config asks for positions of a kind that the built model does not have.
+    """Raise if a config asks for a kind of positions that the built model does not have.
 
-    Checkpoints with code of their own may stand under a model type of transformers, whose class then takes their
-    weights and ignores what it does not know. A model that was built from that code has what its weights know.
+    Checkpoints with code of their own may use a model type of transformers. The class of that type takes their weights
+    and ignores fields that it does not know. A model that was built from its own code passes.
 
     Args:
-        model: as it was built.
-        kind: what its positions are: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
+        model: the built model.
+        kind: its kind of positions: "rotary", "alibi", "relative", "table", "sinusoids", or anything else.
 
     Raises:
-        IncompatibleError: with the field and what to do.
+        IncompatibleError: with the field and the way out.
     """
     home = type(model).__module__
     if home.startswith("transformers_modules."):
@@ -365,42 +365,39 @@ def refuse_other_positions(model: PreTrainedModel, kind: str) -> None:
     code = source_of_home(type(model))
     for config in {id(config): config for config in (model.config, text_of(model.config))}.values():
         for place, name, value in _asking(config, kind):
-            reads = re.compile(rf"(\.|['\"]){re.escape(name)}\b")  # of an object, or as a string
+            reads = re.compile(rf"(\.|['\"]){re.escape(name)}\b")  # as an attribute, or as a string
             if reads.search(code) or (place == "" and reads.search(source_of_home(type(config)))):
                 continue
-            own = getattr(config, "auto_map", None)
-            remedy = (
-                "Its code is its own (auto_map): load it with trust_remote_code=True after reading that code."
-                if own
-                else "Load it with the code that it was trained with."
-            )
+            remedy = "Load it with the code that it was trained with."
+            if getattr(config, "auto_map", None):
+                remedy = "The checkpoint brings its code (auto_map): read it, then load with trust_remote_code=True."
             of_transformers = " of transformers" if home.startswith("transformers.") else ""
             raise IncompatibleError(
-                f"The config of this {config.model_type} has {place}{name}={value!r}, and {type(model).__name__}"
-                f"{of_transformers} does not read it: the model that is built has other positions than its weights "
-                f"were trained with. {remedy}"
+                f"The config of this {config.model_type} has {place}{name}={value!r}, but {type(model).__name__}"
+                f"{of_transformers} does not read it. The built model has other positions than the weights were "
+                f"trained with. {remedy}"
             )
 
 
 def _asking(config: Any, kind: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield each field that asks for other positions than those of a kind: where it stands, its name and value."""
+    """Yield the block, name and value of each field that asks for other positions than those of ``kind``."""
     for place, where in _mappings(config):
-        said = {
+        switched = {
             (each, where[name])
             for each, switch in SWITCHES.items()
             for name in where
             if switch.match(name)
             if isinstance(where[name], bool)
         }
-        off = {each for each, is_on in said if not is_on and (each, True) not in said}
+        off = {each for each, is_on in switched if not is_on and (each, True) not in switched}
         for name, value in where.items():
-            asked = _asked_kind(name, value, kind)
-            if asked is not None and asked != kind and asked not in off:
+            field_kind = _asked_kind(name, value, kind)
+            if field_kind is not None and field_kind != kind and field_kind not in off:
                 yield place, name, value
 
 
 def _mappings(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The fields of a config, and those of the blocks of it that speak of attention or positions."""
+    """Yield the fields of a config, and those of its blocks about attention or positions."""
     yield "", vars(config)
     for name, value in vars(config).items():
         block = vars(value) if isinstance(value, PreTrainedConfig) else value
@@ -409,10 +406,10 @@ def _mappings(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _asked_kind(name: str, value: Any, kind: str) -> str | None:
-    """The kind of positions that a field asks for; None where it asks for none, or for those of a table."""
+    """Return the kind of positions that a field asks for; None if it asks for no kind, or for a table."""
     if NAMES_KIND.match(name) and isinstance(value, str):
-        said = value.lower()
-        return "none" if said in NO_KIND else next((each for word, each in KINDS.items() if word in said), None)
+        label = value.lower()
+        return "none" if label in NO_KIND else next((each for word, each in KINDS.items() if word in label), None)
     if value is False and kind in SWITCHES and SWITCHES[kind].match(name):
         return "none"
     if not value:

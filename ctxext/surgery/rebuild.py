@@ -1,8 +1,8 @@
-"""The model that stock transformers would build from a changed config.
+"""Rebuild a model from a changed config, on the meta device, and carry the differences over to the live model.
 
 An in-place patch must leave the model as a reload of its own saved config would build it. Instead of knowing which
-attributes each of two hundred classes derives from its config, we let transformers build the model twice without
-memory (on the meta device), from the config as it is and from the changed one, and carry over what differs.
+attributes each of two hundred classes derives from its config, ctxext lets transformers build the model twice on the
+meta device, from the current config and from the changed one, and carries over the attributes that differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ctxext.surgery.texts import text_of
 
 Scalar = int | float | str | bool | None
 
-# What a model's own code may raise when it is asked for something that its authors did not think of.
+# Errors that a model's own code may raise when it is called in a way that its authors did not expect.
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -47,12 +47,12 @@ FAILURES = (
 
 @contextlib.contextmanager
 def running(code: type) -> Iterator[None]:
-    """While a rotary class of a model's own is built or called: its errors become a refusal.
+    """Turn errors of a model's rotary class into a refusal, while that class is built or called.
 
-    Nothing of ctxext's own belongs in the block, so that a defect of ours is not taken for one of the model.
+    Keep ctxext's own code out of the block, so that a defect of ctxext is not reported as one of the model.
 
     Raises:
-        IncompatibleError: in the place of what the class raises.
+        IncompatibleError: if the class raises one of ``FAILURES``.
     """
     try:
         yield
@@ -60,17 +60,17 @@ def running(code: type) -> Iterator[None]:
         raise
     except FAILURES as error:
         raise IncompatibleError(
-            f"{code.__name__} ({code.__module__}) cannot be asked for its positions: {type(error).__name__}: {error}. "
-            f"ctxext builds a rotary module from its config and calls it with positions, as transformers does. Where "
-            f"this one reads keys that rope_parameters lacks, add them; otherwise its positions stay as they are."
+            f"{code.__name__} ({code.__module__}) fails when ctxext builds it from its config and calls it with "
+            f"positions: {type(error).__name__}: {error}. If it reads keys that rope_parameters lacks, add them to the "
+            f"config. Otherwise this model cannot be extended."
         ) from error
 
 
 def reread(config: Any) -> Any:
-    """The config that a reload would read: written to a file, and read back by its class.
+    """Return the config that a reload would read: write it to a file, and read the file with its class.
 
     Raises:
-        REFUSALS: where its class does not take what it holds.
+        REFUSALS: if the class does not accept the fields.
     """
     with tempfile.TemporaryDirectory() as directory:
         config.to_json_file(Path(directory) / "config.json")
@@ -80,14 +80,14 @@ def reread(config: Any) -> Any:
 class Rebuild:
     """The model that transformers would build from a live model's config with changed fields, saved and read back.
 
-    Nothing is built before it is asked for, and the live model is only looked at until ``apply``.
+    The model is built on first use, and ``apply`` alone changes the live model.
 
     Args:
         model: the live model.
         fields: new values of fields in the text part of its config; none for the model as it is now.
 
     Raises:
-        AttributeError, KeyError, ValueError, TypeError, StrictDataclassError: ``REFUSALS``, where the config's class
+        AttributeError, KeyError, ValueError, TypeError, StrictDataclassError: ``REFUSALS``, if the config's class
             does not accept the fields.
     """
 
@@ -103,23 +103,23 @@ class Rebuild:
 
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
-        """All of it, without memory for its weights."""
+        """The whole model, on the meta device."""
         return without_weights(self.model, self.config)
 
     def rotary_config(self, path: str) -> Any:
-        """The config that transformers gives to the rotary module at ``path``.
+        """Return the config that transformers gives to the rotary module at ``path``.
 
-        Almost always the text part itself; some models hand their modules changed copies of it.
+        Nearly always this is the text part itself; some models hand changed copies of it to their modules.
         """
         if self.model.get_submodule(path).config is text_of(self.model.config):
             return self.text
         return self.whole.get_submodule(path).config
 
     def rotary(self, path: str) -> nn.Module:
-        """The rotary module at ``path`` with its numbers, on the CPU, in float32.
+        """Build the rotary module at ``path`` on the CPU, in float32, with its real numbers.
 
         Raises:
-            IncompatibleError: its class does not build from a config.
+            IncompatibleError: if its class cannot be built from a config.
         """
         kind, config = type(self.model.get_submodule(path)), copy.deepcopy(self.rotary_config(path))
         with torch.device("cpu"), restoring(), running(kind):
@@ -127,7 +127,7 @@ class Rebuild:
         return built
 
     def changes(self, before: Rebuild) -> Iterator[tuple[str, str, Any, Any]]:
-        """Yield ``(module path, attribute, old value, new value)`` of plain attributes that were others ``before``."""
+        """Yield ``(module path, attribute, old value, new value)`` of plain attributes that differ from ``before``."""
         olds = dict(before.whole.named_modules())
         for path, module in self.whole.named_modules():
             for name, new in own_attributes(module).items():
@@ -136,7 +136,7 @@ class Rebuild:
                     yield path, name, old, new
 
     def apply(self, edits: Edits) -> None:
-        """Make the live model this one.
+        """Change the live model into the rebuilt one, through ``edits``.
 
         Raises:
             IncompatibleError: if transformers cannot build the model.
@@ -163,11 +163,11 @@ class Rebuild:
             for name, buffer in self.rotary(path).named_buffers(recurse=False):
                 edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
             for name in [name for name in vars(rotary) if name.endswith("long_inv_freq")]:
-                edits.delete(rotary, name)  # stock code caches it from the config it saw first
+                edits.delete(rotary, name)  # transformers caches it from the config that the module saw first
 
 
 def without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """Build the model's class from a copy of ``config`` without memory for its weights."""
+    """Build the model's class from a copy of ``config`` on the meta device."""
     with torch.inference_mode(False), torch.device("meta"), restoring():
         return type(model)(copy.deepcopy(config))
 
@@ -179,7 +179,7 @@ def _is_plain(value: object) -> bool:
 
 
 def rotaries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with rotary frequencies that transformers' own rope types control, with its path."""
+    """Yield each module whose rotary frequencies follow transformers' rope types, with its path."""
     for path, module in model.named_modules():
         has_frequencies = any(name.endswith("original_inv_freq") for name in module._buffers)
         if has_frequencies and hasattr(module, "rope_type") and hasattr(module, "config"):
@@ -191,7 +191,7 @@ RESTORING: ContextVar[bool] = ContextVar("ctxext_restoring", default=False)
 
 @contextlib.contextmanager
 def restoring() -> Iterator[None]:
-    """While active, a model may be built whose dynamic method, or whose attention, is attached afterwards."""
+    """Allow building a model whose dynamic method, or whose attention, is attached afterwards."""
     token = RESTORING.set(True)
     try:
         yield
@@ -201,9 +201,9 @@ def restoring() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_defaults() -> Iterator[None]:
-    """Make tensors that name no device or dtype on the CPU, in float32, as transformers' and our proofs expect.
+    """Create tensors without a stated device or dtype on the CPU, in float32, as the proofs expect.
 
-    Entered where a verb begins, so that no line below it has to think of it; ``torch.device`` entered inside wins.
+    Each verb enters this once, so that no code below has to name either; a ``torch.device`` entered inside wins.
     """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Find a saved form of the method that stock transformers rebuilds into what the method says."""
+"""Find a config from which transformers rebuilds a model that rotates as the method says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StoredForm:
         method: the method, in the form that is stored.
         sites: the frequencies that it extends, at least one.
         rebuild: the model that transformers builds from the config with the method in it.
-        stored_as: how the config says it, in a few words.
+        stored_as: a short description of the form in the config.
     """
 
     method: RopeMethod
@@ -41,50 +41,50 @@ class StoredForm:
 
     @property
     def spec(self) -> RopeSpec:
-        """What the method starts from, in the first place; the other places have the same lengths."""
+        """The spec of the first site; those of other sites have the same lengths."""
         return self.sites[0].spec
 
     @property
     def stock(self) -> bool:
-        """Whether stock transformers computes the frequencies of every site by itself."""
+        """True if plain transformers computes the frequencies of every site."""
         return all(self.rope_type(site) != ROPE_TYPE for site in self.sites)
 
     def rope_type(self, site: RotarySite) -> str:
-        """The name under which the config stores the frequencies of one site."""
+        """Return the rope type under which the config stores the frequencies of one site."""
         return str(site.rope_dict(self.rebuild.text)["rope_type"])
 
 
 def find_stored_form(
     model: PreTrainedModel, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
 ) -> StoredForm:
-    """Find the first saved form that stock transformers rebuilds into what the method says.
+    """Find the first saved form from which transformers rebuilds the frequencies of the method.
 
     Args:
         model: the live model; it is not touched.
         method: the extension.
         sites: the frequencies that it extends.
-        windows: other fields of the config that change with it.
+        windows: other config fields that the extension changes.
 
     Raises:
-        IncompatibleError: if there is none, with what was tried.
+        IncompatibleError: if there is none; the message lists the forms that were tried.
     """
     text, reasons = text_of(model.config), []
     for stored_as, forms in _forms(method, sites):
         try:
             rebuild = Rebuild(model, _fields(text, method, sites, forms, windows))
         except REFUSALS as error:
-            said = str(error.__cause__ or error).strip()
-            reasons.append(f"{stored_as}: its config does not accept it ({said})")
+            reason = str(error.__cause__ or error).strip()
+            reasons.append(f"{stored_as}: its config does not accept it ({reason})")
             continue
-        found = StoredForm(method, sites, rebuild, stored_as)
-        problem = _rebuilt_wrong(found)
+        form = StoredForm(method, sites, rebuild, stored_as)
+        problem = _rebuilt_wrong(form)
         if problem is None:
-            return found
+            return form
         reasons.append(f"{stored_as}: a reload would not give the same model ({problem})")
     if not reasons:
         raise IncompatibleError(
-            f"Method {method.name!r} cannot be stored in the config of this {text.model_type}: its frequencies are "
-            f"'proportional', which take a factor (pi) or another base (ntk, abf) and nothing else."
+            f"Method {method.name!r} cannot be stored in the config of this {text.model_type}. Its rope type is "
+            f"'proportional', which takes a factor or another base only. Take pi, ntk or abf."
         )
     tried = "; ".join(dict.fromkeys(reasons))
     raise IncompatibleError(
@@ -98,12 +98,12 @@ Form = dict[str, Any]
 def _fields(
     text: Any, method: RopeMethod, sites: Sequence[RotarySite], forms: Sequence[Form], windows: dict[str, Any]
 ) -> dict[str, Any]:
-    """All fields of a text config that store the method as one form for each site."""
+    """Return the fields of a text config that store the method, in one form for each site."""
     rope, trained_length = dict(text.rope_parameters), sites[0].spec.trained_length
     for site, form in zip(sites, forms, strict=True):
         rope = site.rescaled(rope, _on_scores(site.spec, form))
     fields = {"rope_parameters": rope, **windows, **_implied_head_dim(text), **without_foreign(text)}
-    # Stock code measures the stretch of its dynamic type from this field, so it must keep the trained length.
+    # transformers measures the stretch of its dynamic type from this field, so the field keeps the trained length.
     is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms)
     if hasattr(text, "max_position_embeddings"):
         reach = trained_length if is_stock_dynamic else method.target_length(trained_length)
@@ -116,9 +116,9 @@ def _fields(
 
 
 def _implied_head_dim(text: Any) -> dict[str, Any]:
-    """The size of a head, where a config has the field and leaves it empty (Mixtral-8x7B as it is published).
+    """Return the size of a head for a config whose ``head_dim`` is empty, as in the published Mixtral-8x7B.
 
-    Stock code then takes this quotient for plain positions, but multiplies by the empty field for yarn and longrope.
+    transformers computes this quotient for plain positions, but multiplies by the empty field for yarn and longrope.
     """
     declared = {field.name for field in dataclasses.fields(text)} if dataclasses.is_dataclass(text) else set()
     if "head_dim" not in declared | vars(text).keys() or vars(text).get("head_dim") is not None:
@@ -127,31 +127,31 @@ def _implied_head_dim(text: Any) -> dict[str, Any]:
 
 
 def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[str, list[Form]]]:
-    """Saved forms of the method, one for each site, best first: its own stock form, stock longrope factors, ours."""
+    """Yield saved forms, one per site, best first: transformers' own form, longrope factors, ctxext's form."""
     specs = [site.spec for site in sites]
     is_scaled = any(spec.inv_freq is not None for spec in specs)
-    # A method's own stock form starts from plain frequencies, and from nothing else.
+    # transformers' own forms start from plain frequencies only.
     stock = [] if is_scaled else [method.rope_parameters(spec) for spec in specs]
-    found = [form for form in stock if form is not None]
-    is_stock = len(found) == len(specs)
+    plain_forms = [form for form in stock if form is not None]
+    is_stock = len(plain_forms) == len(specs)
     if any(isinstance(spec, ProportionalSpec) for spec in specs):
-        if is_stock and {form["rope_type"] for form in found} <= {"linear", "default"}:
+        if is_stock and {form["rope_type"] for form in plain_forms} <= {"linear", "default"}:
             forms = [
                 form | ({"rope_type": "proportional"} if isinstance(spec, ProportionalSpec) else {})
-                for spec, form in zip(specs, found, strict=True)
+                for spec, form in zip(specs, plain_forms, strict=True)
             ]
             yield "stock rope_type 'proportional' with a factor or another rope_theta", forms
         return
     if is_stock:
-        name = found[0]["rope_type"]
+        name = plain_forms[0]["rope_type"]
         changed = " with another rope_theta" if name == "default" else ""
-        yield f"stock rope_type {name!r}{changed}", found
+        yield f"stock rope_type {name!r}{changed}", plain_forms
     if not method.is_table:
-        if not found:
+        if not plain_forms:
             ours = [method_rope_parameters(method, spec) for spec in specs]
-            said = f"rope_type {ROPE_NAME!r}, which only ctxext loads"
-            yield said, ours
-            yield said, [with_base(form) for form in ours]
+            description = f"rope_type {ROPE_NAME!r}, which only ctxext loads"
+            yield description, ours
+            yield description, [with_base(form) for form in ours]
         return
     tables = [
         as_longrope(site.spec, site.mathematics(method)(site.spec.trained_length), method.factor) for site in sites
@@ -163,30 +163,30 @@ def _forms(method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[st
 
 
 def _on_scores(spec: RopeSpec, form: Form) -> Form:
-    """A saved form whose temperature multiplies whole scores, where the spec asks for that."""
-    if not isinstance(spec, LatentSpec) or form.get("factor", 1) == 1:  # without a factor there is no such number
+    """Return a form whose temperature multiplies whole scores if the spec is latent, else the same form."""
+    if not isinstance(spec, LatentSpec) or form.get("factor", 1) == 1:  # ln(1) = 0: this form cannot hold a temperature
         return form
     new = form | {"mscale_all_dim": (spec.temperature - 1) / (0.1 * math.log(form["factor"]))}
     return new | {"attention_factor": spec.attention_scale} if form["rope_type"] in ("yarn", "longrope") else new
 
 
 def _as_linear(form: Form) -> Form | None:
-    """A table of factors in the form that all runtimes read, if they are one and the same."""
+    """Return a table of equal factors as the 'linear' form, which all runtimes read; None if they differ."""
     factors = form["long_factor"]
-    # The frequencies that a checkpoint was trained with are float32: seven digits are theirs.
+    # The frequencies of the training are float32, which holds seven digits.
     if form["attention_factor"] != 1 or max(factors) > min(factors) * (1 + 1e-6):
         return None
     return {"rope_type": "linear", "rope_theta": form["rope_theta"], "factor": float(f"{factors[0]:.7g}")}
 
 
 def checked_lengths(method: RopeMethod, spec: RopeSpec) -> list[int]:
-    """Lengths at which the method is checked; the last is where the model is meant to reach."""
+    """Return the lengths at which to check the method; the last one is the target length."""
     target = max(method.target_length(spec.trained_length), spec.trained_length + 1)
     return [spec.trained_length, spec.trained_length + 1, target] if method.dynamic else [target]
 
 
 def _rebuilt_wrong(form: StoredForm) -> str | None:
-    """What is wrong with the rotary modules that stock transformers builds from a form; None where nothing is."""
+    """Return what is wrong with the rotary modules that transformers builds from a form; None if they are right."""
     for site in form.sites:
         try:
             rotary = form.rebuild.rotary(site.path)
@@ -195,11 +195,16 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
             return f"{name} does not build: {type(error).__name__}: {error}"
         lengths = checked_lengths(form.method, site.spec)
         if form.rope_type(site) == ROPE_TYPE and form.method.dynamic:
-            lengths = lengths[:1]  # the rest is DynamicForward's
-        lengths = [*lengths, lengths[-1]]  # stock longrope keeps its long frequencies: what it does next must hold too
+            lengths = lengths[:1]  # DynamicForward computes the longer lengths
+        lengths = [
+            *lengths,
+            lengths[-1],
+        ]  # longrope of transformers keeps its long frequencies, so check the call after a long one too
         try:
             problem = disagreement(site.output(rotary), site.mathematics(form.method), lengths)
-        except IncompatibleError as error:  # for one, transformers 5.17, longrope per layer type, second long text
+        except (
+            IncompatibleError
+        ) as error:  # transformers 5.17 raises on the second long text with longrope per layer type
             return str(error)
         if problem:
             return problem
@@ -209,15 +214,15 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
 def score_form(
     model: PreTrainedModel, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
 ) -> StoredForm:
-    """The stored form that puts the method's temperature on whole attention scores, where this model can do that.
+    """Find the stored form that applies the method's temperature to whole attention scores, if the model can.
 
-    A temperature on cos and sin reaches only what rotates. Models with latent attention can scale the whole score
-    instead, by a number that they compute from their config when they are built. That form is taken only if stock
-    code, building the model from it, really puts the temperature on the scores; else it is ``find_stored_form``'s.
+    A temperature on cos and sin affects the rotated part of a head only. Models with latent attention can scale the
+    whole score instead, by a number that they compute from their config when they are built. Such a form counts only if
+    a model that transformers builds from it scales its scores so; otherwise ``find_stored_form`` decides.
 
     Raises:
-        IncompatibleError: the temperature follows the length, or the one that the weights were trained with would be
-            lost; both cannot be stored. Or there is no form at all.
+        IncompatibleError: if the temperature follows the length, if the temperature of the training would be lost, or
+            if there is no form at all.
     """
     text, spec = text_of(model.config), sites[0].spec
     if not hasattr(text, "qk_rope_head_dim"):
@@ -226,44 +231,44 @@ def score_form(
     trained = _score_factor(Rebuild(model), sites) if spec.inv_freq is not None else 1.0
     if len(scales) > 1:
         raise IncompatibleError(
-            f"The temperature of {method.name!r} follows the length of the text, but only a part of each head of this "
-            f"{text.model_type} rotates and its whole scores are scaled by a constant. Take a method whose temperature "
-            f"is fixed (yarn), or one without (dynamic_ntk)."
+            f"The temperature of {method.name!r} follows the length of the text, but this {text.model_type} scales its "
+            f"attention scores by a constant. Take a method with a fixed temperature (yarn), or with none "
+            f"(dynamic_ntk)."
         )
     temperature = trained * scales.pop()
     if temperature == trained == 1:
         return find_stored_form(model, method, sites, windows)
     latent = [replace(site, spec=LatentSpec(**asdict(site.spec), temperature=temperature)) for site in sites]
     adapted = method.for_latent_attention()
-    tries: list[tuple[RopeMethod, Sequence[RotarySite]]] = [(method, latent)]
+    candidates: list[tuple[RopeMethod, Sequence[RotarySite]]] = [(method, latent)]
     if adapted != method and trained == 1:
-        tries.insert(0, (adapted, sites))
-    for tried, at in tries:
+        candidates.insert(0, (adapted, sites))
+    for candidate, at_sites in candidates:
         try:
-            found = find_stored_form(model, tried, at, windows)
+            form = find_stored_form(model, candidate, at_sites, windows)
         except IncompatibleError:
-            continue  # the search for the method itself says why, if that has no form either
-        if math.isclose(_score_factor(found.rebuild, sites), temperature, rel_tol=1e-6):
-            return found
+            continue  # the last find_stored_form says why, if no form exists
+        if math.isclose(_score_factor(form.rebuild, sites), temperature, rel_tol=1e-6):
+            return form
     if trained != 1:
         raise IncompatibleError(
-            f"The scores of this {text.model_type} were trained with a temperature of {trained:.4g}, which stock code "
-            f"takes from the scaling that its config has now and which {method.name!r} (factor {method.factor:g}) "
-            f"could not keep. Take another factor, or scaling='replace'."
+            f"Method {method.name!r} (factor {method.factor:g}) cannot keep the temperature {trained:.4g} of this "
+            f"{text.model_type}. Its scores were trained with that number, which comes from the scaling of its config. "
+            f"Take another factor, or scaling='replace'."
         )
     return find_stored_form(model, method, sites, windows)
 
 
 def _score_factor(built: Rebuild, sites: Sequence[RotarySite]) -> float:
-    """What a model multiplies queries and keys by outside the rotation, as stock code builds it: 1 if plain."""
+    """Return the number by which a built model multiplies queries and keys outside the rotation; 1 if it does not."""
     text = text_of(built.model.config)
     rope = dict(text.rope_parameters)
     for site in sites:
         rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": site.rope_dict(text)["rope_theta"]})
     plain = Rebuild(built.model, {"rope_parameters": rope})
     rotary_paths = {path for path, _ in rotaries(built.model)}
-    found = set()
-    for path, _, was, now in built.changes(plain):
-        if path not in rotary_paths and isinstance(now, float) and isinstance(was, float) and was > 0 and now > 0:
-            found.add(round(math.sqrt(now / was), 9))
-    return found.pop() if len(found) == 1 else 1.0
+    factors = set()
+    for path, _, old, new in built.changes(plain):
+        if path not in rotary_paths and isinstance(new, float) and isinstance(old, float) and old > 0 and new > 0:
+            factors.add(round(math.sqrt(new / old), 9))
+    return factors.pop() if len(factors) == 1 else 1.0

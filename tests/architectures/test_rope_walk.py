@@ -81,7 +81,7 @@ def test_proportional_frequencies_take_a_factor_or_a_base(stock: Stock, tmp_path
     [
         ("gptj", "rotates by a sinusoid table"),
         ("roformer", "rotates by a sinusoid table"),
-        ("blt", "made of parts with a config each"),
+        ("blt", "follow configs of their own"),
         pytest.param(
             "cohere_compass_text",
             "belong to its sliding-window layers only",

@@ -255,7 +255,7 @@ def test_a_length_that_stock_code_loses_is_refused_naming_both(name: str, inspec
 @pytest.mark.parametrize("name", able(sorted(SHORT_ALONE)))
 def test_what_stock_code_turns_otherwise_is_not_extended(name: str, inspected: Inspect, tmp_path: Path) -> None:
     place, window = famous_checkpoint(name, tmp_path / "model"), PUBLISHED[name].window
-    with pytest.raises(CtxextError, match="does not rotate by the frequencies that it holds"):
+    with pytest.raises(CtxextError, match="does not rotate by the frequencies in its buffers"):
         patch_checkpoint(place, tmp_path / "extended", "yarn", factor=2, trained_length=window, sliding_window="lift")
     assert inspected(name).no_positions is not None
 

@@ -205,7 +205,7 @@ def test_a_block_that_is_not_read_as_it_is_meant_is_refused_with_the_way_out(
 def test_a_factor_without_a_type_that_scales_is_refused(name: str, written: Callable[..., Path]) -> None:
     place = written(IDLE[name])
     for read in (read_any_config, inspect_checkpoint):
-        with pytest.raises(CheckpointError, match=r"factor=.* rope_type of 'default', which scales nothing"):
+        with pytest.raises(CheckpointError, match=r"factor=.* rope_type='default', which scales nothing"):
             read(place)  # type: ignore[operator]
 
 

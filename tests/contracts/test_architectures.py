@@ -71,7 +71,7 @@ def test_saved_then_reloaded_by_stock_code_and_unpatched(
         problems = [finding for finding in problems if finding not in remapped]
     if not RECENT and model_type == "gemma3_text":  # 5.16 and 5.17 cannot run longrope with frequencies per layer type
         assert {finding.method for finding in problems} == {"longrope", "table"} & {method.name for method in methods}
-        refusal = "cannot be asked for its positions"
+        refusal = "builds it from its config and calls it with positions"
         assert all(finding.outcome == "refused" and refusal in finding.detail for finding in problems)
         return
     if model_type == "deepseek_v3":  # its whole scores are scaled by a constant

@@ -84,7 +84,7 @@ def test_a_live_model_that_is_not_its_config_is_refused(kind: str, change: Calla
     frequencies, config = rotary_of(model).inv_freq.clone(), model.config.to_dict()
     scaled = {"scaling": "extend"} if change is assign_config else {}
     for method in ("pi", "dynamic_ntk"):
-        with pytest.raises(PatchStateError, match=r"RotaryEmbedding of this \w+ is not what its config says.*load"):
+        with pytest.raises(PatchStateError, match=r"RotaryEmbedding of this \w+ differs from its config.*load"):
             ctxext.patch(model, method, factor=2, **scaled)
     assert torch.equal(rotary_of(model).inv_freq, frequencies)
     assert model.config.to_dict() == config
@@ -93,7 +93,7 @@ def test_a_live_model_that_is_not_its_config_is_refused(kind: str, change: Calla
 def test_a_config_without_its_rope_dict_is_refused() -> None:
     model = tiny()
     model.config.rope_parameters = None
-    with pytest.raises(PatchStateError, match=r"rope_parameters=None.*load the model anew"):
+    with pytest.raises(PatchStateError, match=r"rope_parameters=None.*Load the model again"):
         ctxext.patch(model, "pi", factor=2)
 
 
@@ -171,7 +171,7 @@ def test_another_base_at_every_length_is_what_an_extension_starts_from() -> None
         torch.testing.assert_close(rotary_of(model).inv_freq.double(), trained / 2, rtol=1e-6, atol=0.0)
         assert "alpha" not in model.config.rope_parameters
         ctxext.unpatch(model)
-    with pytest.raises(IncompatibleError, match=r"nothing to take off.*scaling='extend'"):
+    with pytest.raises(IncompatibleError, match=r"nothing is left to extend.*scaling='extend'"):
         ctxext.patch(model, "pi", factor=2, scaling="replace")
 
 
@@ -224,7 +224,7 @@ def test_rotary_code_that_cannot_be_asked_is_named(kind: Any) -> None:
     own = kind() if kind is WithAnotherConstructor else kind(model.config)
     model.model.rotary_emb = own
     for name in ("yarn", "dynamic_ntk", "self_extend"):
-        with pytest.raises(IncompatibleError, match=rf"{kind.__name__} .*cannot be asked for its positions: \w+Error"):
+        with pytest.raises(IncompatibleError, match=rf"{kind.__name__} .*calls it with positions: \w+Error"):
             ctxext.patch(model, name, factor=2)
 
 

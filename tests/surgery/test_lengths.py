@@ -131,7 +131,7 @@ def test_a_form_that_means_two_lengths_is_asked_about(name: str, written: Writte
     assert all(str(window) in extended.length_note for window in windows)
     with pytest.raises(PatchStateError, match=rf"trained_length={windows[0]} or trained_length={windows[1]}\b"):
         ctxext.patch(model, "yarn", factor=2)
-    with pytest.raises(InvalidParameterError, match="does not say the length that is meant"):
+    with pytest.raises(InvalidParameterError, match="does not state the trained length"):
         ctxext.patch(model, "yarn", factor=2, scaling="extend")
     for window in windows:
         ctxext.patch(model, "pi", factor=2, trained_length=window)

@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_probed_is_extended_with_a_note(monkeypatch: pyte
 
 def test_a_model_that_cannot_be_probed_and_has_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = untraceable(monkeypatch, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
-    with pytest.raises(IncompatibleError, match="which of its layers rotate could not be seen"):
+    with pytest.raises(IncompatibleError, match="cannot tell which of them rotate"):
         ctxext.patch(model, "yarn", factor=4.0)
 
 

@@ -69,7 +69,7 @@ def test_twice_the_window_that_it_reads(name: str) -> None:
 def test_neither_a_guess_nor_a_smaller_window(name: str) -> None:
     _, original = WINDOWS[name]
     model = famous_model(name, device="meta")
-    with pytest.raises(PatchStateError, match="Were its weights trained with that scaling"):
+    with pytest.raises(PatchStateError, match="If its weights were trained with that scaling"):
         ctxext.patch(model, "yarn", factor=2)
     if original is not None:
         with pytest.raises(InvalidParameterError, match="that this checkpoint reads already"):
