@@ -378,7 +378,7 @@ def test_a_model_without_rotation() -> None:
 def test_a_config_without_its_base() -> None:
     model = tiny()
     del model.config.rope_parameters["rope_theta"]
-    message = "The config of this llama has no rope_theta in rope_parameters={'rope_type': 'default'}. Put it there"
+    message = "The config of this llama has no rope_theta in rope_parameters={'rope_type': 'default'}. Add the base"
     refused(model, IncompatibleError, message, "yarn", factor=4)
 
 

@@ -1,4 +1,4 @@
-"""ALiBi in a patched attention layer: which slopes each row and document has, and the call that is made of them."""
+"""Compute ALiBi in a patched attention layer, with the slopes of each row and document."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ctxext.surgery.positions import LayoutMask
 
 @dataclass
 class AlibiAttend:
-    """ALiBi on a backend. One object serves all layers of a model.
+    """ALiBi on a backend; one object serves all layers of a model.
 
     Args:
-        method: gives the slopes; may depend on the length of each row.
-        alibi: heads and trained length.
-        backends: compute it.
+        method: the source of the slopes, which may depend on the length of each row.
+        alibi: heads and trained length of the model.
+        backends: the backends to choose from.
     """
 
     method: BiasMethod
@@ -40,7 +40,7 @@ class AlibiAttend:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         layout = mask.layout
         q, k, v = as_autocast_wants(q, k, v)
 
@@ -59,20 +59,20 @@ class AlibiAttend:
             return run(q, k, v, layout, fitted_lengths.pop())
         parts = []
         for row, documents in enumerate(rows):
-            one = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
+            row_layout = layout.memo(("row", row), functools.partial(layout.rows, row, row + 1))
             here = slice(row, row + 1)
             out = torch.zeros_like(q[here])
             for fitted in sorted(set(documents.values())):
-                found = run(q[here], k[here], v[here], one, fitted)
-                out = torch.where(_standing_in(one, documents, fitted), found, out)
+                part = run(q[here], k[here], v[here], row_layout, fitted)
+                out = torch.where(_is_in(row_layout, documents, fitted), part, out)
             parts.append(out)
         return torch.cat(parts)
 
     def _halves(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, slopes: Tensor, **how: Any) -> Tensor:
-        """Attention of which the first half of the heads looks back, and the other half, read from the end, ahead."""
+        """Attend with the first half of the heads to earlier tokens, with the other half to later ones."""
         if layout.sees != "both":
             raise IncompatibleError(
-                "both_ways='halves' is for attention that sees both ways, and it is causal here. Unpatch the model for "
+                "both_ways='halves' needs attention that sees both ways, but it is causal here. Unpatch the model for "
                 "such inputs."
             )
         if layout.query_length != layout.key_length:
@@ -85,7 +85,7 @@ class AlibiAttend:
         if k.shape[1] % 2:  # a key head serves queries of both halves
             k, v = (expand_heads(part, q.shape[1]) for part in (k, v))
         (q, q_ahead), (k, k_ahead), (v, v_ahead) = (part.chunk(2, 1) for part in (q, k, v))
-        # The slopes of a half are kept: what layers share is found again by them.
+        # Keep the two halves: layers find shared data by the identity of their slopes.
         first, second = layout.memo("half the slopes", lambda: (slopes[:half], slopes[half:]), owner=slopes)
         past = layout.memo("past", lambda: layout.past)
         mirrored = layout.memo("mirrored", lambda: layout.mirrored)
@@ -96,11 +96,11 @@ class AlibiAttend:
         return torch.cat([back, ahead.flip(2)], 1)
 
     def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:
-        """For each row, the fitted length of each document; padding and unfilled cache slots are in none."""
+        """Return for each row the fitted length of each document, without padding and unfilled cache slots."""
         layout, filling = mask.layout, current_filling()
         rule = LengthRule(self.method, self.alibi.trained_length)
         if filling is not None:
-            filling.spoil()  # this layer's keys are in the cache already
+            filling.spoil()  # the cache already contains the keys of this layer
         if mask.length is not None:
             fitted = rule.fitted(mask.length)
             note_fitted_lengths(0, [fitted])
@@ -115,40 +115,44 @@ class AlibiAttend:
         return rows
 
     def slopes(self, length: int, device: torch.device) -> Tensor:
-        """The method's slopes for ``length`` tokens, float64 [heads], kept per device."""
-        found = self._slopes.get((length, device))  # asked once: another thread may clear them at any time
-        if found is None:
+        """Return the method's slopes for ``length`` tokens, float64 [heads], cached per device."""
+        slopes = self._slopes.get((length, device))  # look once: another thread may clear the cache at any time
+        if slopes is None:
             if len(self._slopes) > 64:
                 self._slopes.clear()
-            with torch.inference_mode(False):  # what is made in it could not be used in training, and this is kept
-                found = self.method.slopes(self.alibi, length).to(device)
-            # A tensor without data, as torch.export traces with, would stay behind in the live model.
-            if torch.compiler.is_dynamo_compiling() or not is_fake(found):
-                self._slopes[length, device] = found
-        return found
+            with torch.inference_mode(
+                False
+            ):  # training could not use a tensor from inference mode, and this one is kept
+                slopes = self.method.slopes(self.alibi, length).to(device)
+            # A fake tensor, as torch.export traces with, must not stay in the live model.
+            if torch.compiler.is_dynamo_compiling() or not is_fake(slopes):
+                self._slopes[length, device] = slopes
+        return slopes
 
 
-def _standing_in(layout: Layout, documents: dict[int, int], fitted: int) -> Tensor:
-    """Which queries of a row stand in a document of this fitted length: bool ``[1, 1, query, 1]``."""
+def _is_in(layout: Layout, documents: dict[int, int], fitted: int) -> Tensor:
+    """Mark the queries of a row in documents of this fitted length: bool ``[1, 1, query, 1]``."""
     if layout.query_documents is None:
         return torch.ones(1, 1, layout.query_length, 1, dtype=torch.bool, device=layout.query_positions.device)
-    chosen = torch.tensor([d for d, own in documents.items() if own == fitted], device=layout.query_positions.device)
+    chosen = torch.tensor(
+        [d for d, length in documents.items() if length == fitted], device=layout.query_positions.device
+    )
     return torch.isin(layout.query_documents, chosen)[:, None, :, None]
 
 
-def _extremes(positions: Tensor, documents: Tensor | None, which: str) -> list[dict[int, int]]:
-    """For each row, the last ("amax") or first ("amin") position of each document."""
+def _extremes(positions: Tensor, documents: Tensor | None, reduction: str) -> list[dict[int, int]]:
+    """Return for each row the last ("amax") or first ("amin") position of each document."""
     if documents is None:
-        return [{0: place} for place in getattr(positions, which)(1).tolist()]
+        return [{0: place} for place in getattr(positions, reduction)(1).tolist()]
     rows = []
     for places, names in zip(positions, documents, strict=True):
         ids, index = torch.unique(names, return_inverse=True)
-        found = torch.empty_like(ids).scatter_reduce(0, index, places.to(ids.dtype), which, include_self=False)
-        rows.append({name: place for name, place in zip(ids.tolist(), found.tolist(), strict=True) if name >= 0})
+        extremes = torch.empty_like(ids).scatter_reduce(0, index, places.to(ids.dtype), reduction, include_self=False)
+        rows.append({name: place for name, place in zip(ids.tolist(), extremes.tolist(), strict=True) if name >= 0})
     return rows
 
 
 def bias_fingerprint(method: BiasMethod, alibi: AlibiSpec) -> str:
-    """12 hexadecimal digits that two models share exactly when their slopes at the target length agree."""
+    """Return 12 hexadecimal digits of a hash of the slopes at the target length."""
     slopes = method.slopes(alibi, method.target_length(alibi.trained_length))
     return hashlib.sha256(slopes.float().numpy().tobytes()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""How ctxext's attention takes the place of a model's own, and what whoever sits there has in common."""
+"""Install ctxext's attention in a model, after a trial on a twin; shared by ALiBi, remapping and encodings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ctxext.surgery.texts import text_of
 
 @dataclass
 class Backends:
-    """The attention backends of one model, asked for once per kind of call.
+    """The attention backends of one model, selected once per kind of call.
 
     Args:
         name: a backend's name as ``ctxext.attention.named`` takes it, or "auto".
@@ -37,42 +37,42 @@ class Backends:
         require_usable(self.name)
 
     def notes(self) -> tuple[str, ...]:
-        """What a user must know about a backend that was asked for by name."""
-        said = None if self.name == "auto" else named(self.name).approximation
-        return () if said is None else (said,)
+        """Return the notes for a user about a backend that was named."""
+        approximation = None if self.name == "auto" else named(self.name).approximation
+        return () if approximation is None else (approximation,)
 
     def for_(self, need: Need) -> AttentionBackend:
-        """The backend that serves such a call."""
+        """Return the backend that serves such a call."""
         if torch.compiler.is_compiling():
             return select(self.name, need)[0]
-        found = self._chosen.get(need)
-        if found is None:
-            if len(self._chosen) > 256:  # lengths are part of a need: decoding would fill it
+        backend = self._chosen.get(need)
+        if backend is None:
+            if len(self._chosen) > 256:  # a need contains lengths, so decoding adds one per token
                 self._chosen.clear()
-            found = self._chosen[need] = select(self.name, need)[0]
-        return found
+            backend = self._chosen[need] = select(self.name, need)[0]
+        return backend
 
 
 def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the dtype that autocast gives to torch's own attention.
+    """Cast queries, keys and values to the dtype that autocast uses for torch's own attention.
 
-    Rotation leaves queries and keys in float32 there, and values as their projection made them.
+    Under autocast, rotation leaves queries and keys in float32, and values keep the dtype of their projection.
     """
     kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # a dry run computes nothing in any dtype
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # a dry run on the meta device computes nothing
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(part if part.dtype is torch.float64 else part.to(dtype) for part in tensors)
 
 
 def decoder_of(model: PreTrainedModel, place: RotaryPlace) -> nn.Module:
-    """The module that owns the rotary module: it builds the mask and calls the layers."""
+    """Return the module that owns the rotary module; it builds the mask and calls the layers."""
     owner: nn.Module = model.get_submodule(place.path.rpartition(".")[0])
     return owner
 
 
 def attention_layers(decoder: nn.Module) -> list[nn.Module]:
-    """Attention modules that call transformers' attention interface, in order."""
+    """Return the attention modules that call transformers' attention interface, in order."""
     return [
         module
         for module in decoder.modules()
@@ -83,7 +83,7 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], seen: Layers) -> str | None:
-    """Why ctxext's attention cannot take the place of this model's own; None if it can."""
+    """Return why ctxext's attention cannot replace that of this model; None if it can."""
     text = text_of(model.config)
     if len(places) != 1 or places[0].layer_type is not None:
         return "its positions differ by layer type"
@@ -96,11 +96,11 @@ def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], s
         if getattr(layer, "kv_lora_rank", None) is not None:
             return "its keys and values differ in size (multi-head latent attention)"
         if getattr(layer, "sinks", None) is not None:
-            return "its attention has sinks, which no backend here has"
+            return "its attention has sinks, which no backend supports"
     if getattr(text, "attn_logit_softcapping", None):
-        return "it caps attention scores (attn_logit_softcapping), which no backend here does"
+        return "it caps attention scores (attn_logit_softcapping), which no backend supports"
     if seen.failure:
-        return f"which of its layers rotate could not be seen: {UNSEEN.format(seen.failure).rstrip('.')}"
+        return f"ctxext cannot tell which of its layers rotate: {UNSEEN.format(seen.failure).rstrip('.')}"
     if len(seen.rotating) != text.num_hidden_layers:
         return "some of its layers have no positions at all"
     return None
@@ -108,12 +108,12 @@ def why_no_custom_attention(model: PreTrainedModel, places: list[RotaryPlace], s
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of letting a model without data run on ctxext's attention.
+    """The result of a trial run of a twin on ctxext's attention.
 
     Args:
-        failure: why it would not; None if it would.
-        sees_both_ways: whether tokens see what comes after them.
-        crossing: paths, below the decoder, of attention whose keys are an encoder's.
+        failure: why the twin does not run; None if it does.
+        sees_both_ways: whether tokens see later tokens.
+        crossing: paths, below the decoder, of attention whose keys come from an encoder.
     """
 
     failure: str | None = None
@@ -123,7 +123,7 @@ class Tried:
 
 @dataclass
 class _Witness:
-    """Stands in for the attention of one layer in a proof: gives the shape of its result, and knows what was asked."""
+    """Replacement of one layer's attention in a trial: it keeps the mask and returns an empty result."""
 
     mask: LayoutMask | None = None
 
@@ -133,10 +133,10 @@ class _Witness:
 
 
 def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
-    """Whether a rebuilt model would run on ctxext's attention.
+    """Run a twin of a rebuilt model on ctxext's attention, without data, and return the result.
 
-    Proven by one forward pass without data: a model's own code may compute with the mask that a layout takes the place
-    of, or may want attention that a layout cannot say.
+    The trial is needed because a model's code may compute with the mask that a layout replaces, or may need attention
+    that a layout cannot express.
     """
     try:
         twin = original_twin(rebuild.model, rebuild.config).eval()
@@ -149,10 +149,10 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
     except IncompatibleError as error:
         return Tried(str(error).removesuffix(" Unpatch the model for such inputs.").rstrip("."))
     except FAILURES as error:
-        return Tried(f"its own code fails on what takes the place of a mask ({type(error).__name__}: {error})")
+        return Tried(f"its code fails on the layout in the place of a mask ({type(error).__name__}: {error})")
     masks = {path: witness.mask for path, witness in witnesses.items() if witness.mask is not None}
     if len(masks) != len(witnesses):
-        return Tried(f"{len(masks)} of its {len(witnesses)} layers ask ctxext's attention")
+        return Tried(f"only {len(masks)} of its {len(witnesses)} layers call ctxext's attention")
     return Tried(
         sees_both_ways=any(mask.layout.sees == "both" and not mask.crosses for mask in masks.values()),
         crossing=tuple(path for path, mask in masks.items() if mask.crosses),
@@ -160,17 +160,17 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
 
 
 def _paths(decoder: nn.Module) -> list[str]:
-    """Where the attention layers of a decoder are."""
+    """Return the paths of a decoder's attention layers."""
     layers = attention_layers(decoder)
     return [path for path, module in decoder.named_modules() if any(module is layer for layer in layers)]
 
 
 @dataclass
 class CrossAttend:
-    """Attention to what an encoder has read: no distance, and nothing hidden but padding.
+    """Attention to the states of an encoder: without distances, and with padding hidden.
 
     Args:
-        backends: compute it.
+        backends: the backends to choose from.
     """
 
     backends: Backends
@@ -178,11 +178,11 @@ class CrossAttend:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         if not mask.crosses:
             raise IncompatibleError(
-                "A layer that attends to an encoder's text was called without one (encoder_hidden_states), which "
-                "ctxext's attention cannot serve. Give the model the encoder's output, or unpatch it for such inputs."
+                "A layer that attends to an encoder's text was called without encoder_hidden_states, which ctxext's "
+                "attention needs. Give the model the encoder's output, or unpatch it for such inputs."
             )
         q, k, v = as_autocast_wants(q, k, v)
         call = Call.of(q, k, v, mask.layout, scale=scale, dropout=dropout)
@@ -192,9 +192,9 @@ class CrossAttend:
 def install_attention(
     model: PreTrainedModel, place: RotaryPlace, attend: Any, edits: Edits, crossing: Sequence[str] = ()
 ) -> None:
-    """Give every attention layer ``attend`` and let the decoder hand it a layout.
+    """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
-    Those at the paths ``crossing``, which attend to an encoder's text, get an attention without distance.
+    Layers at the paths ``crossing``, which attend to an encoder's text, get attention without distances.
     """
     decoder = decoder_of(model, place)
     edits.set(text_of(model.config), "_attn_implementation_internal", ATTENTION)

@@ -1,8 +1,8 @@
-"""What filled a cache is remembered with the cache: by an attribute of it, which copies and pickles carry along.
+"""Guard caches: record on each cache the extension that filled it, and refuse to go on under another one.
 
-A cache does not show under which positions its keys were computed, and neither does the length it has now: it may have
-been cropped, or filled before the model was patched. So every forward pass of a patched model writes down what it
-filled the cache with, and the next one compares.
+Neither a cache nor its current length shows with which positions its keys were computed: it may have been cropped, or
+filled before the model was patched. So every forward pass of a patched model writes a record to an attribute of the
+cache, which copies and pickles carry along, and the next pass compares.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from transformers.cache_utils import DynamicLayer
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.surgery.edits import Edits
 
-# How transformers calls a cache since 5.24, and before (callers may go on with that); and in layers of older models.
+# Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
 ARGUMENTS = ("cache", "past_key_values", "layer_past")
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
 
 NOT_ONE_GRAPH = (
-    "ctxext: a dynamic method reads the length of each sequence from the values of position_ids, which one compiled, "
-    "exported or traced graph cannot hold. Compile with fullgraph=False, or extend the model by a method that is not "
-    "dynamic."
+    "ctxext: a dynamic method reads the length of each sequence from the values of position_ids. One compiled, "
+    "exported or traced graph cannot do that. Compile with fullgraph=False, or use a method that is not dynamic."
 )
 
 
@@ -38,17 +37,17 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def outside_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
-    """Let torch.compile call a function as it is, or give the reason why all of a model cannot be one graph."""
+    """Keep a function out of torch.compile; ``reason`` explains why the model cannot be one graph."""
     return functools.partial(torch.compiler.disable, reason=reason)
 
 
 @dataclass(frozen=True)
 class FilledUnder:
-    """Under which extension of its model a cache was filled.
+    """The extension under which a model fills its caches.
 
     Args:
-        identity: what tells this extension from others.
-        said: the extension in a few words, for messages.
+        identity: a string that differs between extensions.
+        said: a short description of the extension, for messages.
     """
 
     identity: str
@@ -57,12 +56,13 @@ class FilledUnder:
 
 @dataclass(frozen=True)
 class Filled:
-    """What a dynamic method filled a cache with.
+    """The record of a cache that a dynamic method filled.
 
     Args:
-        fitted_lengths: per row, the length whose positions its tokens have; one number stands for all rows.
-        tokens: what is inside, where generate() saw it.
-        expected: what will be inside after the call that generate() is preparing.
+        fitted_lengths: per row, the length to which the positions of its cached tokens are fitted; one number for
+            all rows if they agree.
+        tokens: the cached tokens, if generate() has seen them.
+        expected: the tokens in the cache after the call that generate() is preparing.
     """
 
     fitted_lengths: tuple[int, ...] = ()
@@ -70,44 +70,44 @@ class Filled:
     expected: Tensor | None = None
 
     def of(self, row: int, rows: int) -> int | None:
-        """The fitted length of one of ``rows``; None where rows were picked, so that nobody knows which is which."""
+        """Return the fitted length of one of ``rows``; None if rows were picked, so that their order is unknown."""
         if len(set(self.fitted_lengths)) == 1:
             return self.fitted_lengths[0]
         return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """The name under which a module's class takes a cache; None where it takes none."""
+    """Return the name under which a module's class takes a cache; None if it takes none."""
     names = _arguments(module)
     return next((name for name in ARGUMENTS if name in names), None)
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a call; None without any."""
+    """Return the cache among the arguments of a call; None if there is none."""
     return next((arguments[name] for name in ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def _keys_of(cache: Any) -> Any:
-    """The cache of an encoder-decoder model is a pair; its own half is what positions matter for."""
+    """Return the cache of self-attention, the half of an encoder-decoder's cache in which positions matter."""
     return getattr(cache, "self_attention_cache", cache)
 
 
 def filled(cache: Any) -> Filled | None:
-    """What is remembered of a cache; None where it is empty or was not filled by a dynamic method."""
+    """Return the record of a cache; None if the cache is empty or was not filled by a dynamic method."""
     if cache is None or not int(cache.get_seq_length()):
         return None
-    found: Filled | None = getattr(_keys_of(cache), FILLED, None)
-    return found if found is None or found.fitted_lengths else None
+    record: Filled | None = getattr(_keys_of(cache), FILLED, None)
+    return record if record is None or record.fitted_lengths else None
 
 
 def remember(cache: Any, **changes: Any) -> None:
-    """Change what is remembered of a cache."""
+    """Change fields of the record of a cache."""
     holder = _keys_of(cache)
     setattr(holder, FILLED, replace(getattr(holder, FILLED, None) or Filled(), **changes))
 
 
 def _returned(output: Any) -> Any:
-    """The cache that a decoder made by itself, from what it returned; None where it made none."""
+    """Return the cache in a decoder's output, which it created itself; None if it created none."""
     name = next((name for name in ARGUMENTS if hasattr(output, name)), None)
     if name is not None:
         return getattr(output, name)
@@ -116,24 +116,30 @@ def _returned(output: Any) -> Any:
 
 
 def empty(cache: Any) -> None:
-    """Empty a cache that grows or that has slots. Before 5.18, transformers' ``reset`` of a growing one only zeroes."""
+    """Empty a cache; ``reset`` of a growing one only writes zeros before transformers 5.18."""
     cache.reset()
     for layer in _keys_of(cache).layers:
         if isinstance(layer, DynamicLayer):
             layer.keys = layer.values = None
             layer.is_initialized = False
     if int(cache.get_seq_length()):
-        raise IncompatibleError(f"A {type(cache).__name__} cannot be emptied, which dynamic methods need.")
+        raise IncompatibleError(
+            f"{type(cache).__name__} keeps its tokens after reset(). Dynamic methods need a cache that can be emptied."
+        )
 
 
 @dataclass
 class CacheGuard:
-    """Hooks around a decoder's forward pass: a cache is continued by what filled it, or refused.
+    """Hooks around a decoder's forward pass that refuse a cache filled under another extension.
+
+    A stale cache causes no error by itself: attention would silently mix its keys with keys of other positions.
+    ``before`` compares records, ``after`` writes one. ``_filled`` holds weak references, through which ``release``
+    disables the caches that are still in use.
 
     Args:
-        extension: what this model fills caches under.
-        place: how many arguments a caller may give before the cache.
-        takes_made: whether a cache that nothing filled is taken as it is: a learned prefix.
+        extension: the extension of this model.
+        place: the index of the cache among positional arguments.
+        takes_made: whether to accept a cache without a record, as a learned prefix is.
     """
 
     extension: FilledUnder
@@ -145,30 +151,30 @@ class CacheGuard:
         return {name: value for name, value in vars(self).items() if name != "_filled"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _filled=weakref.WeakSet())  # a copy of the model filled nothing yet
+        vars(self).update(state, _filled=weakref.WeakSet())  # a copy of the model has filled no cache yet
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a cache that something else filled."""
+        """Refuse a cache that was not filled under this extension."""
         if torch.compiler.is_compiling():
             return
         cache = self.cache_of(args, kwargs)
         if self.stands(cache):
             return
-        found = getattr(_keys_of(cache), EXTENSION, None)
+        recorded = getattr(_keys_of(cache), EXTENSION, None)
         held = f"This cache of {int(cache.get_seq_length())} tokens was filled"
-        if found is not None:
+        if recorded is not None:
             raise PatchStateError(
-                f"{held} while the model was extended by {found.said}. Now it is extended by {self.extension.said}: "
-                f"what is cached has other positions. Start with a new cache."
+                f"{held} while the model was extended by {recorded.said}. Now the model is extended by "
+                f"{self.extension.said}, which gives other positions. Start with a new cache."
             )
         raise PatchStateError(
-            f"{held} by something that left no note, such as this model before it was patched. Now the model is "
-            f"extended by {self.extension.said}: what is cached may have other positions. Start with a new cache; to "
-            f"use a learned prefix (PEFT's prefix tuning), ctxext.patch the PEFT model and not the model inside it."
+            f"{held} without a record, as by this model before it was patched. Now the model is extended by "
+            f"{self.extension.said}, which may give other positions. Start with a new cache. To use a learned prefix "
+            f"(PEFT's prefix tuning), pass the PEFT model to ctxext.patch, not the model inside it."
         )
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Write down what filled the cache."""
+        """Record on the cache the extension that filled it."""
         if torch.compiler.is_exporting():
             return
         cache = _keys_of(self.cache_of(args, kwargs, output))
@@ -178,46 +184,52 @@ class CacheGuard:
                 self._filled.add(cache)
 
     def stands(self, cache: Any) -> bool:
-        """Whether a cache may be continued."""
+        """Return whether a cache may be continued."""
         if not hasattr(cache, "get_seq_length"):
             return True
         holder = _keys_of(cache)
-        found = getattr(holder, EXTENSION, None)
-        if found == self.extension:
-            vars(holder).pop("update", None)  # patched as it was when this cache was filled: it is right again
+        recorded = getattr(holder, EXTENSION, None)
+        if recorded == self.extension:
+            vars(holder).pop("update", None)  # the model is extended as it was when this cache was filled
             return True
-        return (found is None and self.takes_made) or not int(cache.get_seq_length())
+        return (recorded is None and self.takes_made) or not int(cache.get_seq_length())
 
     def release(self) -> None:
-        """The model is no longer extended: what this extension filled refuses to grow."""
+        """Make every cache that this extension filled refuse to grow, when the model is unpatched."""
         for cache in list(self._filled):
             cache.update = StaleUpdate(cache, self.extension.said)
 
     def cache_of(self, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
-        """The cache that the decoder is called with, or else the one that it made and returned; None without any."""
+        """Return the cache of a call: the argument, or else the one in the output; None if there is none."""
         given = args[self.place] if len(args) > self.place else cache_in(kwargs)
         return _returned(output) if given is None else given
 
 
 class Filling:
-    """A forward pass that fills a cache: what was inside before, and what the positions of this call turn out to be.
+    """A forward pass that fills a cache: the record of the cache before, and the fitted lengths of this pass.
 
     Args:
-        cache: what the decoder is called with, if anything.
+        cache: the cache that the decoder is called with; None if there is none.
     """
 
     def __init__(self, cache: Any) -> None:
         self.before = filled(cache) if hasattr(cache, "get_seq_length") else None
         self.fitted_lengths: list[int] = []
-        self._cache = None if cache is None else weakref.ref(_keys_of(cache))  # a pass that fails keeps nothing alive
+        self._cache = (
+            None if cache is None else weakref.ref(_keys_of(cache))
+        )  # weak, so that a failed pass keeps no cache alive
 
     def note(self, row: int, fitted_lengths: list[int]) -> None:
-        """Note the length whose positions the rows from ``row`` on get."""
+        """Record the fitted lengths of the rows from ``row`` on."""
         self.spoil()
         self.fitted_lengths[row:] = fitted_lengths
 
     def spoil(self) -> None:
-        """From here on until the pass has ended, the cache may hold keys of both kinds: no length has its positions."""
+        """Mark the cache as invalid until the forward pass has ended.
+
+        While the pass runs, some layers hold keys of the new positions and others still of the old ones. If the pass
+        fails, the cache stays marked: a fitted length of 0 matches no text.
+        """
         cache = None if self._cache is None else self._cache()
         if cache is not None and not self.fitted_lengths:
             remember(cache, fitted_lengths=(0,))
@@ -231,16 +243,16 @@ _current = _CurrentPass()
 
 
 def current_filling() -> Filling | None:
-    """The pass of a dynamic method's decoder that this thread is inside of."""
+    """Return the running forward pass of a dynamic method's decoder in this thread; None outside of one."""
     return _current.filling
 
 
 class DynamicGuard(CacheGuard):
-    """Hooks around a decoder whose positions follow the length of each sequence: they write down that length, too."""
+    """Cache guard of a decoder whose positions follow the length of each sequence; it records that length, too."""
 
     @outside_graphs(NOT_ONE_GRAPH)
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a cache that something else filled, and show what filled it to those who compute positions."""
+        """Refuse a cache of another extension, and offer its record to the code that computes positions."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super().before(module, args, kwargs)
@@ -248,7 +260,7 @@ class DynamicGuard(CacheGuard):
 
     @outside_graphs(NOT_ONE_GRAPH)
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Write down what filled the cache."""
+        """Record on the cache the extension that filled it."""
         filling, _current.filling = _current.filling, None
         super().after(module, args, kwargs, output)
         cache = self.cache_of(args, kwargs, output)
@@ -260,26 +272,26 @@ class DynamicGuard(CacheGuard):
 
 @dataclass
 class StaleUpdate:
-    """Stands in for ``cache.update``, by which every attention layer adds its keys, once the cache fits no more.
+    """Replacement of ``cache.update``, which every attention layer calls, for a cache that became stale.
 
     Args:
         cache: the cache.
-        said: the extension that filled it.
+        said: a short description of the extension that filled it.
     """
 
     cache: Any
     said: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes and returns what transformers' own method does."""
+        """Refuse to add keys to a stale cache; update an emptied one as transformers does."""
         cache = self.cache
         if int(cache.get_seq_length()):
             raise PatchStateError(
                 f"This cache of {int(cache.get_seq_length())} tokens was filled while the model was extended by "
-                f"{self.said}, and ctxext.unpatch has undone that: its keys have other positions than the model gives "
-                f"now. Start with a new cache."
+                f"{self.said}. ctxext.unpatch has undone that, so the model gives other positions now. Start with a "
+                f"new cache."
             )
-        vars(cache).pop("update", None)  # emptied since
+        vars(cache).pop("update", None)  # the cache has been emptied since
         return cache.update(*args, **kwargs)
 
 
@@ -290,14 +302,14 @@ def guard_caches(
 
     Args:
         model: the patched model.
-        extension: how it is extended.
+        extension: its extension.
         dynamic: whether positions follow the length of each sequence.
-        takes_made: whether a cache that nothing filled is taken as it is: a learned prefix.
+        takes_made: whether to accept a cache without a record, as a learned prefix is.
         edits: the journal.
 
     Raises:
-        IncompatibleError: if it keeps a cache and takes none under a name that is known: unguarded, it would go on
-            from one with other positions.
+        IncompatibleError: if the model keeps a cache but takes none under a known name. Unguarded, it would continue
+            a cache with other positions.
     """
     kind = DynamicGuard if dynamic else CacheGuard
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -306,8 +318,7 @@ def guard_caches(
     if not taking and unknown is not None:
         raise IncompatibleError(
             f"{type(unknown).__name__}.forward takes use_cache, but no cache named {' or '.join(ARGUMENTS[:2])}. "
-            f"ctxext cannot guard the cache of such a model. Install a version of transformers that ctxext was tested "
-            f"with."
+            f"ctxext cannot guard that cache. Install a version of transformers that ctxext was tested with."
         )
     guards = []
     for module, name in taking.items():
@@ -320,11 +331,11 @@ def guard_caches(
 
 
 def guards_of(model: nn.Module) -> list[CacheGuard]:
-    """The guards of a patched model."""
-    found: list[CacheGuard] = vars(model).get(GUARDS, [])
-    return found
+    """Return the guards of a patched model."""
+    guards: list[CacheGuard] = vars(model).get(GUARDS, [])
+    return guards
 
 
 def _arguments(module: nn.Module) -> list[str]:
-    """Names of what the forward method of a module's class takes, in order."""
+    """Return the argument names of the forward method of a module's class, in order."""
     return list(inspect.signature(type(module).forward).parameters)[1:]

@@ -1,7 +1,7 @@
-"""The code that a model's classes are made of, those that somebody typed into a notebook included.
+"""Read the code of a model's classes, including classes typed into a notebook.
 
-Whoever subclasses a model of transformers has classes whose modules hold neither the names nor the source that those
-of transformers hold; both are looked for in the bases.
+The module of a class that subclasses a model of transformers has neither the names nor the source of transformers'
+module, so both are searched in the bases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def own_bases(kind: type) -> list[type]:
-    """A class and those of its bases that are a model's own: neither torch's nor what all of transformers shares."""
+    """Return a class and its bases, without those of torch and those that all models of transformers share."""
     return [base for base in kind.__mro__ if _is_of_a_model(base.__module__)]
 
 
@@ -30,15 +30,15 @@ def _is_of_a_model(home: str) -> bool:
 
 
 def names_of(kind: type) -> dict[str, Any]:
-    """What the modules of a class and of its bases hold by name; the class's own come first."""
-    found: dict[str, Any] = {}
+    """Return the names in the modules of a class and of its bases; those of the class take precedence."""
+    names: dict[str, Any] = {}
     for base in own_bases(kind):
-        found = {**vars(sys.modules[base.__module__]), **found}
-    return found
+        names = {**vars(sys.modules[base.__module__]), **names}
+    return names
 
 
 def source_of_home(kind: type) -> str:
-    """The source of the modules that a class and its bases are defined in."""
+    """Return the source of the modules that define a class and its bases."""
     homes = {base.__module__: base for base in own_bases(kind)}
     return "\n".join(map(_source_of_module, homes))
 
@@ -47,26 +47,26 @@ def _source_of_module(home: str) -> str:
     module = sys.modules[home]
     try:
         return inspect.getsource(module)
-    except (OSError, TypeError):  # it was typed in
-        made: list[Any] = [
+    except (OSError, TypeError):  # the code was typed in
+        definitions: list[Any] = [
             value for value in vars(module).values() if inspect.isclass(value) or inspect.isfunction(value)
         ]
-        return "\n".join(source_of(value) for value in made if value.__module__ == home)
+        return "\n".join(source_of(value) for value in definitions if value.__module__ == home)
 
 
-@functools.lru_cache(maxsize=1024)  # Python parses a whole file to find one class in it
+@functools.lru_cache(maxsize=1024)  # Python parses a whole file to find a class in it
 def source_of(code: Any) -> str:
-    """The source of a class or function; where none is kept, the names, attributes and strings in its code."""
+    """Return the source of a class or function; without one, the names, attributes and strings in its code."""
     try:
         return inspect.getsource(code)
-    except (OSError, TypeError):  # it was typed in, or made by exec
+    except (OSError, TypeError):  # the code was typed in, or made by exec
         functions = vars(code).values() if inspect.isclass(code) else [code]
         codes = [inspect.unwrap(function).__code__ for function in functions if inspect.isfunction(function)]
         return "\n".join(word for each in codes for word in _words(each))
 
 
 def _words(code: CodeType) -> Iterator[str]:
-    """Names with the attributes that are read of them (``self.out_proj.weight``), attributes set, and strings."""
+    """Yield names with attributes that are read (``self.out_proj.weight``), attributes that are set, and strings."""
     chain = ""
     for step in dis.get_instructions(code):
         if chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -75,7 +75,7 @@ def _words(code: CodeType) -> Iterator[str]:
         if chain:
             yield chain
         chain = step.argval if step.opname.startswith(("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF")) else ""
-        if not isinstance(chain, str):  # two of them at once
+        if not isinstance(chain, str):  # a double instruction has two names
             chain = chain[-1]
         if step.opname in ("STORE_ATTR", "LOAD_CONST") and isinstance(step.argval, str):
             yield step.argval

@@ -1,15 +1,14 @@
-"""A stale cache: what a dynamic method does when the positions of a sequence change under what is cached of it.
+"""Handle stale caches: recompute or refuse them when a dynamic method changes the positions of a cached sequence.
 
 The rule. A dynamic method fits its positions to a length (``Method.fitted_length``), and one pass of the model gives
-all tokens of a document the positions for one such length. What is cached of the document is right as long as the pass
-that goes on has the same fitted length as the pass that filled the cache, and wrong as soon as it has another. Not
-only the keys are: the hidden states of a layer were computed by the layers below with the positions of their time,
-so caching keys before rotation would not help. There are two ways out, and both ask the same question.
-``generate()`` has all tokens at hand and computes the cache again (``RecomputeStaleCache``); a loop of the user's own
-is refused in the pass itself (``refuse_stale_cache``), with a sentence that says what to do.
+all tokens of a document the positions for one such length. The cached part of the document is right as long as the
+next pass has the fitted length of the pass that filled the cache, and stale once it has another. Caching keys before
+rotation would not help: the layers below computed the hidden states with the old positions, too. There are two ways
+out, under the same rule. ``generate()`` has all tokens at hand and computes the cache again (``RecomputeStaleCache``).
+A loop of the user's own is refused in the pass itself (``refuse_stale_cache``), with an error that names the way out.
 
-The length at which a cache was filled is not the length that it has now (it may have been cropped), so every pass
-writes it down: see ``caches.py``.
+A cache may have been cropped since it was filled, so its current length does not tell. Every pass records the fitted
+lengths on the cache: see ``caches.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ctxext.surgery.edits import Edits
 
 @dataclass(frozen=True)
 class LengthRule:
-    """Which positions a text of so many tokens gets on one model: a dynamic method, and the length that it starts from.
+    """The rule that fits positions to the length of a text: a dynamic method and a trained length.
 
     Args:
         method: a dynamic method.
@@ -42,32 +41,33 @@ class LengthRule:
     trained_length: int
 
     def fitted(self, length: int) -> int:
-        """The length that positions of ``length`` tokens are fitted to."""
+        """Return the length to which positions of ``length`` tokens are fitted."""
         return self.method.fitted_length(self.trained_length, length)
 
     def cached(self, known: Filled | None, row: int, rows: int, before: int) -> int | None:
-        """The length whose positions a row's ``before`` cached tokens have; None where nobody knows.
+        """Return the fitted length of a row's ``before`` cached tokens; None if it is unknown.
 
-        What nothing is remembered of is no text that was read: a learned prefix, or the part of a text before a shard.
+        A cache without a record holds a learned prefix, or stands for the part of a text before a shard. Its tokens
+        count as fitted to their own number.
         """
         return self.fitted(before) if known is None else known.of(row, rows)
 
 
 def refuse_stale_cache(rule: LengthRule, row: int, rows: int, cached: list[int], now: list[int]) -> None:
-    """Raise if tokens of a row were cached under other positions than the sequence has now; else note what it has.
+    """Raise if cached tokens of a row have other positions than the sequence has now; else record the new ones.
 
-    Called by what computes positions, once for each row of a pass. A document of which nothing came before this call
-    has nothing that could be stale; of any other, the fitted lengths of then and now must agree.
+    The code that computes positions calls this once for each row of a pass. A document that begins in this call has no
+    cached tokens; for any other, the fitted lengths before and now must agree.
 
     Args:
-        rule: of the model.
-        row: which row of the batch.
-        rows: how many rows the batch has.
-        cached: per document of the row, tokens that came before this call.
-        now: per document of the row, tokens including this call's.
+        rule: the rule of the model.
+        row: the index of the row in the batch.
+        rows: the number of rows in the batch.
+        cached: per document of the row, tokens before this call.
+        now: per document of the row, tokens including those of this call.
 
     Raises:
-        IncompatibleError: saying what to do.
+        IncompatibleError: with the way out.
     """
     filling = current_filling()
     known = None if filling is None else filling.before
@@ -75,26 +75,25 @@ def refuse_stale_cache(rule: LengthRule, row: int, rows: int, cached: list[int],
         cached_as = rule.cached(known, row, rows, before)
         if not before or cached_as == rule.fitted(length):
             continue
-        said = f" have (those of a sequence of {cached_as})"
+        description = f" have (those of a sequence of {cached_as})"
         if not cached_as:
-            said = " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
+            description = " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
         shard = (
             " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same "
             "on every rank."
         )
         raise IncompatibleError(
-            f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than the {before} tokens "
-            f"that are cached of it{'' if known is None else said}, so these no longer fit. model.generate() "
-            f"recomputes them; in a loop of your own, call the model on the whole sequence without a cache."
-            f"{shard if known is None else ''}"
+            f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than its {before} cached "
+            f"tokens{'' if known is None else description}. model.generate() recomputes the cache; in your own loop, "
+            f"call the model on the whole sequence without a cache.{shard if known is None else ''}"
         )
     note_fitted_lengths(row, [max(map(rule.fitted, now), default=rule.trained_length)])
 
 
 def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
-    """Note the length whose positions the rows from ``row`` on have in the pass that this thread is inside of.
+    """Record the fitted lengths of the rows from ``row`` on for the running pass of this thread.
 
-    What a row held before is either cached under the same positions, or padding, which has none.
+    Cached tokens of a row have the same positions, and padding has none.
     """
     filling = current_filling()
     if filling is not None:
@@ -103,13 +102,13 @@ def note_fitted_lengths(row: int, fitted_lengths: list[int]) -> None:
 
 @dataclass
 class RecomputeStaleCache:
-    """Stands in for ``model.prepare_inputs_for_generation``: empties the cache when positions change.
+    """Replacement of ``model.prepare_inputs_for_generation`` that empties the cache when positions change.
 
-    ``generate`` then gives what greedy decoding without a cache gives, with any cache and with chunked prefill.
+    ``generate`` then returns the same tokens as greedy decoding without a cache, with chunked prefill too.
 
     Args:
         model: the patched model.
-        rule: its positions.
+        rule: the rule of its positions.
     """
 
     model: nn.Module
@@ -124,21 +123,21 @@ class RecomputeStaleCache:
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Takes and returns what transformers' own method does."""
+        """Prepare the inputs as transformers does, from all tokens if the cache is stale."""
         cache = cache_in(kwargs)
         cached = 0 if cache is None else int(cache.get_seq_length())
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         total = cached + new.shape[1]
         whole = self._whole(input_ids, new, cache, cached, total)
         model: Any = self.model
-        is_decoder = not model.config.is_encoder_decoder  # else the mask is that of the encoder's text
+        is_decoder = not model.config.is_encoder_decoder  # otherwise the mask covers the encoder's text
         mask = attention_mask if is_decoder else None
         if cached and self._changes(cache, mask, kwargs.get("position_ids"), new, total):
             if whole is None or inputs_embeds is not None:
                 raise IncompatibleError(
-                    f"Method {self.rule.method.name!r} changes positions at {total} tokens and the tokens before are "
-                    f"not at hand to recompute them (the prompt was given as embeddings, or the cache came from "
-                    f"elsewhere). Generate from input_ids, with a cache of its own."
+                    f"Method {self.rule.method.name!r} changes positions at {total} tokens, and the earlier tokens are "
+                    f"unknown: the prompt was given as embeddings, or the cache came from elsewhere. Generate from "
+                    f"input_ids, with a new cache."
                 )
             empty(cache)
             input_ids, next_sequence_length = whole, None
@@ -158,7 +157,7 @@ class RecomputeStaleCache:
         )
 
     def _whole(self, input_ids: Tensor, new: Tensor, cache: Any, cached: int, total: int) -> Tensor | None:
-        """All tokens so far; chunked prefill hands over only the new ones."""
+        """Return all tokens so far, None if unknown; chunked prefill hands over only the new ones."""
         if input_ids.shape[1] == total:
             return input_ids
         known = filled(cache)
@@ -167,7 +166,7 @@ class RecomputeStaleCache:
         return None
 
     def _changes(self, cache: Any, mask: Tensor | None, positions: Tensor | None, new: Tensor, total: int) -> bool:
-        """Whether what is cached has other positions than the sequence gets with this call."""
+        """Return whether cached tokens have other positions than the sequence gets with this call."""
         if not all(guard.stands(cache) for guard in guards_of(self.model)):
             return True
         known, rows = filled(cache), new.shape[0]
@@ -175,7 +174,7 @@ class RecomputeStaleCache:
         if mask is not None and mask.ndim == 2:
             before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
-            now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # a fourth plane, the first, counts tokens
+            now = (positions[-3:].amax(dim=(0, 2)) + 1).tolist()  # of four planes, the first counts tokens
         return any(
             earlier and self.rule.cached(known, row, rows, earlier) != self.rule.fitted(later)
             for row, (earlier, later) in enumerate(zip(before, now, strict=True))
@@ -186,20 +185,20 @@ class RecomputeStaleCache:
         if getattr(method, "growth", None) == "exact":
             warnings.warn(
                 f"{method.name} with growth='exact' recomputes the whole sequence for every token beyond the trained "
-                f"window of {self.rule.trained_length}; growth='doubling' does so only when the length doubles.",
+                f"window of {self.rule.trained_length}. growth='doubling' does so only when the length doubles.",
                 stacklevel=3,
             )
 
 
 def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
-    """Positions of the whole sequence, where positions are given at all; chunked prefill gives only the new ones."""
+    """Return positions of the whole sequence if the call has any; chunked prefill gives only the new ones."""
     given = kwargs.get("position_ids")
     if given is None or given.shape[-1] == ids.shape[1]:
         return {}
     if given.ndim != 2:
         raise IncompatibleError(
-            f"The positions of the tokens before are not at hand to recompute them: position_ids has the shape "
-            f"{tuple(given.shape)}. Prefill in one piece (prefill_chunk_size=None)."
+            f"position_ids of shape {tuple(given.shape)} lacks the positions of earlier tokens, which have to be "
+            f"recomputed. Prefill in one piece (prefill_chunk_size=None)."
         )
     if mask is None:
         return {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)}
@@ -208,26 +207,27 @@ def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -
 
 @dataclass
 class RefuseAssistedDecoding:
-    """Stands in for ``model._get_candidate_generator``: assisted decoding only where positions cannot change.
+    """Replacement of ``model._get_candidate_generator`` that refuses assisted decoding if positions may change.
 
-    It verifies several tokens in one pass, with the positions of the longest; greedy decoding gives each its own.
+    Assisted decoding verifies several tokens in one pass, with the positions of the longest prefix, while greedy
+    decoding fits positions to each prefix.
 
     Args:
         model: the patched model.
-        rule: its positions.
+        rule: the rule of its positions.
     """
 
     model: nn.Module
     rule: LengthRule
 
     def __call__(self, *, generation_config: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        """Takes and returns what transformers' own method does."""
+        """Make the candidate generator as transformers does, unless positions change before the last token."""
         first, last = input_ids.shape[1], generation_config.max_length
         if self.rule.fitted(first) != self.rule.fitted(last):
             raise IncompatibleError(
-                f"Method {self.rule.method.name!r} changes positions between {first} and {last} tokens, and assisted "
-                f"decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens in one pass, with one "
-                f"set of positions. Generate without it, or let the method grow by doubling and stay between doublings."
+                f"Method {self.rule.method.name!r} changes positions between {first} and {last} tokens. Assisted "
+                f"decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens with one set of "
+                f"positions. Generate without it, or use growth='doubling' and stay between two doublings."
             )
         model: Any = self.model
         return type(model)._get_candidate_generator(
@@ -236,36 +236,35 @@ class RefuseAssistedDecoding:
 
 
 def _never_compiles(*_: Any, **__: Any) -> bool:
-    """Stands in for ``model._valid_auto_compile_criteria``."""
+    """Return False, in the place of ``model._valid_auto_compile_criteria``."""
     return False
 
 
 def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
-    """Let ``model.generate`` compile nothing by itself.
+    """Keep ``model.generate`` from compiling by itself.
 
-    On CUDA it does so for static caches; positions that follow the length, and attention in pieces, would break such a
-    graph at every layer, and with more than eight layers torch gives up. The model's ``generation_config`` could say so
-    too, but it is saved with the model and belongs to the user.
+    On CUDA it compiles for static caches. Positions that follow the length, and attention in pieces, would break the
+    graph at every layer, and torch gives up after eight recompilations. ``generation_config`` has a switch too, but it
+    is saved with the model and belongs to the user.
     """
     if hasattr(model, "_valid_auto_compile_criteria"):
         edits.set(model, "_valid_auto_compile_criteria", _never_compiles)
 
 
 def _refuse_continuous_batching(method: str, *_: Any, **__: Any) -> Any:
-    """Stands in for ``model.init_continuous_batching``, which ``generate_batch`` calls too.
+    """Refuse, in the place of ``model.init_continuous_batching``, which ``generate_batch`` calls too.
 
-    Continuous batching puts requests of several lengths into one row, end to end, as one call; where their positions
-    happen to rise, such a row is one document to whoever looks at positions, and a short request would get the
-    frequencies of a long one.
+    Continuous batching puts requests of several lengths end to end into one row. If their positions happen to rise,
+    the row looks like one document, and a short request would get the frequencies of a long one.
     """
     raise IncompatibleError(
-        f"Positions of {method!r} follow the length of each text, and continuous batching puts several texts into one "
-        f"row. Call generate() with a padded batch, or extend by a method of fixed positions, like yarn."
+        f"Method {method!r} fits positions to the length of each text, but continuous batching puts several texts into "
+        f"one row. Call generate() with a padded batch, or use a method of fixed positions, like yarn."
     )
 
 
 def recompute_in_generate(model: PreTrainedModel, rule: LengthRule, edits: Edits) -> None:
-    """Let ``model.generate`` follow a dynamic method."""
+    """Make ``model.generate`` follow a dynamic method."""
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule))
     compile_nothing_in_generate(model, edits)
     optional = {

@@ -1,8 +1,8 @@
-"""The part of a causal language model after its layers, on a piece of the positions at a time.
+"""Compute the logits of a causal language model for a piece of the positions at a time.
 
-Whatever a model's class does there - projection, scaling, soft cap, an adapter on the head - is its own forward's
-business. So that forward runs as it is, on a shallow copy of the model in which a stand-in for the layers runs them
-once and then replays slices of their output. The model itself is not touched.
+The class's own forward does everything after the layers: projection, scaling, soft cap, an adapter on the head. So that
+forward runs unchanged on a shallow copy of the model, in which a replacement of the layers runs them once and then
+replays slices of their output. The model itself is not touched.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ def require_head(causal: PreTrainedModel) -> str:
     """Return the name of the child that holds a model's layers.
 
     Raises:
-        IncompatibleError: unless the model is layers behind one base model, and a language modelling head.
+        IncompatibleError: unless the model consists of one base model and a language modelling head.
     """
     name = type(causal).__name__
     if causal.config.is_encoder_decoder:
         raise IncompatibleError(f"{name} is an encoder-decoder; only causal language models have a loss by position.")
-    # Llama 4's text model keeps the prefix of the whole one.
-    found = [child for child in (causal.base_model_prefix, "model") if child in causal._modules]
-    if not found or causal.get_output_embeddings() is None:
+    # Llama 4's text model has the prefix of the whole model.
+    children = [child for child in (causal.base_model_prefix, "model") if child in causal._modules]
+    if not children or causal.get_output_embeddings() is None:
         raise IncompatibleError(
             f"{name} is not a base model with a language modelling head (found no {causal.base_model_prefix!r} and "
             f"output embedding). Load it with AutoModelForCausalLM."
         )
-    return found[0]
+    return children[0]
 
 
 class _StandIn(nn.Module):
-    """A module in the place of another, whose attributes are its own wherever this one has none of the name."""
+    """A module in the place of another one, to which it passes on attributes that it lacks."""
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class _StandIn(nn.Module):
 
 
 class Replay(_StandIn):
-    """Stands in for the base model: runs it at the first call, then replays pieces of its output.
+    """Replacement of the base model that runs it at the first call, then replays pieces of its output.
 
     Attributes:
         piece: the positions that the next call returns.
-        hidden: returned instead, where it is set.
-        calls: counted by ``forward``; whoever asks for another piece sets it back to 0.
-        output: of the base model, once it has run.
-        expected: batch and positions of the piece that the last call was asked for.
+        hidden: hidden states to return instead; None for those of ``piece``.
+        calls: the number of calls of ``forward``; the caller resets it to 0 for each piece.
+        output: the output of the base model, once it has run.
+        expected: batch and positions of the piece of the last call.
     """
 
     def __init__(self, real: nn.Module) -> None:
@@ -79,15 +79,17 @@ class Replay(_StandIn):
         piece = copy.copy(self.output)
         piece.last_hidden_state = hidden
         if not first and hasattr(piece, "router_logits"):
-            piece.router_logits = None  # all tokens' experts, from which a class computes another loss
+            piece.router_logits = (
+                None  # experts of all tokens, from which a class would compute the loss of the router again
+            )
         return piece
 
 
 def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
-    """A shallow copy of the model with a stand-in for its layers, and its class's own forward.
+    """Return a shallow copy of the model that replays its layers, and the replay; its forward is the class's own.
 
     Raises:
-        IncompatibleError: as ``require_head``.
+        IncompatibleError: as in ``require_head``.
     """
     layers = require_head(causal)
     replay = Replay(causal.get_submodule(layers))
@@ -99,14 +101,14 @@ def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
 
 
 class _Box:
-    """A tensor that nobody finds who looks for tensors among the inputs of a call."""
+    """A box around a tensor, in which searches for tensors among the inputs of a call do not find it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class _Boxing(_StandIn):
-    """Stands in for the head and hands it its input in a box, to be opened after all hooks before its forward."""
+    """Replacement of the head that passes it a boxed input, opened after all hooks and before its forward."""
 
     def forward(self, hidden: Tensor) -> Any:
         handle = self.real.register_forward_pre_hook(lambda _, inputs: (inputs[0].tensor,))
@@ -117,31 +119,31 @@ class _Boxing(_StandIn):
 
 
 def box_inputs_of_head(shell: PreTrainedModel) -> None:
-    """Let a shell call its head on several pieces although FSDP 2 holds the head's weights.
+    """Allow a shell to call its head on several pieces although FSDP 2 holds the head's weights.
 
-    FSDP 2 takes the gradient of a call's input for the end of the backward pass through the weights of that call, and
-    of all modules in its group: it then sums up what gradients they have, over all processes. Other pieces, and a token
-    embedding that shares the weights, would come too late. An input that it does not find leaves the sum to the end.
+    FSDP 2 takes the gradient of a call's input as the end of the backward pass through the weights of its group, and
+    then reduces their gradients over all processes. The other pieces, and a token embedding that shares the weights,
+    would come too late. If FSDP 2 finds no input tensor, it reduces at the end of the whole backward pass.
 
     Raises:
-        IncompatibleError: the head is not a child of the model.
+        IncompatibleError: if the head is not a child of the model.
     """
     head = shell.get_output_embeddings()
     names = [name for name, child in shell._modules.items() if child is head]
     if not names:
         raise IncompatibleError(
-            f"The head of {type(shell).__name__} is not a child of it; under FSDP its loss cannot be computed in "
-            f"chunks. Train without chunk_loss."
+            f"{type(shell).__name__} does not hold its head as a child, so FSDP cannot compute its loss in chunks. "
+            f"Train without chunk_loss."
         )
     for name in names:
         shell._modules[name] = _Boxing(head)
 
 
 def require_pieces(causal: PreTrainedModel, replay: Replay, logits: Tensor) -> None:
-    """Raise ``IncompatibleError`` unless the logits are those of the piece that was replayed, and of that alone."""
+    """Raise ``IncompatibleError`` unless the logits come from one call and belong to the replayed piece."""
     if replay.calls != 1 or tuple(logits.shape[:2]) != replay.expected:
         raise IncompatibleError(
-            f"{type(causal).__name__} does not compute its logits from its base model's hidden states alone (calls of "
-            f"it: {replay.calls}; [batch, positions] of the logits: {list(logits.shape[:2])}, of the hidden states: "
-            f"{replay.expected}), so they cannot be had in pieces."
+            f"{type(causal).__name__} cannot compute its logits in pieces, because they do not come from the base "
+            f"model's hidden states alone (calls of the base model: {replay.calls}; [batch, positions] of the logits: "
+            f"{list(logits.shape[:2])}, of the hidden states: {replay.expected})."
         )

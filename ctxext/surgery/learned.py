@@ -1,4 +1,4 @@
-"""Rotation by numbers that gradients reach: how a search tries frequencies on a model without building it anew."""
+"""Rotate by differentiable frequencies, so that a search can try them on a model without rebuilding it."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from ctxext.methods.formulas import plain_inv_freq
 from ctxext.surgery.edits import Edits
 from ctxext.surgery.rotary import ProportionalSpec, RotarySite, takes_axes
 
-# How the angle of a pair of dimensions is laid out: half a head apart (Llama), side by side (GPT-J), once for both.
+# Arrangements of a pair's angle: half a head apart (Llama), side by side (GPT-J), once for both.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda part: torch.cat((part, part), dim=-1),
     "pairs": lambda part: part.repeat_interleave(2, dim=-1),
     "once": lambda part: part,
 }
-# Positions at which a layout is recognised; and how far float32 may be from float64 there.
+# Number of positions at which a layout is recognised, and the tolerance of float32 there.
 PROBED, AGREES = 7, 1e-3
 
 
 @dataclass(eq=False)
 class LearnedRotation:
-    """What a model rotates by: its trained frequencies over ``exp(log_divisors)``, times ``exp(log_scale)``.
+    """Trainable rotation: trained frequencies divided by ``exp(log_divisors)``; cos and sin times ``exp(log_scale)``.
 
-    Set new tensors between two passes; those that require a gradient get one. The modules compute in float64, so that a
-    gradient is as exact as the model's own precision lets it be.
+    Set new tensors between two passes; those that require a gradient get one. The modules compute in float64, so that
+    only the precision of the model limits that of a gradient.
 
     Args:
         log_divisors: float64, one per rotated pair of dimensions.
-        log_scale: float64; of cos and sin.
+        log_scale: float64 logarithm of the scale of cos and sin.
     """
 
     log_divisors: Float[Tensor, " half"]
     log_scale: Float[Tensor, ""]
 
     def angles(self, site: RotarySite, position_ids: Tensor) -> Tensor:
-        """Radians, float64, with a last dimension of one per pair."""
+        """Return angles in radians, float64, whose last dimension counts pairs."""
         spec = site.spec
         inv_freq = plain_inv_freq(spec).to(self.log_divisors.device) * torch.exp(-self.log_divisors)
         if isinstance(spec, ProportionalSpec):
@@ -52,18 +52,18 @@ class LearnedRotation:
         return position_ids[..., None].double() * inv_freq.to(position_ids.device)
 
     def scale(self, site: RotarySite) -> Tensor:
-        """What multiplies cos and sin."""
+        """Return the factor of cos and sin."""
         return self.log_scale.exp() * site.spec.attention_scale
 
 
 @dataclass(frozen=True)
 class Laid:
-    """How a rotary module returns what it computes.
+    """The arrangement of a rotary module's output.
 
     Args:
-        layout: one of ``LAYOUTS``.
-        is_complex: as one complex tensor in the place of cos and sin.
-        folds: three planes of positions into one (Qwen2-VL); a text has the same in all three.
+        layout: a name in ``LAYOUTS``.
+        is_complex: whether the output is one complex tensor instead of cos and sin.
+        folds: whether the module folds three planes of positions into one (Qwen2-VL); they agree in a text.
     """
 
     layout: str
@@ -71,7 +71,7 @@ class Laid:
     folds: bool = False
 
     def out(self, cos: Tensor, sin: Tensor, x: Tensor) -> Any:
-        """Cos and sin as the module's class would return them for ``x``."""
+        """Return cos and sin in the arrangement and dtype of the module's class."""
         cos, sin = (LAYOUTS[self.layout](part).to(x.device) for part in (cos, sin))
         if self.is_complex:
             return torch.complex(cos.float(), sin.float())
@@ -80,13 +80,13 @@ class Laid:
 
 @dataclass(eq=False)
 class LearnedForward:
-    """Stands in for ``rotary.forward``, which stock transformers runs without gradients.
+    """Replacement of ``rotary.forward``, which transformers runs without gradients.
 
     Args:
-        rotary: the module; what is not searched it computes as before.
-        rotation: what it rotates by.
-        sites: its frequencies that are searched, by layer type.
-        laid: how each of them returns its cos and sin.
+        rotary: the module; frequencies outside the search stay as they are.
+        rotation: the trainable rotation.
+        sites: its searched frequencies, by layer type.
+        laid: the arrangement of the output, by layer type.
     """
 
     rotary: nn.Module
@@ -95,7 +95,7 @@ class LearnedForward:
     laid: dict[str | None, Laid] = field(default_factory=dict)
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """Cos and sin as the class lays them out, for ``position_ids`` of shape [batch, seq] or [3, batch, seq]."""
+        """Return cos and sin as the class arranges them; ``position_ids`` is [batch, seq] or [3, batch, seq]."""
         site = self.sites.get(layer_type)
         if site is None:
             forward: Callable[..., Any] = type(self.rotary).forward
@@ -110,16 +110,16 @@ class LearnedForward:
 def learn_rotation(
     model: PreTrainedModel, sites: Sequence[RotarySite], rotation: LearnedRotation, edits: Edits
 ) -> None:
-    """Let a model rotate by ``rotation`` until ``edits`` is undone.
+    """Make a model rotate by ``rotation`` until ``edits`` is undone.
 
     Args:
-        model: which computes the frequencies of ``rotation`` now, however it came to them.
-        sites: its frequencies that are searched.
-        rotation: as the model has it now.
-        edits: that remembers what was there.
+        model: a model that rotates by the present numbers of ``rotation``.
+        sites: its frequencies to search.
+        rotation: the trainable rotation.
+        edits: the journal.
 
     Raises:
-        IncompatibleError: a module lays its angles out in no way that is known here.
+        IncompatibleError: if a module arranges its angles in an unknown way.
     """
     stand_ins: dict[str, LearnedForward] = {}
     for site in sites:
@@ -132,9 +132,9 @@ def learn_rotation(
 
 @torch.no_grad()
 def _layout(rotary: nn.Module, site: RotarySite, rotation: LearnedRotation) -> Laid:
-    """How a module returns what it computes, seen on what it computes now."""
+    """Return the arrangement of a module's output, recognised from its present output."""
     device = getattr(rotary, f"{site.prefix}inv_freq").device
-    # Not the first ones alone: at position 0 all layouts are the same.
+    # Start at 1: at position 0 all layouts agree.
     position_ids = torch.arange(1, PROBED + 1, device=device)[None]
     planes = takes_axes(rotary)
     given = position_ids[None].expand(3, -1, -1) if planes else position_ids
@@ -145,19 +145,18 @@ def _layout(rotary: nn.Module, site: RotarySite, rotation: LearnedRotation) -> L
     folds = planes and cos.dim() == 3
     angle, scale = rotation.angles(site, given[0] if folds else given), rotation.scale(site).to(device)
     for name, lay in LAYOUTS.items():
-        mine = [lay(part) for part in (angle.cos() * scale, angle.sin() * scale)]
+        expected = [lay(part) for part in (angle.cos() * scale, angle.sin() * scale)]
         if all(
-            a.shape == b.shape and torch.allclose(a.double(), b, atol=AGREES, rtol=0)
-            for a, b in zip((cos, sin), mine, strict=True)
+            actual.shape == wanted.shape and torch.allclose(actual.double(), wanted, atol=AGREES, rtol=0)
+            for actual, wanted in zip((cos, sin), expected, strict=True)
         ):
             return Laid(name, is_complex, folds)
     raise IncompatibleError(
-        f"{type(rotary).__name__} lays out the angles of its rotation in a way that is not known here (cos of shape "
-        f"{list(cos.shape)} for {site.spec.rotary_dim // 2} frequencies), so its frequencies cannot be searched. "
-        f"Choose without --search."
+        f"{type(rotary).__name__} arranges its angles in an unknown way (cos of shape {list(cos.shape)} for "
+        f"{site.spec.rotary_dim // 2} frequencies), so its frequencies cannot be searched. Choose without --search."
     )
 
 
 def turns(site: RotarySite, tokens: int) -> Float[Tensor, " half"]:
-    """How often each trained frequency turns in so many tokens, float64."""
+    """Return the number of turns of each trained frequency in so many tokens, float64."""
     return plain_inv_freq(site.spec) * tokens / (2 * math.pi)

@@ -1,4 +1,4 @@
-"""Which rows of a table a text asks for, watched while a model without data reads it."""
+"""Watch the rows of a table that a text looks up, while a twin without weights reads it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from transformers import PreTrainedModel
 from ctxext.surgery.probe import WIDTHS, readers_of, reads_an_encoder
 from ctxext.surgery.rebuild import FAILURES
 
-TOKENS = 6  # that a twin reads to show its first row
-BOTH_SIDES = "decoder_input_ids"  # an argument of what reads two texts at once
+TOKENS = 6  # length of the text that shows the first row
+BOTH_SIDES = "decoder_input_ids"  # an argument of models that read two texts at once
 
 
 def table_of(model: nn.Module, name: str) -> Tensor:
-    """The weight or buffer of this name."""
+    """Return the weight or buffer of this name."""
     path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), leaf)
-    return found
+    table: Tensor = getattr(model.get_submodule(path), leaf)
+    return table
 
 
 class _Enough(Exception):
-    """Ends a forward pass of which the rest does not matter."""
+    """Signal that ends a forward pass after the first lookup."""
 
 
 class _Lookups(TorchFunctionMode):
-    """Notes which rows of a weight are asked for, and computes with zeros in the place of weights without memory."""
+    """Function mode that records lookups of rows of a table, and computes with zeros for weights on the meta device.
+
+    Rows are looked up by an embedding, by indexing or by ``index_select``, so that three functions are watched.
+    Position ids may be computed from the text, so everything except weights is real.
+    """
 
     def __init__(self, table: Tensor, only_first: bool) -> None:
         super().__init__()
         self.table, self.only_first = table, only_first
-        self.asked: list[Tensor] = []
+        self.rows: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,14 +52,14 @@ class _Lookups(TorchFunctionMode):
             self._note(rows if isinstance(rows, Tensor) else torch.arange(len(self.table))[rows])
         elif func is Tensor.index_select and args[0] is self.table:
             self._note(_argument(args, kwargs, 2, "index"))
-        if str(kwargs.get("device")) == "meta":  # made where the weights are, but read for its values
+        if str(kwargs.get("device")) == "meta":  # created on the device of the weights, but read for its values
             kwargs = {**kwargs, "device": "cpu"}
         if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
             return func(*args, **kwargs)
         return _mapped(func(*_mapped(args, _on_meta), **_mapped(kwargs, _on_meta)), _zeros)
 
     def _note(self, rows: Any) -> None:
-        self.asked.append(torch.as_tensor(rows).detach().clone())
+        self.rows.append(torch.as_tensor(rows).detach().clone())
         if self.only_first:
             raise _Enough
 
@@ -93,34 +97,36 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bool = False) -> list[Tensor]:
-    """The rows of a weight that a text asks for, one tensor for each time.
+    """Return the rows of a table that a text looks up, one tensor for each lookup.
 
     Args:
         twin: a model from ``twin_of``.
-        name: of the weight, or of the buffer.
-        text: tokens.
-        only_first: whether to stop at the first time.
+        name: the name of the weight or buffer.
+        text: the token ids.
+        only_first: whether to stop at the first lookup.
     """
     owner = twin.get_submodule(name.rpartition(".")[0])
-    readers = [one for one in readers_of(twin, name) if one is not owner]
-    reads_two = [BOTH_SIDES in inspect.signature(one.forward).parameters for one in readers]
+    readers = [reader for reader in readers_of(twin, name) if reader is not owner]
+    reads_two = [BOTH_SIDES in inspect.signature(reader.forward).parameters for reader in readers]
     tokens = torch.tensor([text])
-    # A whole model first: it may tell its parts which positions. One that reads two texts only where no part of it
-    # reads alone: a decoder may need what the encoder makes.
+    # Outer models first, since they may pass position ids to their parts. Models that read two texts last, since their
+    # decoder may need states of the encoder.
     for two, reader in sorted(zip(reversed(reads_two), reversed(readers), strict=True), key=lambda pair: pair[0]):
         both = {"input_ids": tokens[:, -1:].expand(1, TOKENS), BOTH_SIDES: tokens}
-        for texts in [both] if two else ({"input_ids": tokens} | more for more in _heard(reader)):
+        for texts in [both] if two else ({"input_ids": tokens} | more for more in _encoder_states(reader)):
             watch = _Lookups(table_of(twin, name), only_first)
-            behind = contextlib.suppress(_Enough, *FAILURES, NotImplementedError)  # what fails there says nothing of it
+            behind = contextlib.suppress(
+                _Enough, *FAILURES, NotImplementedError
+            )  # errors after the lookup do not matter
             with behind, torch.inference_mode(False), torch.no_grad(), watch:
                 reader(**texts)
-            if watch.asked:
-                return watch.asked
+            if watch.rows:
+                return watch.rows
     return []
 
 
-def _heard(reader: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Nothing; and for a decoder that looks at what its encoder says before all else, that, as wide as it may be."""
+def _encoder_states(reader: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield no extra arguments, then for a decoder with cross-attention encoder states of each possible width."""
     yield {}
     if reads_an_encoder(reader):
         config: Any = reader.config

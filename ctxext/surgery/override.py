@@ -1,4 +1,4 @@
-"""A callable in the place of a module's ``forward``, that still looks like it."""
+"""Replace a module's ``forward`` by an object with the same signature and code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 @dataclass
 class ForwardOverride:
-    """Stands in for ``module.forward``. An object and not a closure, so that deepcopy and pickle carry it along.
+    """Replacement of ``module.forward``; an object, not a closure, so that deepcopy and pickle carry it along.
 
     Args:
-        module: whose forward this is.
-        inner: its ``forward`` where something else stood in for the class's own before (accelerate's hooks do).
+        module: the module whose forward it replaces.
+        inner: an earlier replacement of the class's forward (by accelerate's hooks, for example), None without one.
     """
 
     module: nn.Module
@@ -25,23 +25,23 @@ class ForwardOverride:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The class's own, for those who look which arguments a model takes."""
+        """Signature of the class's own forward, for code that looks up the arguments of a model."""
         return _signature(type(self.module).forward)
 
     @property
     def __code__(self) -> CodeType:
-        """The class's own, for ``torch.export``, which files what it traces under the name and line of ``forward``."""
+        """Code of the class's own forward; ``torch.export`` records its name and line."""
         code: CodeType = type(self.module).forward.__code__
         return code
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stood here before."""
+        """Call the earlier replacement, or else the class's own forward."""
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call's arguments by name."""
+        """Return the arguments of a call by name."""
         if not args:
             return kwargs
         bound = self.__signature__.bind_partial(*args, **kwargs).arguments
@@ -51,6 +51,6 @@ class ForwardOverride:
 
 @functools.cache
 def _signature(forward: Any) -> inspect.Signature:
-    """Of a method, without ``self``."""
+    """Return the signature of a method, without ``self``."""
     full = inspect.signature(forward)
     return full.replace(parameters=list(full.parameters.values())[1:])

@@ -1,4 +1,4 @@
-"""Position remapping on a live model: its own rotations are turned on, piece by piece, where attention is computed."""
+"""Remap positions on a live model: rotate its queries and keys further, piece by piece, inside attention."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from ctxext.surgery.replaced import original_code, replaced_in
 from ctxext.surgery.rotary import RotaryPlace, RotarySite
 from ctxext.surgery.texts import text_of
 
-BOTH_WAYS = "its attention is not causal, and the pieces are for keys that come before their query only"
+BOTH_WAYS = "its attention is not causal, and the pieces cover keys before their query only"
 
 NOT_ONE_GRAPH = (
-    "ctxext: attention in pieces is cut at positions that it reads from the values of position_ids, which one "
-    "compiled, exported or traced graph cannot hold. Compile with fullgraph=False: the rest of each layer is compiled. "
-    "torch.export with fixed lengths records a program for them alone; torch.jit.trace records none."
+    "ctxext: attention in pieces reads the values of position_ids, which one compiled, exported or traced graph cannot "
+    "do. Compile with fullgraph=False: the rest of each layer is compiled. Use torch.export with fixed lengths only; "
+    "torch.jit.trace does not work."
 )
 
-# On a layer of a cache: how many of its slots hold keys that are turned as the farthest piece has them.
+# Attribute of a cache layer: the number of its leading slots whose keys have the rotation of the farthest piece.
 SETTLED = "_ctxext_settled"
 
 
 @dataclass
 class RemapAttend:
-    """Attention in the pieces of a method. One object serves all layers of a model.
+    """Attention in the pieces of a method; one object serves all layers of a model.
 
     Args:
-        method: says which pieces there are.
+        method: the source of the pieces.
         spec: frequencies and trained length of the model.
         interleaved: whether neighbouring dimensions rotate together, see ``Turn``.
-        backends: compute it.
+        backends: the backends to choose from.
     """
 
     method: RemapMethod
@@ -68,7 +68,7 @@ class RemapAttend:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """Attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
+        """Compute the attention of one layer; tensors are ``[batch, heads, seq, head_dim]``."""
         traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if traced or any(isinstance(size, torch.SymInt) for size in (q.shape[2], k.shape[2])):
             raise IncompatibleError(NOT_ONE_GRAPH)
@@ -78,12 +78,12 @@ class RemapAttend:
             )
         if mask.layout.sees != "past":
             raise IncompatibleError(
-                f"Method {self.method.name!r} cannot serve this call: {BOTH_WAYS}. Unpatch the model for it."
+                f"Method {self.method.name!r} cannot serve this call: {BOTH_WAYS}. Call ctxext.unpatch(model) first."
             )
         layout = mask.layout.memo("analysed", lambda: _analysed(mask.layout))
         precise = torch.promote_types(k.dtype, torch.float32)
         pieces = layout.memo(("pieces", precise), lambda: self._pieces(layout, precise))
-        # First of all: autocast gives attention a copy of what lies in the cache.
+        # Settle before autocast, which hands a copy of the cached keys to attention.
         cached = cache_layer_of(k)
         k, settled = _settle(cached, k, layout, pieces)
         q, k, v = as_autocast_wants(q, k, v)
@@ -96,7 +96,7 @@ class RemapAttend:
         return out
 
     def notes(self) -> tuple[str, ...]:
-        """What a user must know: where each distance of a text goes, and about a backend asked for by name."""
+        """Return the notes for a user: the positions of each piece, the bound of the cache, notes of the backends."""
         pieces = self.method.pieces(self.spec, self.method.target_length(self.spec.trained_length))
         exact = self.method.exact_length(self.spec)
         first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
@@ -105,7 +105,7 @@ class RemapAttend:
         return (*first, *(f"Piece: {in_words(piece)}." for piece in pieces), *bound, *self.backends.notes())
 
     def _pieces(self, layout: Layout, precise: torch.dtype) -> tuple[TurnedPiece, ...]:
-        """The method's pieces with their rotations in this precision, shared by all layers of a forward pass."""
+        """Return the method's pieces with rotations in this precision, shared by all layers of a forward pass."""
 
         def turn(side: str, where: PositionMap) -> Turn | None:
             if where.changes_nothing:
@@ -129,13 +129,12 @@ class RemapAttend:
         )
 
     def inv_freq(self, device: torch.device) -> Tensor:
-        """The frequencies that the model rotates by, float64, radians per token."""
-        found = self.method.frequencies(self.spec, self.spec.trained_length).inv_freq
-        return found.to(device)
+        """Return the frequencies that the model rotates by, float64, in radians per token."""
+        return self.method.frequencies(self.spec, self.spec.trained_length).inv_freq.to(device)
 
 
 def in_words(piece: Piece) -> str:
-    """Which keys a piece is for, and where they and their queries stand."""
+    """Describe the keys of a piece, and the positions of these keys and their queries."""
     if piece.query.changes_nothing and piece.key.changes_nothing:
         return f"{piece.region}, at their own positions"
     counted = "" if piece.weight == 1 else f", each key counting as {piece.weight:.4g} of one"
@@ -143,52 +142,53 @@ def in_words(piece: Piece) -> str:
 
 
 def _place(token: str, where: PositionMap) -> str:
-    """A position map as a formula."""
+    """Write a position map as a formula."""
     if where.scale == 0:
         return f"{where.offset:g}" if isinstance(where.offset, float | int) else "a constant"
-    found = token if where.period is None else f"({token} mod {where.period})"
+    formula = token if where.period is None else f"({token} mod {where.period})"
     if isinstance(where.group, tuple):
-        return f"{found} // a group of {min(where.group)} to {max(where.group)} by frequency"
-    found = found if where.group == 1 else f"{found} // {where.group}"
-    found = found if where.scale == 1 else f"{where.scale:.6g} {found}"
+        return f"{formula} // a group of {min(where.group)} to {max(where.group)} by frequency"
+    formula = formula if where.group == 1 else f"{formula} // {where.group}"
+    formula = formula if where.scale == 1 else f"{where.scale:.6g} {formula}"
     offset = where.offset if isinstance(where.offset, float | int) else 0
-    found = found if offset == 0 else f"{found} {'+' if offset > 0 else '-'} {abs(offset):.10g}"
-    return found if where.ceiling is None else f"min({found}, {where.ceiling:g})"
+    formula = formula if offset == 0 else f"{formula} {'+' if offset > 0 else '-'} {abs(offset):.10g}"
+    return formula if where.ceiling is None else f"min({formula}, {where.ceiling:g})"
 
 
 def _rows(positions: Tensor) -> Tensor:
-    """Positions of all rows, or of one where they are known to be the same."""
+    """Return positions of all rows, or of one row if all are known to be equal."""
     return positions[:1] if positions.stride(0) == 0 else positions
 
 
 def _analysed(layout: Layout) -> Layout:
-    """The layout with its blocks of consecutive positions, where it was built in a hurry."""
+    """Return the layout with its spans of consecutive positions, which cheap constructors leave out."""
     if layout.spans is not None or layout.external_causality:
         return layout
     return Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, layout.key_documents)
 
 
 def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece]) -> tuple[Tensor, int]:
-    """Turn keys in the cache that only the farthest piece will read from now on, once instead of at every step.
+    """Rotate cached keys in place, once, when only the farthest piece will read them from now on.
 
-    A key begins as the model rotated it and, some steps later, is far from every query that is still to come. Then it
-    is turned where it lies. The layer of the cache remembers up to which slot, whatever becomes of the keys of this
-    call: a number that is left too high would count slots as turned that are filled anew. A cache that is cropped
-    (assisted decoding) has near keys again among those, and they are turned back. A cache that drops keys moves slots,
-    and holds few keys: there, nothing is turned in place.
+    The model caches a key with its own rotation. After some steps the key is far from every query that is still to
+    come; it is settled then: its rotation for the last piece is written into the cache. Without that, every step
+    would rotate all far keys again. The cache layer records the number of settled slots, and the record is updated even
+    if a later part of the call fails: a number that is too high would count slots as settled that are filled again.
+    A cropped cache (assisted decoding) brings near keys back, and these are rotated back. A cache that drops keys moves
+    slots and holds few of them, so nothing is settled there.
 
     Returns:
-        The keys to attend to, and how many slots of them are turned as the last piece has them.
+        The keys to attend to, and the number of settled slots among them.
     """
     turn = pieces[-1].key
     if turn is None or cached is None or _reach(layout, pieces) is not None:
         return k, 0
-    before = int(cached.get_seq_length()) - layout.query_length  # slots that were filled before this call
+    before = int(cached.get_seq_length()) - layout.query_length  # slots filled before this call
     done = min(getattr(cached, SETTLED, 0), before)
     lowest = layout.memo("lowest query", lambda: _lowest_query(layout))
     wanted = _far_for_good(pieces, before, before + layout.query_length, lowest)
     if torch.is_grad_enabled() or (k.is_inference() and not torch.is_inference_mode_enabled()):
-        if done:  # what lies there must stay: turn a copy back
+        if done:  # the cached keys must not change: rotate a copy back
             near = turn(k[:, :, :done], (0, k.shape[0]), (0, done), back=True)
             k = torch.cat([near, k[:, :, done:]], 2)
         setattr(cached, SETTLED, done)
@@ -201,12 +201,12 @@ def _settle(cached: Any, k: Tensor, layout: Layout, pieces: Sequence[TurnedPiece
 
 
 def _reach(layout: Layout, pieces: Sequence[TurnedPiece]) -> Reach | None:
-    """How far back queries see; None where that has no bound."""
+    """Return how far back queries see; None if there is no bound."""
     return layout.memo("reach", lambda: reach_of([piece.region for piece in pieces]))
 
 
 def _drop_unseen(cached: Any, layout: Layout, pieces: Sequence[TurnedPiece]) -> None:
-    """Let a layer of a cache that grows hold no more than what queries after those of ``layout`` can see."""
+    """Drop keys of a growing cache layer that no query after those of ``layout`` can see."""
     if not isinstance(cached, DynamicLayer):
         return
     reach = _reach(layout, pieces)
@@ -219,7 +219,7 @@ def _drop_unseen(cached: Any, layout: Layout, pieces: Sequence[TurnedPiece]) -> 
 
 
 def _lowest_query(layout: Layout) -> int:
-    """The lowest position at which a query of any row stands; what is no token counts as position 0."""
+    """Return the lowest position of a query in any row; padding counts as position 0."""
     if layout.from_zero and layout.consecutive and layout.spans:
         return min((key[1] - key[0]) - (query[1] - query[0]) for _, query, key in layout.spans)
     positions = layout.query_positions
@@ -229,28 +229,28 @@ def _lowest_query(layout: Layout) -> int:
 
 
 def _far_for_good(pieces: Sequence[TurnedPiece], first: int, stop: int, first_position: int) -> int:
-    """How many slots hold keys that queries from slot ``first`` on read as the last piece turns them, or not at all.
+    """Count the leading slots whose keys queries from slot ``first`` on read in the last piece only, or not at all.
 
     Args:
-        pieces: of the method.
+        pieces: the pieces of the method.
         first: slot of the first query.
-        stop: slot after the last one.
-        first_position: the lowest position of a query in any row; lower than ``first`` where a row is padded.
+        stop: slot after the last query.
+        first_position: the lowest position of a query in any row; lower than ``first`` if a row is padded.
     """
-    others = [piece.region for piece in pieces if piece.key is not pieces[-1].key]
-    if not others:
+    nearer = [piece.region for piece in pieces if piece.key is not pieces[-1].key]
+    if not nearer:
         return stop
-    bands = [region for region in others if isinstance(region, Band) and region.stop is not None]
-    if len(bands) < len(others) or first_position < max(band.plain_before for band in bands):
+    bands = [region for region in nearer if isinstance(region, Band) and region.stop is not None]
+    if len(bands) < len(nearer) or first_position < max(band.plain_before for band in bands):
         return 0
-    # Distances are the same in slots and in positions, whatever padding a row has.
+    # Distances in slots and in positions agree, with any padding.
     return max(0, first - max(band.stop or 0 for band in bands) + 1)
 
 
 def as_it_rotates(model: PreTrainedModel, site: RotarySite) -> RotarySite:
-    """The site with the very frequencies that its module rotates by: what stays must stay to the last bit.
+    """Return the site with the exact float32 frequencies of its module, so that unchanged distances keep every bit.
 
-    A spec without frequencies stands for the powers of its base, which stock code computes in float32.
+    A spec without frequencies means the powers of its base, which transformers computes in float32.
     """
     if site.spec.inv_freq is not None:
         return site
@@ -267,20 +267,20 @@ def require_remappable(
     *,
     is_lifted: bool,
 ) -> tuple[Piece, ...]:
-    """The method's pieces for a model whose attention they can take the place of.
+    """Return the method's pieces if they can replace the attention of the model.
 
     Raises:
-        IncompatibleError: if they cannot, saying why.
+        IncompatibleError: if they cannot; the message has the reason.
         InvalidParameterError: if the method's parameters do not fit the model.
     """
     text = text_of(model.config)
-    refusal = f"Method {method.name!r} cannot take the place of the attention of this {text.model_type}"
+    refusal = f"Method {method.name!r} cannot replace the attention of this {text.model_type}"
     if reason := why_no_custom_attention(model, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
     if layers.windowed and not is_lifted:
         raise IncompatibleError(
-            f"{refusal}: {len(layers.windowed)} of its {len(layers.attending)} layers look back over a sliding window, "
-            f"which pieces of attention do not know. Where all layers have one, sliding_window='lift' takes it off."
+            f"{refusal}: {len(layers.windowed)} of its {len(layers.attending)} layers have a sliding window, which "
+            f"attention in pieces does not support. If all layers have one, pass sliding_window='lift'."
         )
     return method.pieces(site.spec, method.target_length(site.spec.trained_length))
 
@@ -288,17 +288,17 @@ def require_remappable(
 def install_pieces(
     model: PreTrainedModel, method: RemapMethod, site: RotarySite, rebuild: Rebuild, backend: str, edits: Edits
 ) -> RemapAttend:
-    """Let every attention layer of an extended model attend in the pieces of ``method``.
+    """Make every attention layer of an extended model attend in the pieces of ``method``.
 
     Raises:
-        IncompatibleError: if its layers do not ask for attention as ctxext gives it, or rotate in an unknown way.
+        IncompatibleError: if its layers do not use the attention interface, or rotate in an unknown way.
     """
-    refusal = f"Method {method.name!r} cannot take the place of the attention of this {rebuild.text.model_type}"
-    tried = try_install(rebuild, site)
-    if tried.failure or tried.sees_both_ways:
-        raise IncompatibleError(f"{refusal}: {tried.failure or BOTH_WAYS}.")
-    if tried.crossing:
-        raise IncompatibleError(f"{refusal}: its layers attend to an encoder's text too, where no distance is.")
+    refusal = f"Method {method.name!r} cannot replace the attention of this {rebuild.text.model_type}"
+    trial = try_install(rebuild, site)
+    if trial.failure or trial.sees_both_ways:
+        raise IncompatibleError(f"{refusal}: {trial.failure or BOTH_WAYS}.")
+    if trial.crossing:
+        raise IncompatibleError(f"{refusal}: its layers also attend to an encoder's text, which has no distances.")
     attend = RemapAttend(method, site.spec, False, Backends(backend))
     attend.interleaved = _is_interleaved(model, site, attend, refusal)
     install_attention(model, site, attend, edits)
@@ -307,7 +307,7 @@ def install_pieces(
 
 
 class _Seen(Exception):
-    """Ends a forward pass whose first queries have been seen."""
+    """Signal that ends a forward pass once its first queries are known."""
 
     def __init__(self, queries: Tensor) -> None:
         super().__init__()
@@ -315,21 +315,21 @@ class _Seen(Exception):
 
 
 def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-    """Stands in for the attention of the first layer: hands its queries out."""
+    """Raise ``_Seen`` with the queries of the first layer, in the place of its attention."""
     raise _Seen(q.detach())
 
 
-FAR = 5  # a token at which even the slow frequencies have begun to turn, and the fast ones have turned more than half
+FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
 
 
 def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAttend, refusal: str) -> bool:
-    """Which dimensions rotate together, seen on the queries of one token at two positions, in the model's first layer.
+    """Return whether neighbouring dimensions rotate together, from queries of one token at two positions.
 
     Raises:
-        IncompatibleError: if they are no rotation by the model's frequencies of each other.
+        IncompatibleError: if no rotation by the model's frequencies maps the one query to the other.
     """
     decoder = decoder_of(model, site)
-    # Offloaded, sharded, a dry run; or not yet moved to the device that another program's kernels are for.
+    # Weights may be offloaded, sharded or on the meta device, or not yet on the device of another program's kernels.
     out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
     if out_of_reach or replaced_in(type(attention_layers(decoder)[0]).__module__):
         queries = _rotated_by_code(model, site, refusal)
@@ -349,20 +349,20 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
     best = min(errors, key=lambda way: errors[way])
     if not errors[best] < ROTATION_ERROR:
         raise IncompatibleError(
-            f"{refusal}: the queries of one token at two positions are not rotated into each other, neither in halves "
-            f"nor in pairs (they differ by {errors[best]:.2g} of their size), so its positions cannot be changed where "
-            f"attention is computed."
+            f"{refusal}: no rotation in halves or in pairs maps the query of a token at one position to that at "
+            f"another (they differ by {errors[best]:.2g} of their size). ctxext cannot change such positions inside "
+            f"attention."
         )
     return best
 
 
 def _rotated_by_code(model: PreTrainedModel, site: RotarySite, refusal: str) -> Tensor:
-    """What the function by which nearly all of transformers rotates makes of one vector at positions 0 and ``FAR``.
+    """Rotate one vector to positions 0 and ``FAR`` by ``apply_rotary_pos_emb`` of the model's module.
 
-    For models whose weights are not at hand, or whose code another program replaced by kernels.
+    This serves models whose weights are not in memory, or whose code another program replaced by kernels.
 
     Raises:
-        IncompatibleError: if the model's code has no such function.
+        IncompatibleError: if the model's module has no such function.
     """
     layer = attention_layers(decoder_of(model, site))[0]
     rotate = original_code(type(layer).__module__).get("apply_rotary_pos_emb")
@@ -370,20 +370,20 @@ def _rotated_by_code(model: PreTrainedModel, site: RotarySite, refusal: str) -> 
     try:
         with torch.device("cpu"), torch.no_grad():
             cos, sin = Rebuild(model).rotary(site.path)(torch.zeros(1, 2, 1), torch.tensor([[0, FAR]]))
-            found: Tensor = rotate(vector, vector, cos, sin)[0]  # type: ignore[misc]
+            rotated: Tensor = rotate(vector, vector, cos, sin)[0]  # type: ignore[misc]
     except FAILURES as error:
         raise IncompatibleError(
-            f"{refusal}: how it rotates can only be seen with its weights at hand, and some of them are offloaded, "
-            f"sharded or not loaded. Patch the model before that. ({type(error).__name__}: {error})"
+            f"{refusal}: ctxext has to run its first layer, and some weights are offloaded, sharded or not loaded. "
+            f"Patch the model before that. ({type(error).__name__}: {error})"
         ) from error
-    return found
+    return rotated
 
 
 ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is off by about 1
 
 
 def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor:
-    """Queries of the first layer for one token at positions 0 and ``FAR``: ``[1, heads, 2, head_dim]``."""
+    """Return queries of the first layer for one token at positions 0 and ``FAR``, ``[1, heads, 2, head_dim]``."""
     tokens = torch.ones(1, 2, dtype=torch.long, device=device)
     places = torch.tensor([[0, FAR]], device=device)
     try:
@@ -391,4 +391,4 @@ def _queries_of(decoder: nn.Module, device: torch.device) -> Tensor:
             decoder(input_ids=tokens, position_ids=places, use_cache=False)
     except _Seen as seen:
         return seen.queries
-    raise IncompatibleError(f"{type(decoder).__name__} ran without asking for attention.")
+    raise IncompatibleError(f"{type(decoder).__name__} ran without calling the attention interface of transformers.")

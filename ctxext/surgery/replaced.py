@@ -1,7 +1,7 @@
-"""What other programs replaced in a model's code, and a twin of the model from the code as transformers has it.
+"""Find code of a model that other programs replaced, and build a twin of the model from transformers' own code.
 
-Liger, and trainers that apply it, put Triton kernels into transformers' modules for the whole process. A twin without
-memory (on the meta device) must not run those: a kernel would be launched on the address 0 of tensors that have none.
+Liger, and trainers that apply it, put Triton kernels into transformers' modules for the whole process. A twin on the
+meta device must not run those: its tensors have no memory, and a kernel would be launched on the address 0.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from transformers import PreTrainedModel
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.rebuild import restoring, without_weights
 
-UNREPLACED = "_ctxext_unreplaced_"  # in front of the name of a module's second copy
+UNREPLACED = "_ctxext_unreplaced_"  # prefix of the name of a module's second copy
 
-# What transformers' own modules are made of. A partial function belongs to whoever made it, so functools is not here.
+# Packages of code in transformers' modules. functools is left out: a partial function may be another program's.
 USUAL = sys.stdlib_module_names - {"functools"} | {"torch", "transformers"}
 
 
 def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """Build the model's class from ``config`` without memory, by code in which no other program replaced anything.
+    """Build the model's class from ``config`` on the meta device, by the code of transformers alone.
 
     Raises:
-        IncompatibleError: something was replaced, and the class is not defined in the module of transformers where.
+        IncompatibleError: if code was replaced in another module than that which defines the class.
     """
     twin = without_weights(model, config)
     homes = {base.__module__ for module in twin.modules() for base in type(module).__mro__}
-    found = {home: names for home in sorted(homes) if (names := replaced_in(home))}
-    if not found:
+    replaced = {home: names for home in sorted(homes) if (names := replaced_in(home))}
+    if not replaced:
         return twin
     kind = type(model)
-    if set(found) != {kind.__module__}:
-        pairs = [pair for names in found.values() for pair in names.items()]
+    if set(replaced) != {kind.__module__}:
+        pairs = [pair for names in replaced.values() for pair in names.items()]
         listed = ", ".join(f"{name} by {program}" for name, program in pairs[:4])
         raise IncompatibleError(
-            f"Code that {kind.__name__} is made of was replaced ({listed}), and cannot be tried out without data. "
-            f"Extend the model first and apply such kernels afterwards"
+            f"Code of {kind.__name__} was replaced ({listed}), and ctxext cannot try it without data. Extend the model "
+            f"first and apply such kernels afterwards"
         )
     original: type[PreTrainedModel] = getattr(_second_copy(kind.__module__), kind.__name__)
     with torch.inference_mode(False), torch.device("meta"), restoring():
@@ -53,13 +53,13 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 
 def replaced_in(home: str) -> dict[str, str]:
-    """The functions, classes and methods of a module of transformers that are another program's now.
+    """Return the functions, classes and methods of a module of transformers that another program replaced.
 
     Args:
         home: name of the module.
 
     Returns:
-        Their names, each with the package that what stands there comes from.
+        Their names, each with the package of the replacement.
     """
     module = sys.modules.get(home)
     if not home.startswith("transformers.models.") or module is None or UNREPLACED in home:
@@ -76,12 +76,12 @@ def replaced_in(home: str) -> dict[str, str]:
 
 
 def original_code(home: str) -> dict[str, Any]:
-    """What a module holds by name, as transformers has it where another program replaced something in it."""
+    """Return the names of a module, with transformers' own code where another program replaced it."""
     return vars(_second_copy(home) if replaced_in(home) else sys.modules[home])
 
 
 def _code_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield what can be called in a module, and the methods of the neural modules that it defines, by name."""
+    """Yield the callables of a module, and the methods of the neural modules that it defines, by name."""
     for name, value in vars(module).items():
         if callable(value):
             yield name, value
@@ -90,7 +90,7 @@ def _code_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def _package(code: Any) -> str:
-    """The package that a function or class comes from, that of its innermost function where it is a partial one."""
+    """Return the package of a function or class; of a partial function, that of its innermost function."""
     while isinstance(code, functools.partial):
         code = code.func
     return str(getattr(code, "__module__", None) or type(code).__module__).partition(".")[0]
@@ -98,13 +98,13 @@ def _package(code: Any) -> str:
 
 @functools.cache
 def _second_copy(home: str) -> ModuleType:
-    """A module of transformers executed once more from its file, under a name of its own beside the first."""
+    """Execute a module of transformers once more from its file, under a second name."""
     package, _, name = home.rpartition(".")
     alias = f"{package}.{UNREPLACED}{name}"
     spec = importlib.util.spec_from_file_location(alias, sys.modules[home].__file__)
     if spec is None or spec.loader is None:
-        raise IncompatibleError(f"The module {home} has no file, so its code before it was replaced cannot be read")
+        raise IncompatibleError(f"The module {home} has no file, so ctxext cannot read its code before the replacement")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[alias] = module  # its own classes look for it there
+    sys.modules[alias] = module  # its classes look for their module there
     spec.loader.exec_module(module)
     return module

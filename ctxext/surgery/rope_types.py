@@ -1,4 +1,4 @@
-"""What ctxext registers with transformers: new names only, in transformers' own registries."""
+"""Register ctxext's rope types with transformers, and write and read their saved form."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import RESTORING
 
-# These configs have no field that says how positions work, so stock code would load an extended checkpoint as a plain
-# one. transformers 5 checks types: a sentence in the place of this number stops every stock class and is quoted in the
-# error. Readers that check none, such as transformers 4, cannot compute with it; a patched model needs it no more.
+# Configs of these models have no field about positions, so plain transformers would load an extended checkpoint as a
+# plain one. transformers 5 checks types: a sentence in the place of this number stops every class, and the error quotes
+# it. Programs without checks, such as transformers 4, cannot compute with a sentence. Patched models have the number.
 GUARDED_FIELD = "layer_norm_epsilon"
 GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
 
-# Stock transformers ends in a KeyError that quotes a rope type which it does not know, and so do others. It reacts to
-# types whose name contains "dynamic", so these must not. What is before the colon was all that earlier versions wrote.
+# Plain transformers raises a KeyError that quotes an unknown rope type, and so do other programs. It treats names that
+# contain "dynamic" in a special way, so these do not. Earlier versions wrote only the part before the colon.
 ROPE_NAME = "ctxext_rope"
 ROPE_TYPE = f"{ROPE_NAME}: {GUARD}"
 UNROTATED_NAME = "ctxext_unrotated"
@@ -32,49 +32,49 @@ UNROTATED_TYPE = f"{UNROTATED_NAME}: {GUARD}"
 
 
 def without_guard(config: Any) -> None:
-    """Put back into a config the numbers in whose place only stock code, which must refuse it, is to see a sentence."""
+    """Replace guards in a config by the original numbers, in place."""
     for name in [name for name, value in vars(config).items() if value == GUARD]:
         setattr(config, name, config.ctxext["original"][name])
 
 
 def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:
-    """The saved form of a method that stock transformers cannot express; stock code refuses its rope type."""
+    """Return the saved form of a method that transformers cannot express, under a rope type that it refuses."""
     trained: dict[str, Any] = {}
     if rope.inv_freq is not None:
         trained = {"trained_inv_freq": list(rope.inv_freq), "trained_scale": rope.attention_scale}
     details = {"rotary_dim": rope.rotary_dim, "trained_length": rope.trained_length, **trained, **method.to_dict()}
-    # Latent attention of older transformers reads the factor whatever the type.
+    # Latent attention of older transformers reads the factor of any type.
     return _guarded(ROPE_TYPE, {"rope_theta": rope.base} | details) | {"factor": float(method.factor)}
 
 
 def unrotated_rope_parameters(method: Method, base: float) -> dict[str, Any]:
-    """The saved form of a model whose positions are no rotation any more; stock code refuses its rope type."""
+    """Return the saved form of a model without rotation, under a rope type that transformers refuses."""
     return _guarded(UNROTATED_TYPE, {"rope_theta": base} | method.to_dict())
 
 
 def _guarded(rope_type: str, details: dict[str, Any]) -> dict[str, Any]:
-    """A rope dict that no other program can compute with, also one that goes on after an unknown rope type (Unsloth).
+    """Return a rope dict that no other program can compute with, even after an unknown rope type (Unsloth).
 
-    The details are one string since other programs take every value for a number, a word or a list (vLLM 0.32.0,
-    rotary_embedding/__init__.py, makes a key of them before it looks at the type).
+    The details are one string, because other programs expect a number, a word or a list in every value (vLLM 0.32.0,
+    rotary_embedding/__init__.py, makes a key of the values before it looks at the type).
     """
     return {"rope_type": rope_type, "rope_theta": GUARD, "ctxext": json.dumps(details, sort_keys=True)}
 
 
 def with_base(form: dict[str, Any]) -> dict[str, Any]:
-    """A saved form for models whose stock code computes with the base whatever the rope type."""
+    """Return a saved form with the base, for models whose code computes with it under every rope type."""
     return form | {"rope_theta": _details(form)["rope_theta"]}
 
 
 def _details(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What a rope dict of ctxext's types holds for ctxext, however an earlier version wrote it."""
+    """Return ctxext's own entries of a rope dict, in the form of any earlier version."""
     saved = parameters["ctxext"]
     details: dict[str, Any] = json.loads(saved) if isinstance(saved, str) else copy.deepcopy(saved)
     return {"rope_theta": parameters["rope_theta"]} | details
 
 
 def current_form(rope: Any) -> Any:
-    """A saved rope dict as this version would write it, so that two can be compared, whichever versions wrote them."""
+    """Return a saved rope dict as this version would write it, so that dicts of two versions can be compared."""
     if not isinstance(rope, dict) or "ctxext" not in rope:
         return {name: current_form(value) for name, value in rope.items()} if isinstance(rope, dict) else rope
     details = _details(rope)
@@ -88,7 +88,7 @@ def current_form(rope: Any) -> Any:
 def _initial_frequencies(
     config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
-    """Rope init function of ``ctxext_rope``, in the signature that transformers calls."""
+    """Compute frequencies and scale of the rope type ``ctxext_rope``; transformers calls this."""
     parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
     saved = _details(parameters)
     trained = saved.pop("trained_inv_freq", None)
@@ -101,15 +101,13 @@ def _initial_frequencies(
     )
     method = saved_class(saved["method"]).from_dict(saved)
     if not isinstance(method, RopeMethod):
-        raise CheckpointError(
-            f"The method {method.name!r} of this checkpoint has no frequencies: config.json is damaged."
-        )
+        raise CheckpointError(f"Method {method.name!r} of this checkpoint has no frequencies: config.json is damaged.")
     if not method.is_table and not RESTORING.get():
         raise CheckpointError(
-            f"This checkpoint is extended by the method {method.name!r}, which needs more than its config "
-            f"to be computed rightly. Load it with ctxext.load(path)."
+            f"This checkpoint is extended by method {method.name!r}, which transformers cannot compute from a config. "
+            f"Load it with ctxext.load(path)."
         )
-    with torch.device("cpu"):  # numbers, also where a model is built on another device or on none
+    with torch.device("cpu"):  # real numbers, even if the model is built on another device or on meta
         frequencies = method.frequencies(rope, rope.trained_length if seq_len is None else int(seq_len))
     place = torch.get_default_device() if device is None else device
     scale = float(frequencies.attention_scale * rope.attention_scale)
@@ -119,10 +117,10 @@ def _initial_frequencies(
 def _no_rotation(
     config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
-    """Rope init function of ``ctxext_unrotated``: cos is 1 and sin is 0 everywhere."""
+    """Return zero frequencies for the rope type ``ctxext_unrotated``: cos is 1 and sin is 0 everywhere."""
     if not RESTORING.get():
         raise CheckpointError(
-            "This checkpoint has no rotary positions any more: its attention needs ctxext. Load it with "
+            "This checkpoint has no rotary positions any more, and its attention needs ctxext. Load it with "
             "ctxext.load(path)."
         )
     parameters = config.rope_parameters[layer_type] if layer_type is not None else config.rope_parameters
@@ -132,9 +130,11 @@ def _no_rotation(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a log line of transformers says more than that ctxext, not transformers, checks ctxext's rope types."""
-    said = record.getMessage()
-    return "Missing validation function" not in said or not any(name in said for name in (ROPE_NAME, UNROTATED_NAME))
+    """Return False for transformers' log lines that it has no check for ctxext's rope types, which ctxext has."""
+    message = record.getMessage()
+    return "Missing validation function" not in message or not any(
+        name in message for name in (ROPE_NAME, UNROTATED_NAME)
+    )
 
 
 for _name in (ROPE_NAME, ROPE_TYPE):

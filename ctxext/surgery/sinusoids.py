@@ -1,4 +1,4 @@
-"""Tables of sinusoids: which formula a table was computed by, its rows at other frequencies, and how it goes on."""
+"""Recognise the formula of a sinusoid table, and compute its rows at other frequencies and beyond its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import RopeSpec
 
 BASE = 10000.0
-ANGLE = 2.0**-22  # radians per row by which a class that computes angles in float32 may be off
-REMAKERS = ("make_weights", "make_weight")  # what fairseq's module, and all that came of it, computes its table anew by
+ANGLE = 2.0**-22  # rounding error of angles in float32, in radians per row
+REMAKERS = ("make_weights", "make_weight")  # methods by which fairseq's module and its descendants recompute the table
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Sinusoid:
     first: int
 
     def spec(self, trained_length: int) -> RopeSpec:
-        """What a method for rotations may know of it."""
+        """Return the spec that a method for rotations takes for this table."""
         return RopeSpec(rotary_dim=self.width, base=self.base, trained_length=trained_length)
 
     def rows(
         self, start: int, stop: int, inv_freq: Float[Tensor, " half"] | None = None
     ) -> Float[Tensor, "rows width"]:
-        """Rows from ``start`` to ``stop``, in float64.
+        """Compute rows from ``start`` to ``stop``, in float64.
 
         Args:
-            start: the first of them.
-            stop: the row behind the last.
-            inv_freq: by how much each angle grows from token to token; None for the formula's own frequencies. The
-                first token keeps the vector that it was trained with.
+            start: the first row.
+            stop: the row after the last.
+            inv_freq: the growth of each angle from token to token, in radians; None for the formula's own frequencies.
+                The first token keeps its trained vector.
         """
         plain = plain_inv_freq(self.spec(1))
         moving = plain if inv_freq is None else inv_freq
@@ -58,13 +58,13 @@ class Sinusoid:
 
 
 def sinusoid_of(table: Tensor, first: int) -> Sinusoid | None:
-    """The formula that the rows of tokens were computed by; None where it is none of the published ones.
+    """Return the published formula that gives the rows of tokens; None if none does.
 
-    Both spectra fall from 1 to 1/10000. That of the Transformer's paper would reach it one frequency after its last;
-    fairseq's reaches it with the last one, which is the same series with a slightly larger base.
+    Both published spectra fall from 1 to 1/10000. The spectrum of the Transformer's paper would reach 1/10000 one
+    frequency after its last; fairseq's reaches it with the last one, as the same series with a slightly larger base.
 
     Args:
-        table: rows in any dtype, with memory.
+        table: rows in any dtype, not on the meta device.
         first: the row of the first token.
 
     Source: Vaswani et al., arXiv:1706.03762, section 3.5; facebookresearch/fairseq@05625e3,
@@ -77,26 +77,26 @@ def sinusoid_of(table: Tensor, first: int) -> Sinusoid | None:
         for interleaved in (False, True):
             formula = Sinusoid(table.shape[1], base, interleaved, first)
             rounding = torch.finfo(table.dtype).eps + ANGLE * torch.arange(first, len(table)).double()
-            found = table.detach()[first:].to("cpu", torch.float64)
-            if bool(((found - formula.rows(first, len(table))).abs() <= rounding[:, None]).all()):
+            rows = table.detach()[first:].to("cpu", torch.float64)
+            if bool(((rows - formula.rows(first, len(table))).abs() <= rounding[:, None]).all()):
                 return formula
     return None
 
 
 def remaker_of(module: nn.Module) -> str | None:
-    """The name of the method that computes the module's table anew for a longer text; None where there is none."""
+    """Return the name of the method that recomputes the module's table for a longer text; None without one."""
     return next((name for name in REMAKERS if callable(getattr(type(module), name, None))), None)
 
 
 @dataclass
 class Growing:
-    """Stands in for the method by which a module computes its table anew when a text is longer: this one goes on.
+    """Replacement of the method that recomputes a module's table for a longer text: it appends rows instead.
 
     Args:
         module: the module.
-        leaf: what it calls its table.
-        formula: of the table.
-        inv_freq: by how much angles grow from token to token.
+        leaf: the attribute of its table.
+        formula: the formula of the table.
+        inv_freq: the growth of each angle from token to token, in radians.
     """
 
     module: nn.Module
@@ -105,9 +105,9 @@ class Growing:
     inv_freq: Tensor
 
     def __call__(self, rows: int, *_: Any) -> None:
-        """Takes what the class's own method does: how many rows there shall be, and what else shapes a table."""
+        """Lengthen the table to ``rows`` rows; further arguments of the class's method are ignored."""
         old: Tensor = getattr(self.module, self.leaf)
-        with torch.inference_mode(False), torch.no_grad():  # what is made here is kept, and may be trained with
+        with torch.inference_mode(False), torch.no_grad():  # the table is kept, and may be trained
             more = self.formula.rows(len(old), rows, self.inv_freq).to(old)
             longer = torch.cat([old.detach(), more])
             is_weight = isinstance(old, nn.Parameter)

@@ -1,9 +1,8 @@
-"""Tables of positions: found in any model, made longer in place, read back.
+"""Find tables of positions in any model, lengthen them in place, and read them back.
 
-A table is a weight, or a buffer, whose rows grow by as much as a field of the config that counts positions. Two twins
-of the model that differ in that field show which those are and what else has to grow along (ids of positions and of
-token types, causal masks). Which row stands for the first token is watched by letting a twin read tokens, never
-assumed.
+A table is a weight or buffer whose rows grow with a config field that counts positions. Two twins of the model that
+differ in that field show the tables and everything else that has to grow with them (position ids, token type ids,
+causal masks). A twin that reads tokens shows the row of the first token; it is never assumed.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from ctxext.surgery.rope_types import without_guard
 from ctxext.surgery.texts import field_of
 from ctxext.surgery.wrappers import is_zero3
 
-# Fields of a config that count positions of tokens; kinds of distances and places on a page are counted otherwise.
+# Config fields that count positions of tokens, and below those that count distances or places on a page.
 FIELD = re.compile(r"(^|_)(n_)?positions?(_|$)|n_ctx|max_seq|seq_len|context_length|max_source|max_target|max_text")
 NO_FIELD = re.compile(r"2d|bucket|relative|type|token_id")
-STEP = 8  # by how much twins differ
-LONGEST = 2**14  # tokens that a twin reads: its masks have the square of it
-SINUSOIDAL = 1e-3  # spread along the diagonals of a Gram matrix: at most 3e-6 of sinusoids, at least 0.028 of others
-FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")  # what puts values into weights
+STEP = 8  # difference of the field between twins
+LONGEST = 2**14  # longest text that a twin reads, since its masks grow with the square
+SINUSOIDAL = 1e-3  # spread along diagonals of a Gram matrix: below 3e-6 for sinusoids, above 0.028 for other tables
+FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "copy_")  # functions that initialise weights
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,10 @@ class PositionTable:
     Args:
         name: its name in the model.
         field: the config field that sets its size, with dots for parts of the config.
-        rows: rows that it has.
+        rows: the number of its rows.
         first: the row of the first token; rows before it stand for no position.
-        token: one that is not padding.
-        skips_padding: whether tokens that are padding by their id are given no position, so that rows start behind
-            the id of padding.
+        token: a token id that is not padding.
+        skips_padding: whether padding tokens get no position, so that rows start after the padding id.
     """
 
     name: str
@@ -65,23 +63,23 @@ class PositionTable:
 
     @property
     def positions(self) -> int:
-        """Tokens that it has a row for."""
+        """Number of tokens that the table has a row for."""
         return self.rows - self.first
 
     def of_rows(self, rows: int) -> PositionTable:
-        """The same table with another number of rows."""
+        """Return the same table with another number of rows."""
         return replace(self, rows=rows)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What differs between a model and its twin with more positions.
+    """The differences between a model and its twin with more positions.
 
     Args:
-        field: the config field in which they differ.
-        tables: weights with more rows, by name, with the rows that they have now.
-        computed: likewise, those that are no weights but buffers, which the model's code fills.
-        others: weights that differ in another way.
+        field: the config field in which the two differ.
+        tables: names of weights that gain rows, each with its present number of rows.
+        computed: names of buffers that gain rows, which the model's code fills, with their present number of rows.
+        others: names of weights that differ in another way.
     """
 
     field: str
@@ -91,10 +89,10 @@ class Growth:
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """While active, what is allocated to be filled with weights takes no memory; all other tensors are real.
+    """Function mode that allocates weights on the meta device, and all other tensors for real.
 
     Args:
-        real: shapes that are allocated all the same.
+        real: shapes of weights that are allocated for real, too.
     """
 
     def __init__(self, real: Iterable[tuple[int, ...]] = ()) -> None:
@@ -104,23 +102,23 @@ class _WeightsOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and not self.real and len(args) == 1 and args[0] == [] and not kwargs:
-            kwargs["device"] = "meta"  # so transformers asks where weights go, and computes none that go nowhere
+            kwargs["device"] = "meta"  # transformers finds the device of weights this way, and initialises none on meta
         if func in (torch.empty, torch.rand, torch.randn) and kwargs.get("device") is None:
             size = args[0] if args and isinstance(args[0], list | tuple) else args
             if tuple(size) not in self.real:
                 kwargs["device"] = "meta"
         if getattr(func, "__name__", "") in FILLS:
             filled = args[0] if args else kwargs["tensor"]
-            if filled.is_meta:  # torch takes long over nothing
+            if filled.is_meta:  # initialising a meta tensor is slow and has no effect
                 return filled
         return func(*args, **kwargs)
 
 
 def twin_of(model: PreTrainedModel, fields: dict[str, int], real: Iterable[tuple[int, ...]] = ()) -> PreTrainedModel:
-    """The model that transformers would build from the config with other fields: real buffers, weights without memory.
+    """Build the model from its config with other fields: real buffers, weights on the meta device.
 
     Raises:
-        REFUSALS, RuntimeError: where transformers cannot build it.
+        REFUSALS, RuntimeError: if transformers cannot build it.
     """
     changed = copy.deepcopy(model.config)
     drop_old_form(changed)
@@ -135,7 +133,7 @@ def twin_of(model: PreTrainedModel, fields: dict[str, int], real: Iterable[tuple
 
 
 def fields_of_positions(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the fields of a config, and of its parts, that may count positions, with their values."""
+    """Yield the fields of a config and of its parts that may count positions, with their values."""
     for name, value in vars(config).items():
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1
         if is_count and FIELD.search(name) and not NO_FIELD.search(name):
@@ -148,76 +146,76 @@ def fields_of_positions(config: Any, prefix: str = "") -> Iterator[tuple[str, in
 
 @dataclass(eq=False)
 class Twins:
-    """What twins of a model show of its tables; each is built when it is first asked for, of the model as it then is.
+    """Twins of a model and the tables that they show; each twin is built on first use, from the model of that time.
 
     Args:
-        reference: to any model; it is not touched.
+        reference: a weak reference to any model; it is not touched.
     """
 
     reference: weakref.ref[PreTrainedModel]
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model itself."""
-        found = self.reference()
-        assert found is not None, "asked for by whoever holds it"
-        return found
+        """The live model itself."""
+        model = self.reference()
+        assert model is not None, "the caller holds the model"
+        return model
 
     @functools.cached_property
     def plain(self) -> PreTrainedModel:
-        """The model as it is."""
+        """Twin with the present config."""
         return twin_of(self.model, {})
 
     @functools.cached_property
     def growths(self) -> list[Growth]:
-        """Every field that weights grow with."""
+        """Growth of each config field that weights or buffers grow with."""
         fields = list(fields_of_positions(self.model.config))
         try:
             before, buffers = (weights_of(self.plain), _computed(self.plain)) if fields else ({}, {})
-        except (*REFUSALS, RuntimeError):  # nothing can be said of a model that transformers does not build
+        except (*REFUSALS, RuntimeError):  # transformers cannot build the model at all
             return []
-        found = []
+        growths = []
         for field, value in fields:
             try:
                 twin = twin_of(self.model, {field: value + STEP})
-            except (*REFUSALS, AssertionError, RuntimeError):  # a field that is not free counts something else
+            except (*REFUSALS, AssertionError, RuntimeError):  # a field that cannot change counts something else
                 continue
             tables, others = _grown(before, weights_of(twin))
             computed, _ = _grown(buffers, _computed(twin))
             if tables or computed:
-                found.append(Growth(field, tables, computed, others))
-        return found
+                growths.append(Growth(field, tables, computed, others))
+        return growths
 
     @functools.cached_property
     def tables(self) -> list[PositionTable]:
-        """Every table whose rows tokens ask for in order.
+        """Tables whose rows tokens look up in order.
 
         Raises:
-            IncompatibleError: if there is none, or one of which it cannot be said which rows stand for which positions.
+            IncompatibleError: if there is none, or if the rows of one cannot be assigned to positions.
         """
-        found = self._read_in_order(lambda growth: list(growth.tables))
+        tables = self._read_in_order(lambda growth: list(growth.tables))
         vars(self).pop("plain", None)  # its buffers may be large
-        return found
+        return tables
 
     @functools.cached_property
     def sinusoids(self) -> list[PositionTable]:
-        """Every table of sinusoids whose rows tokens ask for in order, weights and buffers alike.
+        """Tables of sinusoids whose rows tokens look up in order, weights and buffers alike.
 
         Raises:
             IncompatibleError: as for ``tables``.
         """
         return self._read_in_order(
-            lambda growth: [one for one in growth.tables | growth.computed if one in self._sinusoidal]
+            lambda growth: [name for name in growth.tables | growth.computed if name in self._sinusoidal]
         )
 
     @functools.cached_property
     def _sinusoidal(self) -> frozenset[str]:
-        """Which of all tables are computed, and not learned."""
+        """Names of tables that hold sinusoids, which are computed and not learned."""
         names = {name for growth in self.growths for name in growth.tables | growth.computed}
         saved = getattr(self.model.config, "ctxext", None) or {}
         extending = METHODS.get(saved.get("method", {}).get("method"))
         if names and extending is not None and issubclass(extending, RopeMethod):
-            # What such an extension was put on; its table may have been trained since, or stand at two frequencies.
+            # Look at the table before the extension: it may have been trained since, or mix two sets of frequencies.
             twin = self.filled(names)
             values = {name: table_of(twin, name).detach() for name in names}
         else:
@@ -225,49 +223,49 @@ class Twins:
         return frozenset(name for name in names if is_sinusoidal(values[name]))
 
     def _read_in_order(self, names: Callable[[Growth], list[str]]) -> list[PositionTable]:
-        found: list[PositionTable] = []
-        passed_over: list[str] = []
+        accepted: list[PositionTable] = []
+        refusals: list[str] = []
         kind = self.model.config.model_type
         for growth in self.growths:
-            seen = [_watched(self.plain, growth, name) for name in names(growth)]
-            tables = [one for one in seen if isinstance(one, PositionTable)]
-            reasons = [one for one in seen if isinstance(one, str)]
+            results = [_watched(self.plain, growth, name) for name in names(growth)]
+            tables = [result for result in results if isinstance(result, PositionTable)]
+            reasons = [result for result in results if isinstance(result, str)]
             reasons += [f"{name} changes with it in another way" for name in growth.others]
             if tables and reasons:
                 raise IncompatibleError(
                     f"{growth.field} of this {kind} sets the size of {tables[0].name}, but not of that alone: "
-                    f"{reasons[0]}. Both would have to be extended, and it is not known how."
+                    f"{reasons[0]}. ctxext does not know how to extend both together."
                 )
-            found += tables
-            passed_over += reasons
-        if not found:
-            why = passed_over[0] if passed_over else "no weight grows with a field of its config that counts positions"
-            raise IncompatibleError(f"This {kind} has no table of positions that can be made longer: {why}.")
-        return found
+            accepted += tables
+            refusals += reasons
+        if not accepted:
+            reason = refusals[0] if refusals else "no weight grows with a field of its config that counts positions"
+            raise IncompatibleError(f"This {kind} has no table of positions that can be lengthened: {reason}.")
+        return accepted
 
     @property
     def has_learned(self) -> bool:
-        """Whether a row for each position was learned."""
+        """True if the model has a learned row for each position."""
         return any(name not in self._sinusoidal for growth in self.growths for name in growth.tables)
 
     @property
     def has_sinusoids(self) -> bool:
-        """Whether the vector of each position, or part of it, is computed, and none is learned."""
+        """True if the vector of each position, or a part of it, is computed, and none is learned."""
         return not self.has_learned and bool(self._sinusoidal)
 
     def filled(self, names: Collection[str]) -> PreTrainedModel:
-        """The model as it is, with the tables of these names as its class fills them."""
+        """Return the twin with the present config, in which the class has filled the tables of these names."""
         if not any(table_of(self.plain, name).is_meta for name in names):
             return self.plain
         return twin_of(self.model, {}, real=[tuple(table_of(self.plain, name).shape) for name in names])
 
 
-# What was found, with what it was found of: many methods are tried on one model, one after the other.
+# Twins by model, with the state that they were built from: many methods are tried on one model in turn.
 _FOUND: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Twins]] = weakref.WeakKeyDictionary()
 
 
 def twins_of(model: PreTrainedModel) -> Twins:
-    """Twins of a model; the same ones until its config, or the shape of a weight, is another."""
+    """Return the twins of a model, cached until its config or the shape of a weight changes."""
     now = (model.config.to_json_string(use_diff=False), weights_of(model))
     before, twins = _FOUND.get(model, (None, None))
     if twins is None or before != now:
@@ -277,60 +275,60 @@ def twins_of(model: PreTrainedModel) -> Twins:
 
 
 def _computed(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the buffers that may be tables, by name."""
+    """Return the shapes of the buffers that may be tables, by name."""
     named = model.named_buffers()
-    return {name: tuple(one.shape) for name, one in named if one.dim() == 2 and one.is_floating_point()}
+    return {name: tuple(buffer.shape) for name, buffer in named if buffer.dim() == 2 and buffer.is_floating_point()}
 
 
 def _grown(
     before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The rows of what has more of them ``after``, by name, and the names of what differs in another way."""
+    """Return the present rows of tensors that gain rows, by name, and the names of those that change otherwise."""
     changed = {name: shape for name, shape in before.items() if after.get(name) != shape}
     grown = {name: shape[0] for name, shape in changed.items() if after.get(name) == (shape[0] + STEP, *shape[1:])}
     return grown, tuple(name for name in changed if name not in grown)
 
 
 def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights by their names; one that has several names has one here."""
+    """Return the shapes of all weights by name; a shared weight counts under one name."""
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
 def weight_of(model: PreTrainedModel, name: str, refusal: str = "") -> nn.Parameter:
-    """The weight of this name, as transformers makes it.
+    """Return the weight of this name, if it is the plain parameter that transformers creates.
 
     Args:
-        model: it is not touched.
-        name: of the weight.
-        refusal: what cannot be done with it where it is another; left out, a table of positions made longer.
+        model: any model; it is not touched.
+        name: the name of the weight.
+        refusal: the first words of the error; left out, a table of positions cannot be lengthened.
 
     Raises:
-        IncompatibleError: where something else stands in its place.
+        IncompatibleError: if another object has taken the place of the weight.
     """
     path, _, leaf = name.rpartition(".")
     modules = dict(model.named_modules())
     weight = modules[path]._parameters.get(leaf) if path in modules else None
-    refusal = refusal or f"The table of positions {name} of this {model.config.model_type} cannot be made longer"
+    refusal = refusal or f"The table of positions {name} of this {model.config.model_type} cannot be lengthened"
     if weight is None:
         raise IncompatibleError(
             f"{refusal}: {type(modules[path]).__name__ if path in modules else 'nothing'} stands in its place. Extend "
-            f"the model before an adapter, or anything else, is put around it."
+            f"the model before you wrap it in an adapter or anything else."
         )
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         kind = f"{type(weight).__name__} of {weight.dtype}"
         raise IncompatibleError(
-            f"{refusal}: it is quantised or sharded ({kind}). Extend the checkpoint as it was before, and quantise the "
-            f"result; or leave this weight out of the quantisation."
+            f"{refusal}: it is quantised or sharded ({kind}). Extend the checkpoint before quantising it, or exclude "
+            f"this weight from quantisation."
         )
     if is_zero3(model):
-        raise IncompatibleError(f"{refusal}: DeepSpeed ZeRO-3 has shared it out. Extend the model before that.")
-    if weight.is_meta and any(not other.is_meta for other in model.parameters()):
+        raise IncompatibleError(f"{refusal}: DeepSpeed ZeRO-3 has sharded it. Extend the model before that.")
+    if weight.is_meta and any(not parameter.is_meta for parameter in model.parameters()):
         raise IncompatibleError(f"{refusal}: it is offloaded. Load the model onto a device, extend it, and save it.")
     return weight
 
 
 def values_of(twins: Twins, name: str) -> Tensor:
-    """A table of a model; for a model without memory what its class fills it with."""
+    """Return the values of a table; for a model on the meta device, the values that its class initialises."""
     held = dict(twins.model.named_parameters()) | dict(twins.model.named_buffers())
     weight: Tensor | None = held.get(name)
     if weight is not None and not weight.is_meta and weight.is_floating_point():
@@ -339,9 +337,9 @@ def values_of(twins: Twins, name: str) -> Tensor:
 
 
 def is_sinusoidal(weight: Tensor) -> bool:
-    """Whether a table holds sinusoids: then the product of two rows depends on their distance alone."""
+    """Return whether a table holds sinusoids: the product of two rows then depends on their distance alone."""
     rows = weight.detach()[2 : 2 + 64].to("cpu", torch.float64)
-    if len(empty := (rows == 0).all(1).nonzero()):  # the row of padding, where it is not one of the first two
+    if len(empty := (rows == 0).all(1).nonzero()):  # the padding row, if it is not one of the first two
         rows = rows[int(empty[-1]) + 1 :]
     gram = rows @ rows.T
     spread = [gram.diagonal(distance).std(correction=0) for distance in range(1, len(rows) - 1)]
@@ -350,14 +348,14 @@ def is_sinusoidal(weight: Tensor) -> bool:
 
 
 def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable | str:
-    """The table of this name, or why its rows are not those of tokens in order."""
+    """Return the table of this name, or the reason why its rows are not those of tokens in order."""
     padding = getattr(field_of(twin.config, growth.field)[0], "pad_token_id", None)
     token = 5 if padding != 5 else 6
-    asked = lookups(twin, name, [token] * TOKENS)
-    if not asked:
+    rows_read = lookups(twin, name, [token] * TOKENS)
+    if not rows_read:
         return f"reading tokens never asks for a row of {name}"
-    runs = {tuple(one.flatten()[:TOKENS].tolist()) for one in asked}
-    first = int(asked[0].flatten()[0])
+    runs = {tuple(rows.flatten()[:TOKENS].tolist()) for rows in rows_read}
+    first = int(rows_read[0].flatten()[0])
     if runs != {tuple(range(first, first + TOKENS))}:
         shown = " and ".join(str(list(run)) for run in sorted(runs))
         return f"{TOKENS} tokens ask {name} for the rows {shown}, not for one row after the other, once"
@@ -371,35 +369,35 @@ def _watched(twin: PreTrainedModel, growth: Growth, name: str) -> PositionTable 
 
 
 def unread(twin: PreTrainedModel, table: PositionTable) -> str | None:
-    """Why a text that fills a table does not read its rows to the last one, None where it does."""
+    """Return why a text that fills a table does not read its rows to the last one; None if it does."""
     length = min(table.positions, LONGEST)
-    asked = lookups(twin, table.name, [table.token] * length, only_first=True)
-    found = asked[0].flatten()[:length].tolist() if asked else []
-    if found == list(range(table.first, table.first + length)):
+    rows_read = lookups(twin, table.name, [table.token] * length, only_first=True)
+    rows = rows_read[0].flatten()[:length].tolist() if rows_read else []
+    if rows == list(range(table.first, table.first + length)):
         return None
     return f"a text of {length:,} tokens does not read the rows of {table.name} to the last one"
 
 
 def mixed(table: Tensor, first: int, rows: Rows) -> Float[Tensor, "longer dim"]:
-    """The rows before ``first`` as they are, and behind them what a method makes, rounded once.
+    """Return a table whose rows from ``first`` on are a method's mixtures of old rows, rounded once.
 
     Args:
         table: rows of a table, in any dtype.
-        first: how many stand for no position.
-        rows: from ``TableMethod.rows``.
+        first: the number of rows that stand for no position; they are copied.
+        rows: indices and weights from ``TableMethod.rows``.
     """
     indices, weights = rows
     if table.is_meta:
         return table.new_empty((first + len(indices), *table.shape[1:]))
     old = table.detach().to("cpu", torch.float64)
-    made = torch.zeros(len(indices), *old.shape[1:], dtype=torch.float64)
+    mixtures = torch.zeros(len(indices), *old.shape[1:], dtype=torch.float64)
     for index, weight in zip(indices.unbind(1), weights.unbind(1), strict=True):
-        made += weight[:, None] * old[first + index]
-    return torch.cat([old[:first], made]).to(table.dtype).to(table.device)
+        mixtures += weight[:, None] * old[first + index]
+    return torch.cat([old[:first], mixtures]).to(table.dtype).to(table.device)
 
 
 def unmixed(table: Tensor, first: int, trained: int, rows: Rows) -> Tensor | None:
-    """The rows that ``mixed`` was given, where each can still be read; None where one is in mixtures only."""
+    """Return the rows that ``mixed`` was given; None if one of them survives in mixtures only."""
     places = places_of(trained, rows)
     if len(places) < trained:
         return None
@@ -407,7 +405,7 @@ def unmixed(table: Tensor, first: int, trained: int, rows: Rows) -> Tensor | Non
 
 
 def places_of(trained: int, rows: Rows) -> Int[Tensor, " readable"]:
-    """Where among the new rows each trained one stands first, unmixed; those that are in mixtures only are left out."""
+    """Return the first new row that holds each trained row unmixed, without those that only mixtures hold."""
     indices, weights = rows
     dense = torch.zeros(len(indices), trained, dtype=torch.float64).scatter_add_(1, indices, weights)
     whole = (dense == 1) & ((dense != 0).sum(1, keepdim=True) == 1)
@@ -422,29 +420,29 @@ def replace_tables(
     *,
     after: PreTrainedModel | None = None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """Put other tables into a model, with all that depends on how many rows they have.
+    """Replace tables of a model, and change everything that depends on their number of rows.
 
     Args:
-        twins: of the model, which is changed through ``edits`` only.
+        twins: twins of the model, which is changed through ``edits`` only.
         tables: the new values of weights and buffers, by name.
-        fields: the config fields that go with them, by dotted name.
+        fields: the new config fields, by dotted name.
         edits: the journal.
-        after: the twin with these fields, where it is there already.
+        after: the twin with these fields, if it exists already.
 
     Returns:
-        A twin of the model as it is then, and attributes of layers that changed with it: they own neither a table nor a
-        buffer that grew, and so may compute otherwise.
+        A twin of the changed model, and the attributes that changed in layers without a table or grown buffer, which
+        may compute differently now.
 
     Raises:
-        IncompatibleError: if something that would have to grow is not as the model's class makes it.
-        VerificationError: if the model would not have the new tables when it is loaded again.
+        IncompatibleError: if a tensor that has to grow differs from the one that the model's class creates.
+        VerificationError: if a reload would not have the new tables.
     """
     model, before = twins.model, twins.plain
     after = twin_of(model, fields) if after is None else after
     for name, value in tables.items():
         if (shape := tuple(table_of(after, name).shape)) != tuple(value.shape):
             raise VerificationError(
-                f"{name} would have the shape {tuple(value.shape)}, and transformers would build {shape} from the "
+                f"{name} would have the shape {tuple(value.shape)}, but transformers would build {shape} from the "
                 f"config."
             )
     computed = {name for name, _ in model.named_buffers()} & tables.keys()
@@ -459,11 +457,11 @@ def replace_tables(
 
 
 def put_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], edits: Edits) -> None:
-    """Put others into the place of weights, under every name that those have; a parameter goes in as it is.
+    """Replace weights under all their names; a value that is a parameter is used itself.
 
     Args:
-        model: changed through ``edits`` only.
-        weights: by name.
+        model: the model, which is changed through ``edits`` only.
+        weights: the new values, by name.
         edits: the journal.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -481,7 +479,7 @@ def put_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], edits: Ed
 def _set_buffers(
     model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, done: set[str], edits: Edits
 ) -> set[str]:
-    """Let buffers other than those that are ``done`` grow along; return the paths of their modules."""
+    """Grow all buffers except those that are ``done``; return the paths of their modules."""
     olds, lives, owners = dict(before.named_buffers()), dict(model.named_buffers()), set()
     for name, new in after.named_buffers():
         if name in done:
@@ -491,8 +489,8 @@ def _set_buffers(
             continue
         if new.is_meta or live is None or not (live.is_meta or _same(live, old)):
             raise IncompatibleError(
-                f"The buffer {name} has to grow with the table of positions, and is not what {type(model).__name__} "
-                f"makes of its config. Load the checkpoint anew, and extend that before anything else."
+                f"The buffer {name} has to grow with the table of positions, but differs from the one that "
+                f"{type(model).__name__} builds from its config. Load the checkpoint again, and extend it first."
             )
         path, _, leaf = name.rpartition(".")
         edits.set(model.get_submodule(path), leaf, new.to(live.device, live.dtype))
@@ -500,14 +498,14 @@ def _set_buffers(
     return owners
 
 
-def _same(live: Tensor, made: Tensor) -> bool:
-    return live.shape == made.shape and torch.equal(live.to("cpu", made.dtype), made)
+def _same(live: Tensor, built: Tensor) -> bool:
+    return live.shape == built.shape and torch.equal(live.to("cpu", built.dtype), built)
 
 
 def _set_attributes(
     model: PreTrainedModel, before: PreTrainedModel, after: PreTrainedModel, owners: set[str], edits: Edits
 ) -> tuple[str, ...]:
-    """Set the plain attributes that differ; return those of modules that hold none of the ``owners``."""
+    """Set the plain attributes that differ; return those of modules that contain none of the ``owners``."""
     olds, others = dict(before.named_modules()), []
     for path, module in after.named_modules():
         for name, new in vars(module).items():
@@ -520,20 +518,20 @@ def _set_attributes(
 
 
 def _set_fields(model: PreTrainedModel, after: PreTrainedModel, fields: dict[str, int], edits: Edits) -> None:
-    """Set the fields, also in configs of modules that are changed copies of the model's."""
+    """Set the fields, also in configs of modules that are copies of the model's config."""
     done = set()
     for name, value in fields.items():
         part, leaf = field_of(model.config, name)
         edits.set(part, leaf, value)
         done.add(id(part))
-    made = dict(after.named_modules())
+    built = dict(after.named_modules())
     for path, module in model.named_modules():
         config = vars(module).get("config")
         if not isinstance(config, PreTrainedConfig) or id(config) in done:
             continue
         done.add(id(config))
         for leaf in {name.rpartition(".")[2] for name in fields}:
-            new = getattr(getattr(made.get(path), "config", None), leaf, None)
+            new = getattr(getattr(built.get(path), "config", None), leaf, None)
             if new is not None and leaf in vars(config) and getattr(config, leaf) != new:
                 edits.set(config, leaf, new)
 
@@ -542,8 +540,8 @@ def prove(twin: PreTrainedModel, tables: Iterable[PositionTable]) -> None:
     """Raise ``VerificationError`` unless a text that fills each table reads it to its last row.
 
     Args:
-        twin: of the model as it is extended.
-        tables: as they are then.
+        twin: a twin of the extended model.
+        tables: its lengthened tables.
     """
     for table in tables:
         if reason := unread(twin, table):

@@ -1,7 +1,7 @@
-"""Numbers of each token that travel with its key through a cache of transformers.
+"""Store numbers of each token in a cache of transformers, as further dimensions of the token's key.
 
-A cache knows how to grow, to be cropped, to be reordered for beams, to be offloaded. What is stored in it as a few more
-dimensions of the keys goes through all of that with them, and needs no cache of ours.
+A cache can grow, be cropped, be reordered for beams and be offloaded. Further dimensions of its keys go through all of
+that with them, so ctxext needs no cache class of its own.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from transformers.cache_utils import Cache, QuantizedLayer
 from ctxext.errors import IncompatibleError
 
 PIECES = 3
-"""In how many numbers of the keys' dtype a wider one is kept: three of bfloat16 hold all digits of one of float32."""
+"""Number of values in the keys' dtype that hold a wider one: three of bfloat16 hold all digits of float32."""
 
 
 @dataclass(eq=False)
 class Travelling:
-    """What an encoding has for each token of one layer, in one call.
+    """The numbers of an encoding for each token, in one layer and one call.
 
     Args:
-        numbers: those of the call's own tokens, and of all tokens of the cache once it was asked for their keys;
-            ``heads`` are those of queries or of keys.
+        numbers: numbers of the call's tokens; after an update of the cache, of all its tokens. ``heads`` are those of
+            queries or of keys.
     """
 
     numbers: Float[Tensor, "batch heads seq numbers"]
 
     def through(self, cache: Any) -> _CarryingCache:
-        """``cache``, for one layer in one call: it keeps the numbers with the keys, and gives keys without them."""
+        """Wrap a cache for one layer in one call, so that it stores numbers with keys and returns plain keys."""
         return _CarryingCache(cache, self)
 
 
 class _CarryingCache:
-    """Stands in for a cache while one attention layer runs. Whatever is not ``update`` is the cache's own."""
+    """Wrapper of a cache while one attention layer runs; everything except ``update`` is the cache's own."""
 
     def __init__(self, cache: Cache, travels: Travelling) -> None:
         self._cache, self._travels = cache, travels
@@ -46,27 +46,27 @@ class _CarryingCache:
         return getattr(self.__dict__["_cache"], name)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As the cache's own."""
+        """Update the cache as transformers does, and return keys without the numbers."""
         numbers = self._travels.numbers
         packed = _packed(numbers, keys)
         wide = torch.cat([keys, packed], -1)
         _make_room(self._cache, layer_idx, wide, values)
-        found, values = self._cache.update(wide, values, layer_idx, *args, **kwargs)
+        cached, values = self._cache.update(wide, values, layer_idx, *args, **kwargs)
         if isinstance(self._cache.layers[layer_idx], QuantizedLayer):
             raise IncompatibleError(
-                "This model keeps numbers of its encoding with its keys, and a quantized cache would round them. "
-                "Take a cache that keeps keys as they are."
+                "A quantized cache would round the numbers that this model's encoding stores with its keys. Use a plain "
+                "cache."
             )
-        found, packed = found.split([keys.shape[-1], packed.shape[-1]], -1)
+        cached, packed = cached.split([keys.shape[-1], packed.shape[-1]], -1)
         self._travels.numbers = _unpacked(packed, numbers)
-        return found, values
+        return cached, values
 
 
 def _make_room(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-    """Let a cache whose memory was laid out for keys alone lay it out anew.
+    """Allocate an empty cache layer again if its memory has no room for the numbers.
 
     Raises:
-        IncompatibleError: if it holds keys of a model without this encoding.
+        IncompatibleError: if the layer holds keys without numbers.
     """
     layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if layer is None or not layer.is_initialized or layer.keys is None or layer.keys.ndim != 4:
@@ -75,8 +75,9 @@ def _make_room(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> No
         return
     if layer.get_seq_length() > 0:
         raise IncompatibleError(
-            f"Keys in this cache have {layer.keys.shape[-1]} dimensions and those of this model, with the numbers of "
-            f"its encoding, {keys.shape[-1]}: it was filled by another model, or before ctxext.patch. Begin a new one."
+            f"Keys in this cache have {layer.keys.shape[-1]} dimensions, but those of this model, with the numbers of "
+            f"its encoding, have {keys.shape[-1]}. It was filled by another model, or before ctxext.patch. Start with "
+            f"a new cache."
         )
     layer.lazy_initialization(keys, values)
 
@@ -84,13 +85,13 @@ def _make_room(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> No
 def _packed(
     numbers: Float[Tensor, "batch heads seq numbers"], keys: Float[Tensor, "batch kv_heads seq head_dim"]
 ) -> Float[Tensor, "batch kv_heads seq packed"]:
-    """The numbers as more dimensions of keys, those of the query heads that share a key head side by side."""
+    """Pack the numbers into dimensions of keys, side by side for query heads that share a key head."""
     batch, kv_heads, seq, _ = keys.shape
     by_head = numbers.reshape(batch, kv_heads, -1, *numbers.shape[2:])
     shared = by_head.transpose(2, 3).reshape(batch, kv_heads, seq, -1)
     if torch.promote_types(shared.dtype, keys.dtype) == keys.dtype:
         return shared.to(keys.dtype)
-    pieces, rest = [shared.to(keys.dtype)], shared.detach()  # the first one passes on the gradient of all
+    pieces, rest = [shared.to(keys.dtype)], shared.detach()  # the first one carries the gradient of all
     for _ in range(1, PIECES):
         rest = rest - pieces[-1].detach().to(rest.dtype)
         pieces.append(rest.to(keys.dtype))
@@ -100,9 +101,9 @@ def _packed(
 def _unpacked(
     packed: Float[Tensor, "batch kv_heads key packed"], like: Float[Tensor, "batch heads seq numbers"]
 ) -> Float[Tensor, "batch heads key numbers"]:
-    """What ``_packed`` put there, with the heads and in the dtype of ``like``."""
+    """Unpack the numbers of ``_packed``, with the heads and the dtype of ``like``."""
     batch, kv_heads, key, _ = packed.shape
     each, wide = like.shape[1] // kv_heads * like.shape[3], torch.promote_types(like.dtype, packed.dtype)
-    found = packed.to(wide).reshape(batch, kv_heads, key, -1, each).sum(-2).to(like.dtype)
-    by_head = found.reshape(batch, kv_heads, key, -1, like.shape[3]).transpose(2, 3)
+    numbers = packed.to(wide).reshape(batch, kv_heads, key, -1, each).sum(-2).to(like.dtype)
+    by_head = numbers.reshape(batch, kv_heads, key, -1, like.shape[3]).transpose(2, 3)
     return by_head.reshape(batch, -1, key, like.shape[3])

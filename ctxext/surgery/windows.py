@@ -1,4 +1,4 @@
-"""Sliding windows: layers that never look further back than a fixed number of tokens."""
+"""Keep or lift sliding windows: layers that never look further back than a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ CHOICES = (None, "keep", "lift")
 
 
 def is_windowed(layer_type: str) -> bool:
-    """Whether a layer of this type looks back over a limited window only."""
+    """Return whether a layer of this type looks back over a limited window only."""
     return "sliding" in layer_type or "chunked" in layer_type or layer_type == "local_attention"
 
 
 def window_fields(config: Any, request: Request, target_length: int | None) -> dict[str, Any]:
-    """Config fields that the request's ``sliding_window`` changes.
+    """Return the config fields that the request's ``sliding_window`` changes.
 
     Args:
-        config: of the decoder.
-        request: what the user asked for.
-        target_length: tokens to extend to; None where that is not known, so that any window may be too narrow.
+        config: the config of the decoder.
+        request: the request of the user.
+        target_length: tokens to extend to; None if unknown, so that any window may be too narrow.
 
     Raises:
-        IncompatibleError: if every attention layer has a window narrower than the extension and the request does not
-            say what to do about it.
-        InvalidParameterError: for an unknown choice.
+        IncompatibleError: if every attention layer has a window narrower than the extension, and the request makes no
+            choice.
+        InvalidParameterError: if the choice is unknown.
     """
     if request.sliding_window not in CHOICES:
         raise InvalidParameterError(
@@ -36,23 +36,22 @@ def window_fields(config: Any, request: Request, target_length: int | None) -> d
     if window is None or not _all_windowed(config):
         if request.sliding_window == "lift":
             raise IncompatibleError(
-                "sliding_window='lift' is for models whose every attention layer has a sliding window; "
-                f"this one ({config.model_type}) has full-attention layers, which already see everything. Leave it out."
+                f"sliding_window='lift': this {config.model_type} has full-attention layers, which already see the "
+                f"whole text. Leave sliding_window out."
             )
         return {}
     if request.sliding_window is None and not _reaches(window, target_length):
         extension = "any extension" if target_length is None else f"an extension to {target_length} tokens"
         raise IncompatibleError(
             f"Every attention layer of this {config.model_type} sees only the last {window} tokens "
-            f"(sliding_window={window}), which would cap the reach of {extension}. Pass sliding_window='lift' to let "
-            f"all layers see everything (right where the weights were trained without a window, or will be "
-            f"fine-tuned), or sliding_window='keep' to leave the window."
+            f"(sliding_window={window}), which would limit the reach of {extension}. Pass sliding_window='lift' if the "
+            f"weights were trained without a window or will be fine-tuned. Pass sliding_window='keep' to keep it."
         )
     if request.sliding_window != "lift":
         return {}
     fields: dict[str, Any] = {"sliding_window": None}
     if any(map(is_windowed, _layer_types(config))):
-        # Then these decide, and stock code may insist on a number of tokens for the window.
+        # layer_types decide then, and transformers may require a number of tokens for the window.
         kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
         fields = {"layer_types": kinds}
     if hasattr(config, "use_sliding_window"):
@@ -61,12 +60,12 @@ def window_fields(config: Any, request: Request, target_length: int | None) -> d
 
 
 def window_note(config: Any, target_length: int | None) -> str | None:
-    """One sentence about the windows that stay, None where there are none; arguments as for ``window_fields``."""
+    """Return a sentence about windows that stay, None if there are none; arguments as for ``window_fields``."""
     window = _window(config)
     if window is None:
         return None
     if _all_windowed(config) and _reaches(window, target_length):
-        return f"Every attention layer sees the last {window} tokens, which is all that {target_length} tokens need."
+        return f"Every attention layer sees the last {window} tokens, enough for a text of {target_length} tokens."
     if _all_windowed(config):
         return f"Every attention layer still sees only the last {window} tokens (sliding_window='keep')."
     if not any(map(is_windowed, _layer_types(config))):
@@ -75,12 +74,12 @@ def window_note(config: Any, target_length: int | None) -> str | None:
 
 
 def mixes_windows(config: Any) -> bool:
-    """Whether the config has layers with a window beside layers without one."""
+    """Return whether the config has layers with a window beside layers without one."""
     return any(map(is_windowed, _layer_types(config))) and not _all_windowed(config)
 
 
 def window_of(config: Any) -> int | None:
-    """The tokens that layers with a window look back over; None where no layer has one."""
+    """Return the number of tokens in the window of layers that have one; None if no layer has one."""
     kinds = _layer_types(config)
     return None if kinds and not any(is_windowed(kind) or kind == "attention" for kind in kinds) else _window(config)
 
@@ -90,7 +89,7 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _reaches(window: int, target_length: int | None) -> bool:
-    """Whether the last token of so long a text sees the first one."""
+    """Return whether the last token of a text of this length sees the first one."""
     return target_length is not None and window >= target_length
 
 

@@ -306,7 +306,7 @@ def test_weights_that_cannot_be_divided() -> None:
 def test_an_adapter_around_the_queries_and_one_put_on_afterwards() -> None:
     peft = pytest.importorskip("peft")
     around = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=["q"], r=2))
-    with pytest.raises(IncompatibleError, match=r"stands in its place\. Extend the model before an adapter"):
+    with pytest.raises(IncompatibleError, match=r"stands in its place\. Extend the model before you wrap"):
         extend(around)
     model = extend(tiny())
     expected = logits(model)

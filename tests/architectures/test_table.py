@@ -198,7 +198,7 @@ def test_a_quantised_table() -> None:
     model = gpt2()
     model.transformer.wpe.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(
-        IncompatibleError, match=r"wpe\.weight .* cannot be made longer: it is quantised or sharded \(Par"
+        IncompatibleError, match=r"wpe\.weight .* cannot be lengthened: it is quantised or sharded \(Par"
     ):
         ctxext.patch(model, "pi", factor=2)
     assert model.transformer.wpe.weight.dtype is torch.int8
@@ -209,7 +209,7 @@ def test_an_adapter_around_the_table() -> None:
     peft = pytest.importorskip("peft")
     model = gpt2()
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["wpe"], r=2))
-    with pytest.raises(IncompatibleError, match=r"stands in its place\. Extend the model before an adapter"):
+    with pytest.raises(IncompatibleError, match=r"stands in its place\. Extend the model before you wrap"):
         ctxext.patch(adapted, "pi", factor=2)
 
 

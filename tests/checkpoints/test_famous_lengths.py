@@ -245,7 +245,7 @@ def test_what_stock_code_cannot_read_is_refused_by_name(name: str, inspected: In
 @pytest.mark.parametrize("name", able(sorted(LOST)))
 def test_a_length_that_stock_code_loses_is_refused_naming_both(name: str, inspected: Inspect, tmp_path: Path) -> None:
     place = famous_checkpoint(name, tmp_path / "model")
-    said = rf"max_position_embeddings={PUBLISHED[name].window} \(built: \d+\), which transformers loses"
+    said = rf"max_position_embeddings={PUBLISHED[name].window} \(built: \d+\), which transformers ignores"
     with pytest.raises(CheckpointError, match=said):
         patch_checkpoint(place, tmp_path / "extended", "yarn", factor=2)
     with pytest.raises(CheckpointError, match=said):

@@ -170,11 +170,11 @@ QWEN3_VL: dict[str, Any] = {
 MISWRITTEN: dict[str, tuple[dict[str, Any], str]] = {
     "ModernBERT, an old name": (
         MODERNBERT | {"rope_scaling": {"type": "yarn", "factor": 4.0, ORIGINAL: 8192}},
-        "says type='yarn' and factor=4.0.* Write rope_type='yarn' in the place of type",
+        "says type='yarn' and factor=4.0.* Rename type to rope_type='yarn'",
     ),
     "ModernBERT, linear": (
         MODERNBERT | {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "Write rope_type='linear' in the place of type",
+        "Rename type to rope_type='linear'",
     ),
     "a table": (
         SMALL | {"model_type": "bert", "rope_scaling": {"type": "dynamic", "factor": 2}},

@@ -60,7 +60,7 @@ def test_inspect_layer_types_and_windows(cli: Cli, checkpoints: dict[str, Path])
     assert (gemma["window_caps"], "64 tokens by design" in gemma["window"]) == (False, True)
     mistral = json.loads(cli("inspect", checkpoints["mistral"], "--json").stdout)
     assert mistral["window_caps"]
-    assert "would cap the reach" in mistral["window"]
+    assert "would limit the reach" in mistral["window"]
     assert mistral["verdicts"][-1]["refused"] is None
 
 

@@ -18,4 +18,4 @@ if __name__ == "__main__":
         logits(torch.compile(model, backend="eager", fullgraph=True), tokens(150))
     except torch._dynamo.exc.Unsupported as error:
         said = str(error)
-    assert "ctxext: attention in pieces is cut at positions" in said, said
+    assert "ctxext: attention in pieces reads the values of position_ids" in said, said

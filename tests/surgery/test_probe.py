@@ -150,7 +150,7 @@ def test_a_model_that_cannot_be_probed_and_has_windows_is_refused(monkeypatch: p
 
 
 def test_alibi_needs_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(IncompatibleError, match="which of its layers rotate could not be seen"):
+    with pytest.raises(IncompatibleError, match="cannot tell which of its layers rotate"):
         ctxext.patch(untraceable(monkeypatch), "alibi", factor=4.0)
 
 

@@ -192,7 +192,7 @@ def test_what_the_weights_know_must_be_said(kind: str) -> None:
     model = scaled(kind)
     for arguments in ({}, {"trained_length": ORIGINAL}, {"trained_length": 100}):
         with pytest.raises(
-            PatchStateError, match=rf"trained_length={LENGTH}( or .*)?, and the new method extends"
+            PatchStateError, match=rf"trained_length={LENGTH}( or .*)?: the new method then extends"
         ) as raised:
             ctxext.patch(model, "yarn", factor=16, **arguments)
         assert "scaling='replace'" in str(raised.value)
@@ -225,7 +225,7 @@ def test_the_documented_yarn_of_qwen() -> None:
     """Its ``max_position_embeddings`` still says what the weights were trained for."""
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": TRAINED_LENGTH}
     model = tiny(max_position_embeddings=TRAINED_LENGTH, rope_parameters=rope)
-    with pytest.raises(PatchStateError, match=f"pass trained_length={4 * TRAINED_LENGTH}, "):
+    with pytest.raises(PatchStateError, match=f"pass trained_length={4 * TRAINED_LENGTH}: "):
         ctxext.patch(model, "pi", factor=2)
     ctxext.patch(model, "pi", factor=8, scaling="replace")
     assert ctxext.describe(model).target_length == 8 * TRAINED_LENGTH

@@ -42,11 +42,11 @@ def test_recording_leaves_nothing_without_data_in_the_live_model() -> None:
 def test_pieces_in_a_program_for_every_length_are_refused_by_name(method: str) -> None:
     model = ctxext.patch(tiny(), method, factor=4.0)
     inputs = {"input_ids": tokens(96), "use_cache": False}
-    with pytest.raises(IncompatibleError, match="attention in pieces is cut at positions"):
+    with pytest.raises(IncompatibleError, match="attention in pieces reads the values of position_ids"):
         torch.export.export(
             model, (), inputs, strict=False, dynamic_shapes={"input_ids": {1: LENGTHS}, "use_cache": None}
         )
-    with pytest.raises(IncompatibleError, match="attention in pieces is cut at positions"):
+    with pytest.raises(IncompatibleError, match="attention in pieces reads the values of position_ids"):
         torch.jit.trace(_logits_of(model), tokens(96), check_trace=False)
 
 

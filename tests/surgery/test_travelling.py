@@ -111,14 +111,14 @@ def test_a_cache_laid_out_for_keys_alone_is_laid_out_anew(model: PreTrainedModel
 def test_a_cache_filled_without_them_is_refused() -> None:
     cache, keys = DynamicCache(), torch.randn(1, 2, 3, 8)
     cache.update(keys, keys, 0)
-    with pytest.raises(IncompatibleError, match=r"8 dimensions .* 9: it was filled by another model, or before"):
+    with pytest.raises(IncompatibleError, match=r"8 dimensions .* 9. It was filled by another model, or before"):
         Travelling(torch.randn(1, 2, 3, 1)).through(cache).update(keys, keys, 0)
 
 
 def test_a_cache_that_rounds_them_is_refused() -> None:
     layer, keys = DynamicLayer(), torch.randn(1, 2, 3, 8)
     layer.__class__ = type("Rounding", (QuantizedLayer,), {"update": DynamicLayer.update})
-    with pytest.raises(IncompatibleError, match="a quantized cache would round them"):
+    with pytest.raises(IncompatibleError, match="A quantized cache would round"):
         Travelling(torch.randn(1, 2, 3, 1)).through(Cache(layers=[layer])).update(keys, keys, 0)
 
 

@@ -82,7 +82,7 @@ def test_a_window_that_caps_nothing_may_still_be_lifted_or_kept() -> None:
 
 def test_some_windows_by_design_need_no_answer_and_are_not_lifted() -> None:
     model = tiny("gemma3_text")
-    with pytest.raises(IncompatibleError, match="already see everything"):
+    with pytest.raises(IncompatibleError, match="already see the whole text"):
         ctxext.patch(model, "yarn", factor=4.0, sliding_window="lift")
     ctxext.patch(model, "yarn", factor=4.0)
     assert "sliding windows of 16 tokens by design" in " ".join(ctxext.describe(model).notes)
