@@ -1,8 +1,8 @@
-"""How positions reach the attention of a patched model.
+"""Bring positions to the attention of a patched model.
 
-Stock transformers turns masks, caches and positions into a mask tensor, once per forward pass. Under the attention
-name ``ctxext`` that step yields a ``LayoutMask`` instead: an object that says where every query and key stands. It
-travels to each layer as the ``attention_mask`` argument, so gradient checkpointing replays exactly what was seen.
+transformers turns masks, caches and positions into a mask tensor, once per forward pass. Under the attention name
+``ctxext`` that step returns a ``LayoutMask`` instead: an object with the position of every query and key. It reaches
+each layer as the ``attention_mask`` argument, so gradient checkpointing replays the same object.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from ctxext.surgery.caches import cache_in
 from ctxext.surgery.override import ForwardOverride
 from ctxext.surgery.travelling import Travelling
 
-PLAIN_LAYERS = (DynamicLayer, StaticLayer, BoundedLayer)  # others keep something else than what they return
+PLAIN_LAYERS = (
+    DynamicLayer,
+    StaticLayer,
+    BoundedLayer,
+)  # layers of other classes store something else than they return
 
 
 class LayoutMask:
     """A layout in the place of an attention mask.
 
-    No dataclass: engines that cast a layer's inputs look into those, and would build another layout for every layer.
+    It is not a dataclass: engines that cast a layer's inputs descend into those, and would copy the layout per layer.
 
     Args:
-        layout: where queries and keys stand.
-        length: the sequence's global length in tokens, where a caller that holds only a shard of it said so.
-        window: tokens that the mask in whose place this is would have let a query see; None for all.
-        crosses: whether the keys are an encoder's, of another text than the queries.
-        travels: what an encoding has for each token of this layer.
+        layout: the positions of queries and keys.
+        length: the sequence's global length in tokens, if the caller holds a shard and passed it.
+        window: tokens that a query would see under the replaced mask; None for all.
+        crosses: whether the keys come from an encoder, so that they belong to another text than the queries.
+        travels: the numbers of an encoding for each token of this layer.
     """
 
     ndim = 2
@@ -59,7 +63,7 @@ class LayoutMask:
         self.travels = travels
 
     def to(self, *args: Any, **kwargs: Any) -> LayoutMask:
-        """Models and device hooks move masks like tensors; a dtype means nothing here."""
+        """Move the layout to a device, as models and device hooks do with masks; a dtype is ignored."""
         target = next((a for a in (*args, kwargs.get("device")) if isinstance(a, torch.device | str | int)), None)
         if target is None or torch.empty(0, device=target).device == self.layout.query_positions.device:
             return self
@@ -67,22 +71,21 @@ class LayoutMask:
         return LayoutMask(layout, self.length, self.window, crosses=self.crosses, travels=self.travels)
 
     def carrying(self, travels: Travelling) -> LayoutMask:
-        """The same for one layer, with what an encoding has for each of its tokens."""
+        """Return a copy for one layer, with the numbers of an encoding for each of its tokens."""
         return LayoutMask(self.layout, self.length, self.window, crosses=self.crosses, travels=travels)
 
 
 def layout_of(attention_mask: Any) -> LayoutMask:
-    """Read the layout off what a layer received as its mask.
+    """Return the layout that a layer received as its mask.
 
     Raises:
-        PatchStateError: if it is not there, because something between the decoder and the layer replaced the mask.
+        PatchStateError: if code between the decoder and the layer replaced the mask.
     """
     if isinstance(attention_mask, LayoutMask):
         return attention_mask
     raise PatchStateError(
-        f"The attention of a model patched by ctxext received {type(attention_mask).__name__} instead of a layout. Its "
-        f"decoder was called in a way that ctxext does not see; call the model itself, and do not change its "
-        f"_attn_implementation."
+        f"The attention of a model patched by ctxext received {type(attention_mask).__name__} instead of a layout. "
+        f"Call the model itself, not a part of its decoder, and do not change its _attn_implementation."
     )
 
 
@@ -91,7 +94,7 @@ ATTENTION = "ctxext"
 
 @dataclass(frozen=True)
 class _DecoderCall:
-    """What the decoder was called with, for the mask function that runs inside it."""
+    """Arguments of the running decoder call, for the mask function that runs inside it."""
 
     position_ids: Tensor | None
     length: int | None
@@ -101,7 +104,7 @@ class _DecoderCall:
 
 
 class _CurrentCall(threading.local):
-    """The call that this thread is inside of. Not a context variable: torch.compile cannot trace those."""
+    """The running decoder call of a thread; not a context variable, which torch.compile cannot trace."""
 
     call: _DecoderCall | None = None
 
@@ -111,11 +114,11 @@ _current = _CurrentCall()
 
 @dataclass
 class PositionedForward(ForwardOverride):
-    """Stands in for a decoder's ``forward``: notes the positions it is called with, then calls what stood there."""
+    """Replacement of a decoder's ``forward`` that records the positions of the call, then runs the earlier forward."""
 
     @classmethod
     def around(cls, decoder: nn.Module) -> PositionedForward:
-        """What to put in the place of ``decoder.forward``."""
+        """Return the replacement for ``decoder.forward``."""
         return cls(decoder, decoder.__dict__.get("forward"))
 
     def __call__(
@@ -124,12 +127,12 @@ class PositionedForward(ForwardOverride):
         """Run the decoder.
 
         Args:
-            *args: the decoder's own.
+            *args: positional arguments of the decoder.
             ctxext_length: global length in tokens of a sequence of which this process holds a shard; needed by
                 dynamic methods under sequence parallelism.
             ctxext_sharded: whether this call holds a shard, and context parallelism replaced torch's attention by one
-                that sees the whole sequence; needs ``position_ids``, counted from its start, and ``ctxext_length``.
-            **kwargs: the decoder's own.
+                over the whole sequence; needs ``ctxext_length``, and ``position_ids`` counted from its start.
+            **kwargs: keyword arguments of the decoder.
         """
         given = self.given(args, kwargs)
         if getattr(self.module.config, "_attn_implementation", None) == ATTENTION:
@@ -155,32 +158,32 @@ class PositionedForward(ForwardOverride):
 
 @dataclass
 class SharedForward(PositionedForward):
-    """Stands in for the ``forward`` of a decoder whose layers hand their keyword arguments on to the attention.
+    """Replacement of the ``forward`` of a decoder whose layers pass keyword arguments on to their attention.
 
-    A shard's layout goes there by that way too: engines drop the mask, since theirs would have to be dense.
+    A shard's layout is one of these arguments: engines drop the mask, because theirs would have to be dense.
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = self.module.config
-        found = config._attn_implementation
-        if found != ATTENTION:
+        implementation = config._attn_implementation
+        if implementation != ATTENTION:
             raise PatchStateError(
-                f"The attention implementation of this {type(self.module).__name__} is now {found!r}. Its extension "
-                f"lives in ctxext's attention, without which its positions would be wrong. "
-                f"Go back with model.set_attn_implementation({ATTENTION!r}). A kernel is chosen when patching: "
-                f"ctxext.patch(..., attention='sdpa'); and ctxext.unpatch takes the extension off."
+                f"The attention implementation of this {type(self.module).__name__} is now {implementation!r}, under "
+                f"which its positions would be wrong. Go back with model.set_attn_implementation({ATTENTION!r}). To "
+                f"choose a kernel, pass it to ctxext.patch(..., attention='sdpa'). To remove the extension, call "
+                f"ctxext.unpatch."
             )
         shard = None if _current.call is None else _current.call.shard
         return super().run(*args, **(kwargs if shard is None else kwargs | {"ctxext_layout": shard}))
 
 
 def _shard(given: dict[str, Any], call: _DecoderCall) -> LayoutMask:
-    """The layout of a shard, from the arguments of the call that holds it."""
+    """Return the layout of a shard, from the arguments of its call."""
     mask, tokens = given.get("attention_mask"), given.get("input_ids")
     if call.position_ids is None or call.length is None:
         raise InvalidParameterError(
-            "A shard of a sequence (ctxext_sharded=True) needs position_ids, counted from the start of the whole "
-            "sequence, and ctxext_length, the whole length in tokens."
+            "A shard of a sequence (ctxext_sharded=True) needs ctxext_length, the whole length in tokens, and "
+            "position_ids, counted from the start of the whole sequence."
         )
     if isinstance(mask, Tensor) and not bool(mask.all()):
         raise IncompatibleError("A shard of a sequence cannot be padded: its engine takes no mask. Cut or fill texts.")
@@ -189,50 +192,54 @@ def _shard(given: dict[str, Any], call: _DecoderCall) -> LayoutMask:
 
 
 def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what attention by positions cannot do; return the mask that replaces the given one, if any."""
+    """Refuse arguments that attention by positions cannot serve; return a replacement of the mask, if any."""
     if given.get("output_attentions") or getattr(config, "output_attentions", False):
-        raise IncompatibleError("A fused kernel has no attention weights; ctxext.unpatch the model to see them.")
+        raise IncompatibleError(
+            "output_attentions: a fused kernel has no attention weights. Call ctxext.unpatch first."
+        )
     mask = given.get("attention_mask")
-    if isinstance(mask, dict):  # generate() prepared one per layer type; under our name all are the padding itself
+    if isinstance(
+        mask, dict
+    ):  # generate() prepared one per layer type, which under the name ctxext is the padding mask
         return {"attention_mask": next((part for part in mask.values() if part is not None), None)}
     if isinstance(mask, Tensor) and mask.ndim > 2:
         raise IncompatibleError(
             f"attention_mask must be [batch, keys] with 1 for tokens, found {tuple(mask.shape)}: this model "
-            f"computes attention from positions. Give a two-dimensional one, or position_ids that restart."
+            f"computes attention from positions. Pass a two-dimensional mask, or position_ids that restart."
         )
     return {}
 
 
 def cache_layer_of(keys: Tensor) -> Any:
-    """The layer of the cache, of a plain kind, whose storage ``keys`` is; None where they are a copy of it, or new."""
+    """Return the plain cache layer whose storage ``keys`` is; None if the keys are a copy, or new."""
     cache = None if _current.call is None else _current.call.cache
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     return next((layer for layer in layers if type(layer) in PLAIN_LAYERS and layer.keys is keys), None)
 
 
 def replace_cache_layer(old: Any, new: Any) -> None:
-    """Put another layer in the place of one that ``cache_layer_of`` found in this call."""
+    """Replace a layer that ``cache_layer_of`` returned in this call."""
     cache: Any = None if _current.call is None else _current.call.cache
     layers = getattr(cache, "self_attention_cache", cache).layers
     layers[next(index for index, layer in enumerate(layers) if layer is old)] = new
 
 
 def declared_length() -> int | None:
-    """The global length that the caller of the decoder named with ``ctxext_length``."""
+    """Return the global length that the caller of the decoder passed as ``ctxext_length``, None without one."""
     return None if _current.call is None else _current.call.length
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """The places in a row of keys that one call is about, padding included, as transformers counts them.
+    """The slots of one call: its places in a row of keys, padding included, as transformers counts them.
 
     Args:
-        batch: rows.
-        query: queries of a row.
-        key: slots of a row that this call sees.
-        q_offset: slot of the first query; a tensor where a compiled static cache counts its tokens on the device.
-        kv_offset: slot of the first key, above 0 where a cache keeps a sliding window only.
-        device: where the layout is built.
+        batch: number of rows.
+        query: queries per row.
+        key: slots per row that this call sees.
+        q_offset: slot of the first query; a tensor if a compiled static cache counts its tokens on the device.
+        kv_offset: slot of the first key, above 0 if a cache keeps a sliding window only.
+        device: device on which to build the layout.
     """
 
     batch: int
@@ -257,25 +264,25 @@ def _layout_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> LayoutMask | Tensor | None:
-    """Mask function of the name ``ctxext``, in the signature that transformers calls."""
+    """Build the layout in the place of a mask; registered with transformers as mask function ``ctxext``."""
     if use_vmap:
         raise IncompatibleError(
-            "Its attention hides or shows tokens by a rule of the model's own (a mask function on top of the causal "
-            "one), which ctxext's attention by positions cannot say. Unpatch the model for such inputs."
+            "Its attention hides or shows tokens by a mask function of the model's own, which ctxext's attention by "
+            "positions cannot express. Unpatch the model for such inputs."
         )
     device = attention_mask.device if attention_mask is not None and device is None else device
     slots = _Slots(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     sees_both_ways = mask_function is bidirectional_mask_function
-    if not allow_is_causal_skip and not sees_both_ways:  # transformers does not vouch for a plain causal mask here
+    if not allow_is_causal_skip and not sees_both_ways:  # transformers does not guarantee a plain causal mask here
         _require_causal(mask_function, slots)
     call = _current.call
-    if call is None:  # masks are prepared ahead of the decoder, by generate() too: leave the padding as it is for then
+    if call is None:  # generate() prepares masks before the decoder runs: keep the padding mask until then
         return attention_mask if attention_mask is None else _over_all_slots(attention_mask, slots)
     if call.shard is not None:
         if sees_both_ways:
             raise IncompatibleError(
-                "Its tokens see both ways, and an engine around a shard of a sequence (ctxext_sharded=True) makes "
-                "attention causal. Give the model whole texts."
+                "Its tokens see both ways, but the engine around a shard of a sequence (ctxext_sharded=True) makes "
+                "attention causal. Pass whole texts to the model."
             )
         return call.shard
     if sees_both_ways and call.has_encoder:
@@ -289,13 +296,13 @@ def _layout_mask(
 
 
 def _over_all_slots(attention_mask: Tensor, slots: _Slots) -> Tensor:
-    """The mask as long as a static cache is: one that grew with each token would be another graph for each."""
+    """Pad the mask to the length of a static cache; a growing mask would need a graph for each token."""
     empty = slots.kv_offset + slots.key - attention_mask.shape[-1]
     return torch.nn.functional.pad(attention_mask, (0, max(empty, 0)))
 
 
 def _across(slots: _Slots, attention_mask: Tensor | None) -> Layout:
-    """Every query sees every token of another text, which stand at no distance of each other."""
+    """Return the layout of cross-attention: every query sees every token of another text, without distances."""
     queries = torch.zeros(slots.batch, slots.query, dtype=torch.long, device=slots.device)
     keys = torch.zeros(slots.batch, slots.key, dtype=torch.long, device=slots.device)
     compiling = torch.compiler.is_compiling()
@@ -306,61 +313,60 @@ def _across(slots: _Slots, attention_mask: Tensor | None) -> Layout:
 
 
 def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
-    """Positions as ``[rows, tokens]``, also where a model counts time, height and width apart."""
+    """Return positions as ``[rows, tokens]``, also for models that count time, height and width separately."""
     if position_ids is None or position_ids.ndim == 2:
         return position_ids
     if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
         raise IncompatibleError(
-            f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as "
-            f"they do where an image or a video stands between the words. ALiBi knows one distance between two "
-            f"tokens, so this model reads text only while it is patched."
+            f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as in a "
+            f"text with an image or a video. ALiBi has one distance between two tokens, so the patched model reads "
+            f"text only. Unpatch the model for such inputs."
         )
     return position_ids[0]
 
 
 def _require_causal(mask_function: Callable[..., Any], slots: _Slots) -> None:
-    """Raise if a token may see the one that follows it, by another rule than that all see all.
+    """Raise if a token may see its successor, under another rule than that all tokens see all others.
 
-    Prefixes, the blocks of images and windows to both sides let tokens see what comes later. Whoever sees further ahead
-    sees the next token too, so neighbours are enough to ask about.
+    Prefixes, image blocks and two-sided windows let tokens see later ones. A token that sees further ahead sees the
+    next token too, so it is enough to check neighbours.
     """
     if mask_function is causal_mask_function or torch.compiler.is_compiling():
         return
-    where = torch.device("cpu" if slots.device is None or torch.device(slots.device).type == "meta" else slots.device)
-    at = torch.arange(slots.query, device=where) + int(slots.q_offset)
-    at = at[(at + 1 >= slots.kv_offset) & (at + 1 < slots.kv_offset + slots.key)][None]
-    rows = torch.arange(slots.batch, device=where)[:, None]
-    if at.numel() and bool(mask_function(rows, torch.zeros_like(rows), at, at + 1).any()):
+    device = torch.device("cpu" if slots.device is None or torch.device(slots.device).type == "meta" else slots.device)
+    tokens = torch.arange(slots.query, device=device) + int(slots.q_offset)
+    tokens = tokens[(tokens + 1 >= slots.kv_offset) & (tokens + 1 < slots.kv_offset + slots.key)][None]
+    rows = torch.arange(slots.batch, device=device)[:, None]
+    if tokens.numel() and bool(mask_function(rows, torch.zeros_like(rows), tokens, tokens + 1).any()):
         raise IncompatibleError(
-            "Its attention is not causal here, nor does every token see all others: tokens see some that come after "
-            "them (a prefix, the block of an image, or a window to both sides). ctxext's attention is for tokens that "
-            "see what came before them, or everything. Unpatch the model for such inputs."
+            "Its attention is neither causal nor full here: tokens see some later tokens (a prefix, an image block, or "
+            "a window to both sides), which ctxext's attention does not support. Unpatch the model for such inputs."
         )
 
 
 def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor | None) -> Layout:
-    """Where the queries and keys of one call stand, from what transformers says of it.
+    """Return the positions of the queries and keys of one call, from the arguments of transformers' mask function.
 
     A slot is a place in the row of keys, padding included; a position counts the tokens of one document. transformers
-    speaks of slots, ALiBi and the layout of positions. How they hang together depends on the call:
+    counts slots, while ALiBi and the layout need positions. Their relation depends on the call:
 
-    1. A first pass with positions: they say everything, and where they restart a document begins (``_first_pass``).
+    1. A first pass with positions: these decide, and a document begins where they restart (``_first_pass``).
     2. Every slot holds a token and the queries are the newest: positions are slots, cache or not.
-    3. Slots after the newest query hold nothing yet, as in a static cache: positions are slots.
-    4. A mask hides slots, which is padding: positions count the tokens that it leaves (``_padded``).
+    3. Slots after the newest query are empty, as in a static cache: positions are slots.
+    4. A mask hides slots, which is padding: positions count the tokens that it shows (``_padded``).
 
-    In the last three a cache may hold what came before, and it does not say which document a key belongs to; so there
-    is one document in each row, and positions that are given may only confirm what was counted. What needs a look at
-    the values of a tensor is left out while torch.compile traces: a graph cannot branch on them.
+    In cases 2 to 4 a cache may hold earlier tokens without a record of their documents. So each row is one document,
+    and given positions may only confirm the counted ones. Checks of tensor values are left out while torch.compile
+    traces, because a graph cannot branch on them.
 
     Args:
-        slots: of the call.
+        slots: the slots of the call.
         attention_mask: ``[batch, slots]``, true for tokens; None for tokens everywhere. May be shorter than the cache.
-        position_ids: as the decoder was given them; None where it was not.
+        position_ids: the positions that the decoder was given; None without any.
 
     Raises:
-        InvalidParameterError: for a mask or positions with two meanings, or with none.
-        IncompatibleError: for positions that do not go on where a cache ends.
+        InvalidParameterError: if the mask or the positions have two meanings, or none.
+        IncompatibleError: if the positions do not continue those of the cache.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -369,13 +375,13 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
     if attention_mask is not None and is_counted:
         _require_covered(attention_mask, stop)
     if attention_mask is not None and not compiling and _hides_nothing(attention_mask, slots.kv_offset + slots.key):
-        attention_mask = None  # the same as none, and those who see none have faster kernels
+        attention_mask = None  # equal to no mask, for which kernels are faster
     if is_counted and slots.q_offset == slots.kv_offset == 0 and position_ids is not None:
         keep = None if attention_mask is None else _keep(attention_mask, slots.query, 0)
         return _first_pass(position_ids.expand(slots.batch, slots.query).to(slots.device), keep, slots.key)
     keys = torch.arange(slots.kv_offset, slots.kv_offset + slots.key, device=slots.device)
     keys = keys.expand(slots.batch, slots.key)
-    places = torch.arange(slots.query, device=slots.device) + slots.q_offset - slots.kv_offset  # of queries among keys
+    places = torch.arange(slots.query, device=slots.device) + slots.q_offset - slots.kv_offset  # queries among keys
     if attention_mask is None and is_counted and slots.kv_offset + slots.key == stop:
         if not compiling:
             _require_agreement(position_ids, keys[:, places], keys[:, places], None)
@@ -387,10 +393,10 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
 
 
 def _bounded(bounded: BoundedLayer, slots: _Slots, attention_mask: Tensor | None, given: Tensor | None) -> Layout:
-    """The layout of a call whose cache has dropped the keys between the first tokens and the newest.
+    """Return the layout of a call whose cache has dropped the keys between the first and the newest tokens.
 
     Raises:
-        InvalidParameterError: for a mask that does not say which of all tokens so far are padding.
+        InvalidParameterError: if the mask does not cover all tokens so far.
     """
     held = bounded.slots(slots.query).expand(slots.batch, -1).to(slots.device)
     places = torch.arange(slots.key - slots.query, slots.key, device=held.device)
@@ -402,7 +408,7 @@ def _bounded(bounded: BoundedLayer, slots: _Slots, attention_mask: Tensor | None
         is_padded = first is not None and first != torch.arange(first.shape[1], device=first.device)
         if not compiling and bool(torch.as_tensor(is_padded).any()):
             raise InvalidParameterError(
-                "attention_mask hides no token, but this cache was filled with padding in front of some rows. Give the "
+                "attention_mask hides no token, but this cache was filled with padding in front of some rows. Pass the "
                 f"mask of all {stop} tokens so far, 1 for tokens and 0 for padding."
             )
         if compiling:
@@ -418,26 +424,27 @@ def _bounded(bounded: BoundedLayer, slots: _Slots, attention_mask: Tensor | None
 
 
 def _require_covered(attention_mask: Tensor, length: int | Tensor) -> None:
-    """Raise unless a mask says of every token so far whether it is padding: what it leaves out has no meaning."""
+    """Raise unless a mask covers every token so far; slots that it leaves out would have no meaning."""
     covered = attention_mask.shape[-1]
     if covered < length:
         raise InvalidParameterError(
-            f"attention_mask covers {covered} tokens and the text has {length}, those in the cache included. Give one "
-            f"of shape [batch, {length}], 1 for tokens and 0 for padding, or none where nothing is padded."
+            f"attention_mask covers {covered} tokens, but the text has {length}, cached ones included. Pass a mask of "
+            f"shape [batch, {length}], 1 for tokens and 0 for padding, or none without padding."
         )
 
 
 def _hides_nothing(attention_mask: Tensor, stop: int) -> bool:
-    """Whether a mask is true up to the slot ``stop``; one without data, as in a dry run, counts as the plain case."""
+    """Return whether a mask is true up to the slot ``stop``; a fake mask without data counts as true."""
     if attention_mask.shape[-1] < stop:
         return False
     return isinstance(attention_mask, FakeTensor) or bool(attention_mask[:, :stop].all())
 
 
 def _first_pass(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
-    """A first pass with positions of its own: packed documents restart them, padding has none.
+    """Return the layout of a first pass with given positions; packed documents restart them, padding has none.
 
-    A static cache has more slots than there are tokens yet; they stay empty.
+    For example, positions ``0 1 2 0 1`` are two documents, whose tokens do not see each other. A static cache has more
+    slots than tokens so far; the rest stays empty.
     """
     batch, query = positions.shape
     compiling = torch.compiler.is_compiling()
@@ -445,13 +452,15 @@ def _first_pass(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
     if plain and bool((positions == torch.arange(query, device=positions.device)).all()):
         return Layout.causal(batch, query, device=positions.device)
     keep = torch.ones_like(positions, dtype=torch.bool) if keep is None else keep
-    at = torch.arange(query, device=positions.device)
-    # Padding may stand between two tokens, so each is compared with the newest token before it, not with its neighbour.
-    last = torch.where(keep, at, -1).cummax(1).values
+    index = torch.arange(query, device=positions.device)
+    # Padding may stand between two tokens, so compare with the newest token before, not with the neighbour.
+    last = torch.where(keep, index, -1).cummax(1).values
     before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
     previous = positions.gather(1, before.clamp(min=0))
     starts = keep & (before >= 0) & (positions <= previous)
-    odd = starts & (positions != 0)  # gaps inside a document are meant (PoSE); a step back to elsewhere than 0 is not
+    odd = starts & (
+        positions != 0
+    )  # gaps inside a document are allowed (PoSE), steps back to another position than 0 are not
     if not compiling and bool(odd.any()):
         row, token = odd.nonzero()[0].tolist()
         raise InvalidParameterError(
@@ -469,10 +478,10 @@ def _first_pass(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
 def _padded(
     attention_mask: Tensor, kv_offset: int, keys: Tensor, filled: Tensor, places: Tensor, given: Tensor | None
 ) -> Layout:
-    """A mask hides slots, some of which may lie before the first one that this call sees."""
+    """Return the layout under a mask that hides slots, some of them possibly before the first slot of this call."""
     key = keys.shape[1]
     if given is None and not torch.compiler.is_compiling():
-        remedy = "Pad on one side only, or say what you mean with position_ids."
+        remedy = "Pad on one side only, or pass position_ids."
         require_no_hole("attention_mask", attention_mask[:, : kv_offset + key].bool(), remedy)
     real = _keep(attention_mask, key, kv_offset) & filled
     before = attention_mask[:, :kv_offset].long().sum(1, keepdim=True)
@@ -481,19 +490,19 @@ def _padded(
 
 
 def _one_document(positions: Tensor, real: Tensor, slots: Tensor, places: Tensor, given: Tensor | None) -> Layout:
-    """One document in each row: positions of its keys, and which of these are tokens at all."""
+    """Return a layout with one document per row, from the positions of its keys and a mask of real tokens."""
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _require_agreement(given, positions[:, places], slots[:, places], real[:, places])
     documents = real.long() - 1
-    analyse = not compiling and places.shape[0] > 1  # one query has no span to find, and decoding asks every time
+    analyse = not compiling and places.shape[0] > 1  # a single query has no spans, and decoding must be fast
     return Layout.of(positions[:, places], positions, documents[:, places], documents, analyse=analyse)
 
 
 def _require_agreement(given: Tensor | None, counted: Tensor, slots: Tensor, real: Tensor | None) -> None:
-    """Raise unless the positions of a cached call go on where the cache ends, padding counted or not.
+    """Raise unless the positions of a cached call continue those of the cache, with padding counted or not.
 
-    A cache does not say which document a key belongs to, so documents cannot restart in front of one.
+    A cache has no record of the document of a key, so documents cannot restart behind one.
     """
     if given is None:
         return
@@ -503,13 +512,13 @@ def _require_agreement(given: Tensor | None, counted: Tensor, slots: Tensor, rea
         fits = fits | ~real
     if not bool(fits.all(-1).any(0).all()):
         raise IncompatibleError(
-            f"position_ids {given[0, :4].tolist()}... do not go on where the cache ends, at {counted[0, 0].item()}. A "
-            f"cache holds one document per row: give a new one a cache of its own, or pack documents without a cache."
+            f"position_ids {given[0, :4].tolist()}... do not continue the cache, which ends at {counted[0, 0].item()}. "
+            f"A cache holds one document per row. Use a new cache for a new document, or pack documents without one."
         )
 
 
 def _keep(attention_mask: Tensor, key: int, kv_offset: int) -> Tensor:
-    """The two-dimensional mask over this layer's key slots; slots beyond it are not filled yet."""
+    """Return the two-dimensional mask over this layer's key slots; slots beyond the mask are empty."""
     keep = attention_mask[:, kv_offset : kv_offset + key].bool()
     return torch.nn.functional.pad(keep, (0, key - keep.shape[1]))
 
@@ -520,25 +529,25 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    dropout: float = 0.0,  # sixth, as in transformers' own functions: some programs pass it by position
-    scaling: Any = None,  # a whole number in some
+    dropout: float = 0.0,  # sixth, as in transformers' functions: some programs pass it by position
+    scaling: Any = None,  # an integer in some models
     sliding_window: int | None = None,
     ctxext_layout: LayoutMask | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of the name ``ctxext``, in the signature that transformers calls."""
+    """Compute attention from a layout; registered with transformers as attention function ``ctxext``."""
     attend = module.__dict__.get("_ctxext_attend")
     if attend is None:
         raise PatchStateError(
-            f"{type(module).__name__} was given the attention implementation {ATTENTION!r} without being patched. "
-            f"Use ctxext.patch or ctxext.load."
+            f"{type(module).__name__} has the attention implementation {ATTENTION!r}, but is not patched. Call "
+            f"ctxext.patch or ctxext.load."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
     if ctxext_layout is None and mask.window != sliding_window:
         raise IncompatibleError(
-            f"A layer of {type(module).__name__} asks for attention over a window of {sliding_window} tokens under a "
-            f"mask of {mask.window} (None is all), so ctxext's attention cannot tell what it may see."
+            f"{type(module).__name__} calls attention with a window of {sliding_window} tokens under a mask of "
+            f"{mask.window} (None means all). ctxext's attention cannot tell which of them holds."
         )
     out = attend(query, key, value, mask, scale=scale, window=sliding_window, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None

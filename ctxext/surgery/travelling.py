@@ -54,8 +54,8 @@ class _CarryingCache:
         cached, values = self._cache.update(wide, values, layer_idx, *args, **kwargs)
         if isinstance(self._cache.layers[layer_idx], QuantizedLayer):
             raise IncompatibleError(
-                "A quantized cache would round the numbers that this model's encoding stores with its keys. Use a plain "
-                "cache."
+                "A quantized cache would round the numbers that this model's encoding stores with its keys. Take a "
+                "plain cache."
             )
         cached, packed = cached.split([keys.shape[-1], packed.shape[-1]], -1)
         self._travels.numbers = _unpacked(packed, numbers)

@@ -268,7 +268,7 @@ def test_a_mask_shorter_than_the_text_is_refused(family: str) -> None:
     model = patch(build(family), method="alibi", factor=2)
     text = tokens(12)
     for mask in (torch.ones(1, 5, dtype=torch.long), torch.tensor([[0, 1, 1]])):
-        said = rf"attention_mask covers {mask.shape[1]} tokens and the text has 12.*\[batch, 12\]"
+        said = rf"attention_mask covers {mask.shape[1]} tokens, but the text has 12.*\[batch, 12\]"
         with pytest.raises(InvalidParameterError, match=said):
             model(text, attention_mask=mask)
         cache = model(text[:, :8], use_cache=True).past_key_values

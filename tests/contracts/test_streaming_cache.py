@@ -168,7 +168,7 @@ def test_a_mask_that_forgets_the_padding_is_refused() -> None:
     read(model, cache, ids, [200], keep)
     with pytest.raises(InvalidParameterError, match="filled with padding in front of some rows"):
         read(model, cache, ids, [1])
-    with pytest.raises(InvalidParameterError, match="covers 1 tokens and the text has 201"):
+    with pytest.raises(InvalidParameterError, match="covers 1 tokens, but the text has 201"):
         model(ids[:, 200:201], past_key_values=cache, attention_mask=keep[:, 200:201])
 
 

@@ -124,7 +124,7 @@ def test_packing_by_a_rule_of_the_model_s_own_is_refused_when_it_comes(kind: str
     """ESMC tells documents apart by ids of its own, in a mask function of its own."""
     model = ctxext.patch(encoder("esmc"), "alibi", factor=4.0, both_ways=kind)
     assert logits(model, tokens(20)).isfinite().all()
-    with pytest.raises(IncompatibleError, match="by a rule of the model's own"):
+    with pytest.raises(IncompatibleError, match="a mask function of the model's own"):
         logits(model, tokens(20), sequence_id=torch.tensor([[0] * 8 + [1] * 12]))
 
 
