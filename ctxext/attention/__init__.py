@@ -1,4 +1,4 @@
-"""Every way to compute attention, one file each. This folder is the registry: ``BACKENDS`` maps a name to its class."""
+"""Attention backends, one file each. This folder is the registry: ``BACKENDS`` maps a name to its class."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ BACKENDS: dict[str, type[AttentionBackend]] = discover(
 )
 
 PREFERENCE = ("flash", "sdpa", "flex", "reference")
-"""Order in which ``auto`` asks: the native kernel, the general path, the compiled one, the quadratic oracle."""
+"""Order in which ``auto`` tries: the native kernel, the general path, the compiled one, the quadratic oracle."""
 
 
 def named(name: str) -> AttentionBackend:
     """Build a backend from its name, which may carry one number: ``"flex(cutoff=60)"``.
 
     Raises:
-        UnknownNameError: for a backend or a parameter that does not exist.
-        InvalidParameterError: for a value outside its range.
+        UnknownNameError: if the backend or the parameter does not exist.
+        InvalidParameterError: if a value is outside its range.
     """
     parts = re.fullmatch(r"(\w+)(?:\((\w+)=([0-9.eE+-]+)\))?", str(name))
     if parts is None or parts[1] not in BACKENDS:
@@ -62,15 +62,15 @@ def require_usable(name: str) -> None:
     """Raise unless ``name`` is "auto" or a backend that can serve some call in this process.
 
     Raises:
-        UnknownNameError: for a name that does not exist.
-        BackendUnavailableError: for a backend that is not installed.
+        UnknownNameError: if the name does not exist.
+        BackendUnavailableError: if the backend is not installed.
     """
     check_name(name)
     reason = None if name == "auto" else named(name).why_never()
     if reason is not None:
-        able = [other for other in PREFERENCE if BACKENDS[other]().why_never() is None]
+        usable = [each for each in PREFERENCE if BACKENDS[each]().why_never() is None]
         raise BackendUnavailableError(
-            f"Attention backend {name!r} cannot be used here: {reason} These can: {', '.join(['auto', *able])}."
+            f"Attention backend {name!r} cannot be used here: {reason} Usable ones: {', '.join(['auto', *usable])}."
         )
 
 
@@ -83,25 +83,25 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
         need: what the call needs.
 
     Returns:
-        The backend, and for every other one that ``auto`` passed over, why.
+        The backend, and the reason for each backend that ``auto`` passed over.
 
     Raises:
-        UnknownNameError: for a name that does not exist.
-        BackendUnavailableError: if the named backend (or, for ``auto``, any) cannot serve the call. A named backend
-            never falls back.
+        UnknownNameError: if the name does not exist.
+        BackendUnavailableError: if the named backend, or for ``auto`` every backend, cannot serve the call. A named
+            backend never falls back.
     """
     check_name(name)
-    order = [*PREFERENCE, *(other for other in BACKENDS if other not in PREFERENCE)]
+    order = [*PREFERENCE, *(candidate for candidate in BACKENDS if candidate not in PREFERENCE)]
     reasons: dict[str, str] = {}
-    for other in order if name == "auto" else [name]:
-        backend = named(other)
+    for candidate in order if name == "auto" else [name]:
+        backend = named(candidate)
         reason = backend.refuses(need)
         if reason is None:
             return backend, reasons
-        reasons[other] = reason
+        reasons[candidate] = reason
     if name == "auto":
-        listed = " ".join(f"{other}: {reason}" for other, reason in reasons.items())
+        listed = " ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
         raise BackendUnavailableError(f"No attention backend can serve this call. {listed}")
-    able = [other for other in order if other != name and BACKENDS[other]().refuses(need) is None]
-    hint = f"These can: {', '.join(able)}." if able else "No other backend can either."
+    usable = [candidate for candidate in order if candidate != name and BACKENDS[candidate]().refuses(need) is None]
+    hint = f"These can: {', '.join(usable)}." if usable else "No other backend can either."
     raise BackendUnavailableError(f"Attention backend {name!r} cannot serve this call: {reasons[name]} {hint}")

@@ -6,8 +6,8 @@ reads key head ``h // (heads / kv_heads)``. The result of every backend is::
     score(i, j) = scale * q_i . k_j  -  slopes[h] * distance(i, j)  +  pair_score(h, i, j)
     out_i       = sum over visible j of softmax_j(score(i, j)) * v_j,      0 where nothing is visible
 
-What is visible, and the distance of two tokens, is the ``Layout``'s rule. Slopes are constants: they get no gradient.
-``pair_score`` is what an encoding adds; what it was computed from gets its gradient. A call has slopes or a score.
+The ``Layout`` defines which keys are visible, and the distance of two tokens. Slopes are constants without a gradient.
+``pair_score`` is the score that an encoding adds, and its inputs get a gradient. No call has slopes and a score.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ctxext.attention.layout import Layout
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.spec import OwnAttention, PairScore, ScoreForm
 
-# Queries whose weights the plain form of ``gradients`` writes out at a time.
+# Queries whose weights the plain form of ``gradients`` materialises at a time.
 ROWS = 256
 
 
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device."""
+    """Return the compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which tensors of this device are computed with in the dtype that they have.
+    """Return a context in which operations on this device keep the dtype of their inputs.
 
-    Autocast casts what matrix products and fused attention are given, so a tensor that was widened to float32 because
-    16 bits are too few would be narrowed again without a word. Whoever widens does so in this context. The backward
-    pass of what is computed here runs outside of it, as autocast's own does: a hand-written one enters it again.
+    Autocast casts the inputs of matrix products and of fused attention, so it would silently narrow a tensor that was
+    widened to float32 on purpose. Code that widens tensors enters this context. Backward passes run outside of it, so a
+    hand-written one enters it again.
     """
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
@@ -51,30 +51,31 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one attention call needs; a backend answers it with ``why_not``.
+    """The requirements of an attention call, without its tensors; a backend answers them by ``why_not``.
 
     Args:
         device: ``"cpu"``, ``"cuda"``, ...
         capability: CUDA compute capability; None elsewhere.
-        dtype: of q, k and v.
-        head_dim: of q, k and v.
-        heads: query heads.
-        kv_heads: key heads; divides ``heads``.
+        dtype: dtype of q, k and v.
+        head_dim: last dimension of q, k and v.
+        heads: number of query heads.
+        kv_heads: number of key heads; divides ``heads``.
         query_length: queries per row.
         key_length: keys per row, unfilled cache slots included.
         training: whether a gradient is needed.
         biased: whether slopes are given.
-        score: in which form an encoding adds a score: ``"none"`` at all; ``"columns"``: a few more dimensions of q and
-            k; ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair; ``"own"``: attention of
-            its own.
-        order: ``"consecutive"``: blocks of plain causal attention, positions stepping by one; ``"increasing"``: such
-            blocks, other steps; ``"free"``: anything else; ``"external"``: an engine decides (``Layout.shard``).
+        score: the form of an encoding's score: ``"none"``; ``"columns"``: further dimensions of q and k;
+            ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair; ``"own"``: the encoding
+            computes the attention itself.
+        order: ``"consecutive"``: blocks of plain causal attention with positions in steps of one; ``"increasing"``:
+            such blocks with other steps; ``"free"``: anything else; ``"external"``: an engine decides
+            (``Layout.shard``).
         blocks: whether the call is more than one plain causal block: padding, packing, unfilled slots.
-        window: tokens that a query sees to each side that it sees, itself included; None for all.
+        window: tokens that a query sees to each visible side, itself included; None for all.
         dropout: probability, in [0, 1).
         compiling: whether torch.compile is tracing.
-        lse: whether the log-sum-exp of the scores is wanted too, to merge the call with others (``with_lse``).
-        sees: ``"past"``, or ``"both"`` where tokens see what comes after them.
+        lse: whether the call returns the log-sum-exp of the scores too, to be merged with others (``with_lse``).
+        sees: ``"past"``, or ``"both"`` if tokens see later tokens as well.
     """
 
     device: str = "cpu"
@@ -98,30 +99,30 @@ class Need:
 
     @property
     def widened(self) -> bool:
-        """Whether a fused kernel is given a few more dimensions of q and k, as exact as it can be."""
+        """True if slopes or a score add dimensions to q and k of a fused kernel."""
         return self.biased or self.score in ("columns", "places")
 
     @property
     def cached(self) -> bool:
-        """Whether there are keys that no query of this call stands at."""
+        """True if the call has more keys than queries, as with a cache."""
         return self.query_length != self.key_length
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """One attention call: the tensors, where they stand, and how they are weighed. ``Call.of`` makes one, checked.
+    """One attention call: tensors, layout and weighting. ``Call.of`` checks its arguments and makes one.
 
     Args:
         q: ``[batch, heads, query, head_dim]``.
         k: ``[batch, kv_heads, key, head_dim]``, ``kv_heads`` divides ``heads``.
-        v: as ``k``.
-        layout: where queries and keys stand.
-        scale: multiplies ``q . k``; above 0.
+        v: values, of the shape of ``k``.
+        layout: positions and documents of queries and keys.
+        scale: factor of ``q . k``; above 0.
         slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
-        score: what an encoding adds; None for nothing.
+        score: the score that an encoding adds; None for none.
         window: tokens that a query sees, itself included, at least 1; None for all.
         dropout: probability that a weight is dropped, in [0, 1).
-        need: the same without tensors: what a backend is chosen by.
+        need: the requirements, by which a backend is chosen.
     """
 
     q: Float[Tensor, "batch heads query head_dim"]
@@ -150,16 +151,16 @@ class Call:
         dropout: float = 0.0,
         lse: bool = False,
     ) -> Call:
-        """Check the arguments, which are those of the class, and put them together; no layout is ``Layout.causal``.
+        """Check the arguments of the class, and make a call of them; without a layout it is ``Layout.causal``.
 
-        ``lse`` says that the call is one of several that will be merged.
+        ``lse`` marks the call as one of several that will be merged.
 
         Raises:
-            InvalidParameterError: for arguments that contradict each other or lie outside their range.
+            InvalidParameterError: if arguments contradict each other or lie outside their range.
         """
         _require_tensors(q, k, v)
         if score is not None and (slopes is not None or lse):
-            raise InvalidParameterError("A call with a score has no slopes beside it, and is no piece of another one.")
+            raise InvalidParameterError("A score goes with neither slopes nor lse. Pass one of them.")
         if layout is None:
             layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
         _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout)
@@ -199,7 +200,7 @@ def _weights(score: PairScore | None) -> tuple[Tensor, ...]:
 
 
 def _form_of(score: PairScore | None, dtype: torch.dtype) -> ScoreForm:
-    """In which form a score reaches the backend; columns are as exact as q, so 16 bits are too few for them."""
+    """Return the form in which a score reaches the backend; columns need the precision of a 32-bit q."""
     if score is None:
         return "none"
     if isinstance(score, OwnAttention):
@@ -211,15 +212,15 @@ def _form_of(score: PairScore | None, dtype: torch.dtype) -> ScoreForm:
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention. Stateless for the caller; safe to share between layers."""
+    """One way to compute attention, without state, so that layers can share it."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     scores: ClassVar[tuple[ScoreForm, ...]] = ("none",)
-    """The forms of an encoding's score that it adds."""
+    """Forms of an encoding's score that the backend supports."""
 
     def why_never(self) -> str | None:
-        """Return why no call at all can be served in this process, such as a missing package; else None."""
+        """Return why this process cannot use the backend at all, such as a missing package; else None."""
         return None
 
     @abstractmethod
@@ -227,37 +228,37 @@ class AttentionBackend(ABC):
         """Return None if this backend serves ``need``, else the reason, in words that a user can act on."""
 
     def refuses(self, need: Need) -> str | None:
-        """``why_not``, after what no backend can do and what one that knows nothing of ``lse`` cannot."""
+        """Return why the backend cannot serve ``need``: a limit of all backends, or ``why_not``; else None."""
         if need.lse and type(self).with_lse is AttentionBackend.with_lse:
-            return "it does not return the log-sum-exp, by which attention in pieces is merged."
+            return "it does not return the log-sum-exp, which attention in pieces needs."
         if need.lse and need.sees == "both":
-            return "attention in pieces is for tokens that see the past alone."
+            return "attention in pieces needs tokens that see the past only."
         if need.lse and need.order == "external":
-            return "attention in pieces needs all keys at hand, and an engine around a sharded layout holds them apart."
+            return "attention in pieces needs all keys, and an engine around a sharded layout holds only some."
         if need.score not in self.scores:
-            return "it adds no score to pairs of tokens, as this encoding has it. 'sdpa' and 'reference' do."
+            return "it does not support the score of this encoding. 'sdpa' and 'reference' do."
         if need.score != "none" and need.order == "external":
-            return "a score is for the keys at hand, and an engine around a sharded layout brings others."
+            return "a score needs all keys, and an engine around a sharded layout holds only some."
         if need.score == "own" and need.window is not None:
-            return "this encoding has an attention of its own, which looks through no sliding window."
+            return "this encoding computes its attention itself, without a sliding window."
         return self.why_not(need)
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
-        """Attention without positions, and the logarithm of the sum of the exponentials of each query's scores.
+        """Compute attention without positions, and the log-sum-exp of each query's scores.
 
         Args:
             q: ``[batch, heads, query, head_dim]``.
             k: ``[batch, kv_heads, key, head_dim]``.
-            v: as ``k``.
-            scale: multiplies ``q . k``.
-            causal: query t sees keys 0 to t; there are as many keys as queries. Else all see all.
-            mask: bool, broadcasts to ``[batch, heads, query, key]``, who sees whom; not together with ``causal``.
+            v: values, of the shape of ``k``.
+            scale: factor of ``q . k``.
+            causal: query t sees keys 0 to t, with as many keys as queries; otherwise all queries see all keys.
+            mask: visible pairs, bool, broadcast to ``[batch, heads, query, key]``; not together with ``causal``.
 
         Returns:
-            The output, 0 where nothing is seen, and the log-sum-exp, float32 (float64 for float64 tensors), minus
-            infinity there. No gradient flows through either: see ``gradients``.
+            The output, and the log-sum-exp in float32 (float64 for float64 tensors). A query that sees nothing has an
+            output of 0 and a log-sum-exp of minus infinity. Neither carries a gradient: see ``gradients``.
         """
         raise NotImplementedError
 
@@ -274,21 +275,23 @@ class AttentionBackend(ABC):
         causal: bool,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v of a call of ``with_lse`` that was merged with others.
+        """Return gradients of q, k and v of a call of ``with_lse`` that was merged with others.
 
-        This form writes out the weights of some queries at a time. A backend with a fused one has its own.
+        This form materialises the weights of some queries at a time. A backend with a fused form overrides it.
 
         Args:
-            q: as for ``with_lse``, like ``k``, ``v``, ``scale``, ``causal`` and ``mask``.
-            k: likewise.
-            v: likewise.
+            q: queries of the call.
+            k: keys of the call.
+            v: values of the call.
             out: the *merged* output of these queries.
             lse: their *merged* log-sum-exp.
             grad: gradient of the merged output.
-            scale: likewise.
-            causal: likewise.
-            mask: likewise.
+            scale: scale of the call.
+            causal: whether the call was causal.
+            mask: mask of the call.
         """
+        # exp(score - merged lse) is the weight of a pair in the whole softmax, not only in this part. From there on it
+        # is the usual backward of attention: d score = weight * (d out . v - sum over all parts of d out . out).
         heads, kv_heads, wide = q.shape[1], k.shape[1], lse.dtype
         keys, values = expand_heads(k, heads).to(wide), expand_heads(v, heads).to(wide)
         dq, dk, dv = torch.empty_like(q, dtype=wide), torch.zeros_like(keys), torch.zeros_like(values)
@@ -310,18 +313,18 @@ class AttentionBackend(ABC):
 
     @property
     def approximation(self) -> str | None:
-        """What this backend leaves out and how much that can change the result; None for an exact one."""
+        """Description of the approximation, with a bound of its error; None for an exact backend."""
         return None
 
     @abstractmethod
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
-        """Compute a call that this backend serves. Called by ``run`` only."""
+        """Compute a call that this backend serves; only ``run`` calls this."""
 
     def run(self, call: Call) -> Tensor:
-        """Compute a call: ``[batch, heads, query, head_dim]``, in q's dtype, whatever autocast would cast q to.
+        """Compute a call in q's dtype, autocast or not: ``[batch, heads, query, head_dim]``.
 
         Raises:
-            BackendUnavailableError: if this backend cannot serve the call, with the reason.
+            BackendUnavailableError: if this backend cannot serve the call; the message has the reason.
         """
         reason = self.refuses(call.need)
         if reason is not None:
@@ -330,14 +333,14 @@ class AttentionBackend(ABC):
             return self.attend(call)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None, **how: Any) -> Tensor:
-        """``run`` of ``Call.of`` with these arguments, which may raise what both raise."""
+        """Compute ``Call.of`` these arguments; raise the errors of ``Call.of`` and ``run``."""
         return self.run(Call.of(q, k, v, layout, **how))
 
 
 def expand_heads(
     x: Float[Tensor, "batch kv_heads key head_dim"], heads: int
 ) -> Float[Tensor, "batch heads key head_dim"]:
-    """Repeat key or value heads so that there is one per query head; a view if there already is."""
+    """Repeat key or value heads so that each query head has one; return a view if it has one already."""
     batch, kv_heads, key, head_dim = x.shape
     if kv_heads == heads:
         return x
@@ -365,11 +368,11 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _require_arguments(
     q: Tensor, k: Tensor, layout: Layout, *, scale: float, slopes: Tensor | None, window: int | None, dropout: float
 ) -> None:
-    """Raise unless the arguments fit q and k. Values of tensors are read only where that costs no device sync."""
+    """Raise unless the arguments fit q and k; read values of tensors only if that costs no device sync."""
     if (layout.batch, layout.query_length, layout.key_length) != (q.shape[0], q.shape[2], k.shape[2]):
         raise InvalidParameterError(
-            f"The layout is for batch {layout.batch}, {layout.query_length} queries and {layout.key_length} keys; "
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} are not."
+            f"The layout is for batch {layout.batch}, {layout.query_length} queries, {layout.key_length} keys; found "
+            f"q {tuple(q.shape)} and k {tuple(k.shape)}."
         )
     if layout.query_positions.device != q.device:
         raise InvalidParameterError(f"The layout is on {layout.query_positions.device}, q on {q.device}.")
@@ -387,7 +390,7 @@ def _require_arguments(
             f"found {slopes.dtype} {tuple(slopes.shape)}."
         )
     if slopes.requires_grad:
-        raise InvalidParameterError("slopes are constants and get no gradient: pass slopes.detach().")
+        raise InvalidParameterError("slopes require a gradient, but are constants here. Pass slopes.detach().")
     if slopes.device != q.device:
         raise InvalidParameterError(f"slopes are on {slopes.device}, q on {q.device}.")
     readable = slopes.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(slopes, FakeTensor)

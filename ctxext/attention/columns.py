@@ -1,4 +1,4 @@
-"""ALiBi without a bias tensor: the bias as a few more dimensions of q and k.
+"""ALiBi without a bias tensor: the bias in further dimensions (columns) of q and k.
 
 ``scale * q.k - slope * (i - j)`` is ``scale`` times an inner product of longer vectors. With ``b(p) = slope * p /
 scale`` split into pieces ``p1 + p2 + ...`` that the tensors' dtype can hold::
@@ -7,21 +7,25 @@ scale`` split into pieces ``p1 + p2 + ...`` that the tensors' dtype can hold::
 
     scale * q'.k' = scale * q.k + scale * ((p1(j) - p1(i)) + (p2(j) - p2(i)) + ...)
 
-so any kernel that knows nothing of ALiBi computes it: fused, packed, cached, ring or sharded.
+so any kernel without ALiBi computes it: fused, packed, cached, ring or sharded.
+
+**Why pieces.** One column for ``b(p)`` would not do: bfloat16 has 8 bits, so that its numbers near 100,000 are 512
+apart, while neighbouring keys differ by one slope. So the first piece holds the leading bits of ``b(p)``, the second
+the leading bits of the remainder, and so on.
 
 **Error bound.** Let the significand of a piece have ``s`` bits, ``P`` pieces, ``D = max |position - origin|``. Each
-piece rounds to nearest, so after P of them at most ``2^-(s P) |b|`` is left over and the score term is off by at most
+piece rounds to nearest, so after P pieces at most ``2^-(s P) |b|`` is left over and the score term is off by at most
 
-    2 * slope * D * 2^-(s P)                            (what the pieces cannot hold)
-    + gamma * slope * |i - j|,  gamma <= 2 P * 2^-24    (float32 additions, the same that a dense bias suffers)
+    2 * slope * D * 2^-(s P)                            (the remainder that no piece holds)
+    + gamma * slope * |i - j|,  gamma <= 2 P * 2^-24    (float32 additions, as with a dense bias)
 
 A product of a piece and 1 is exact, and because the i and the j piece of one level are neighbours, each difference is
 taken before the next level or ``q.k`` is added: every rounding is relative to a partial sum that has already
 shrunk to about ``slope * |i - j| / scale``. Far keys may be off by more in absolute terms; their weight is
-``exp(-slope * |i - j|)``, so ``error * weight`` never exceeds ``gamma / e``. This is for additions one after the other,
-as on CPUs. A tensor core aligns the products of a step of 8 or 16 dimensions to the largest of them and cuts off what
-lies 24 bits below: emulated so, in bfloat16 with slope ``2^-0.5``, scores of near keys are off by 3e-4 at 8K
-positions, 1e-3 at 32K and 6e-3 at 128K, where one weight rounded to bfloat16 is off by 2e-3. No GPU has shown that yet.
+``exp(-slope * |i - j|)``, so ``error * weight`` never exceeds ``gamma / e``. This holds for sequential additions, as on
+CPUs. A tensor core aligns the products of a step of 8 or 16 dimensions to the largest of them and cuts off bits below
+2^-24 of it. Emulated so, in bfloat16 with slope ``2^-0.5``, scores of near keys are off by 3e-4 at 8K positions, 1e-3
+at 32K and 6e-3 at 128K, where one weight rounded to bfloat16 is off by 2e-3. This was not measured on a GPU yet.
 
 With 8 columns there is room for P = 4: 32 bits in bfloat16, 44 in float16 and float32. At 128K positions, slope
 ``2^-0.5`` and a centred origin the first term is 2e-5 in bfloat16 and 5e-9 in float32; three bfloat16 pieces would
@@ -47,12 +51,12 @@ from ctxext.attention.layout import Layout
 from ctxext.errors import InvalidParameterError
 
 COLUMNS = 8
-"""Columns that ALiBi adds to q and k: a multiple of 8, as fused kernels ask for."""
+"""Number of columns that ALiBi adds to q and k: a multiple of 8, as fused kernels require."""
 
 PIECES = COLUMNS // 2
 HALF_RANGE = 256.0
 SIGNIFICAND = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 11, torch.float64: 53}
-"""Bits per piece, the leading one included. float32: those of TensorFloat-32."""
+"""Bits per piece, the leading one included; float32 has those of TensorFloat-32."""
 
 
 def alibi_columns(
@@ -70,12 +74,12 @@ def alibi_columns(
     same ``origin``: sharded runs use a constant, such as half the global length.
 
     Args:
-        positions: tokens.
+        positions: positions in tokens.
         slopes: score lost per token, one per *query* head (repeat key heads first), float32 or float64.
-        scale: what the kernel multiplies the inner product by. It must do so after the product, in float32: fused
-            kernels do, SDPA's math path multiplies q and k by its root and would round the columns.
-        dtype: of q and k.
-        side: which of the two.
+        scale: the kernel's factor of the inner product. The kernel must apply it after the product, in float32: fused
+            kernels do, while SDPA's math path multiplies q and k by its root and would round the columns.
+        dtype: dtype of q and k.
+        side: whether the columns are for q or k.
         origin: subtracted from the positions; the nearer to their middle, the smaller the error.
 
     Raises:
@@ -90,7 +94,7 @@ def alibi_columns(
 def _pieces(
     places: Float[Tensor, "batch heads seq"], *, scale: float, dtype: torch.dtype, side: Literal["query", "key"]
 ) -> Float[Tensor, "batch heads seq 8"]:
-    """The columns that add ``place of the key - place of the query`` to the score. Gradients reach the places."""
+    """Return columns that add ``place of the key - place of the query`` to the score, with gradients of the places."""
     rest = places / scale
     shrink = HALF_RANGE if dtype == torch.float16 else 1.0
     rest = rest / shrink if side == "key" else -rest / shrink
@@ -113,12 +117,12 @@ def layout_columns(
     """
 
     def build() -> tuple[Tensor, Tensor]:
-        # A shard's rows meet keys of other ranks, whose middle we do not know: all ranks take 0.
+        # A shard meets keys of other ranks, whose middle is unknown here, so all ranks take 0.
         sharded = layout.external_causality
         origin = torch.zeros_like(layout.key_positions[:, 0]) if sharded else _middle(layout)
         queries, keys = layout.query_positions, layout.key_positions
         if layout.query_documents is not None and layout.key_documents is not None:
-            # What no token stands at may hold anything, and an infinity times a zero weight is NaN.
+            # Slots without a token may hold any position, and infinity times a weight of zero is NaN.
             queries = torch.where(layout.query_documents >= 0, queries, origin[:, None])
             keys = torch.where(layout.key_documents >= 0, keys, origin[:, None])
         if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -133,13 +137,13 @@ def layout_columns(
 
 
 def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a call with slopes: the columns in front of q and k, and as many zeros behind v.
+    """Return q, k and v of a call with slopes: columns in front of q and k, as many zeros behind v.
 
-    v is padded because kernels have no fused case for head dimensions that differ; key heads are repeated to the
-    number of query heads because each of these has a slope of its own.
+    v is padded because fused kernels need equal head dimensions. Key heads are repeated to the number of query heads
+    because slopes differ between query heads.
     """
     assert call.slopes is not None
-    assert call.layout.sees == "past", "columns know the sign of a distance only"
+    assert call.layout.sees == "past", "columns cannot hold an absolute distance"
     columns = layout_columns(call.layout, call.slopes, scale=call.scale, dtype=call.q.dtype)
     heads = call.q.shape[1]
     return (
@@ -150,11 +154,11 @@ def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def with_score_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a call whose score is a product of a few more dimensions: these in front of q and k."""
+    """Return q, k and v of a call whose score is a product of further dimensions, put in front of q and k."""
     assert call.score is not None
-    found, (batch, heads) = call.score.columns(), call.q.shape[:2]
-    room = -found[0].shape[-1] % COLUMNS  # head dimensions are multiples of 8, for fused kernels
-    query, key = (F.pad(part, (0, room)).expand(batch, heads, -1, -1).to(call.q.dtype) for part in found)
+    columns, (batch, heads) = call.score.columns(), call.q.shape[:2]
+    room = -columns[0].shape[-1] % COLUMNS  # head dimensions are multiples of 8, for fused kernels
+    query, key = (F.pad(part, (0, room)).expand(batch, heads, -1, -1).to(call.q.dtype) for part in columns)
     return (
         torch.cat([query / call.scale, call.q], -1),
         torch.cat([key, expand_heads(call.k, heads)], -1),
@@ -163,18 +167,18 @@ def with_score_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def with_place_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a call whose score is the difference of two places: columns as for slopes.
+    """Return q, k and v of a call whose score is the difference of two places, in columns as for slopes.
 
-    The error is that of ``alibi_columns`` with the distance of two places in the place of ``slope * distance``. Places
-    of both sides have gradients, although what all keys of a query have in common changes nothing: what a kernel rounds
-    in the gradient of a pair is on both sides, and cancels for whatever came before the two.
+    The error is that of ``alibi_columns``, with the difference of two places for ``slope * distance``. Places of both
+    sides get gradients, although a term common to all keys of a query changes nothing: the rounding error of a pair's
+    gradient is then on both sides, and cancels for inputs that both places share.
     """
     assert call.score is not None
     dtype, heads = call.q.dtype, call.q.shape[1]
     queries, keys = call.score.places()
     if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
         _require_half(1, float(keys.detach().abs().max()), call.scale)
-    # Not centred, unlike distances: the middle would depend on tokens that a query must not see.
+    # Not centred as for slopes: the middle would depend on tokens that a query must not see.
     query = _pieces(-queries, scale=call.scale, dtype=dtype, side="query")
     key = _pieces(-keys, scale=call.scale, dtype=dtype, side="key")
     return (
@@ -194,7 +198,7 @@ def _require_half(reach: int, slope: float, scale: float) -> None:
 
 
 def _middle(layout: Layout) -> Int[Tensor, " batch"]:
-    """Return per row the middle between the first and the last position that holds a key; no device sync."""
+    """Return per row the middle between the first and the last position of a key, without a device sync."""
     positions, documents = layout.key_positions, layout.key_documents
     if documents is None:
         low, high = positions.amin(1), positions.amax(1)

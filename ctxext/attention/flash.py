@@ -1,6 +1,6 @@
 """The flash-attn packages: version 2 with native float32 ALiBi slopes, versions 3 and 4 with ALiBi columns.
 
-The packages are looked for by their installed metadata and imported only when one runs.
+The packages are detected by their installed metadata, and imported only when one runs.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ INSTALLED: dict[str, bool] = {
     "flash3": importlib.util.find_spec("flash_attn_interface") is not None,
     "flash4": _has_distribution("flash-attn-4"),
 }
-"""Which of the three this process can import; looked up once, so that ``why_not`` is cheap and compiles."""
+"""Availability of the three packages, looked up once, so that ``why_not`` is cheap and can be compiled."""
 
 
 class _FlashFamily(AttentionBackend):
-    """What the three versions share: they take 16-bit tensors on CUDA, and blocks of plain attention."""
+    """Base of the three versions, which take 16-bit tensors on CUDA, and blocks of plain attention."""
 
     module: ClassVar[str]
     install: ClassVar[str]
     major: ClassVar[tuple[int, ...]]
     reads_cache: ClassVar[bool]
-    asks_lse: ClassVar[str] = "return_attn_probs"  # the keyword that lets a call return the log-sum-exp as well
+    asks_lse: ClassVar[str] = "return_attn_probs"  # the keyword by which a call returns the log-sum-exp too
 
     def why_never(self) -> str | None:
         return None if INSTALLED[self.name] else f"not installed: {self.install}."
@@ -63,9 +63,7 @@ class _FlashFamily(AttentionBackend):
         if need.dtype not in (torch.float16, torch.bfloat16):
             return f"its kernels are for float16 and bfloat16, found {need.dtype}."
         if need.order == "free":
-            return (
-                "positions are not increasing in blocks, and it knows causality by index only. 'sdpa' and 'flex' can."
-            )
+            return "positions do not increase in blocks, and its causality goes by index. 'sdpa' and 'flex' can."
         if need.order == "increasing" and need.window is not None:
             return "its window counts indices, but positions do not step by one. 'sdpa' and 'flex' count positions."
         if need.order == "external" and (need.window is not None or need.cached):
@@ -74,7 +72,7 @@ class _FlashFamily(AttentionBackend):
 
     @abstractmethod
     def lacks(self, need: Need) -> str | None:
-        """Return what this version, beyond the family, cannot do for ``need``."""
+        """Return why this version, beyond the limits of the family, cannot serve ``need``; else None."""
 
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
         causal = call.layout.sees == "past"
@@ -89,7 +87,7 @@ class _FlashFamily(AttentionBackend):
             options.pop("dropout_p", None)
             lengths = call.layout.memo(
                 "cache lengths", lambda: torch.tensor(filled, dtype=torch.int32, device=call.q.device)
-            )  # once for all layers: the way to the device waits for it
+            )  # once for all layers, because the copy to the device synchronises
             out = _from_cache(module, q, k, v, lengths, options)
         else:
             out = _call(module, q, k, v, call.layout, options)
@@ -106,13 +104,13 @@ class _FlashFamily(AttentionBackend):
 
     @abstractmethod
     def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
-        """Return the tensors and the keywords by which this version learns of slopes and dropout."""
+        """Return the tensors and the keyword arguments with which this version gets slopes and dropout."""
 
 
 class Flash(_FlashFamily):
     """flash-attn 2: ALiBi inside the kernel, in float32, at almost no cost.
 
-    One would pick it on CUDA whenever it is installed. It counts distance by index, so positions must step by one.
+    Pick it on CUDA whenever it is installed. It counts distance by index, so positions must step by one.
     """
 
     name: ClassVar[str] = "flash"
@@ -120,7 +118,7 @@ class Flash(_FlashFamily):
     module: ClassVar[str] = "flash_attn.flash_attn_interface"
     install: ClassVar[str] = "pip install 'ctxext[flash]'"
     reads_cache: ClassVar[bool] = True
-    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # what setup.py of 2.8.3 compiles for: 80, 90, 100, 120
+    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # targets of setup.py in 2.8.3: 80, 90, 100, 120
 
     def lacks(self, need: Need) -> str | None:
         if need.head_dim > 256 or need.head_dim % 8:
@@ -135,11 +133,11 @@ class Flash(_FlashFamily):
 
 
 class _Columned(_FlashFamily):
-    """Versions without ALiBi: eight columns carry it, so any positions inside a block are right."""
+    """Base of versions without ALiBi: eight columns carry it, so positions inside a block may have any steps."""
 
     def lacks(self, need: Need) -> str | None:
         if need.biased and need.sees == "both":
-            return "columns carry ALiBi here, and they know no distance that is alike to both sides. 'sdpa' does."
+            return "its ALiBi columns cannot express a distance to both sides. 'sdpa' can."
         wide = need.head_dim + (COLUMNS if need.biased else 0)
         if need.head_dim % 8 or wide > self.widest_for(need):
             why = f" ({COLUMNS} of them carry ALiBi, which this version has no kernel for)" if need.biased else ""
@@ -157,7 +155,7 @@ class _Columned(_FlashFamily):
 
 
 class Flash3(_Columned):
-    """flash-attn 3, Hopper only: the fastest kernels there; no ALiBi of its own, so columns carry it."""
+    """flash-attn 3, with the fastest kernels on Hopper, its only target; ALiBi as columns."""
 
     name: ClassVar[str] = "flash3"
     summary: ClassVar[str] = "flash-attn 3 (Hopper), ALiBi as columns"
@@ -171,7 +169,7 @@ class Flash3(_Columned):
 
 
 class Flash4(_Columned):
-    """flash-attn 4 (CuTe): a pure wheel that compiles at first use; no ALiBi of its own, so columns carry it."""
+    """flash-attn 4 (CuTe), a pure Python wheel that compiles at first use; ALiBi as columns."""
 
     name: ClassVar[str] = "flash4"
     summary: ClassVar[str] = "flash-attn 4 (CuTe), ALiBi as columns"
@@ -193,13 +191,13 @@ class Flash4(_Columned):
 def _from_cache(
     module: ModuleType, q: Tensor, k: Tensor, v: Tensor, lengths: Int[Tensor, " batch"], options: dict[str, Any]
 ) -> Float[Tensor, "batch heads query head_dim"]:
-    """Read the cache in place, several blocks of keys at a time: a few queries alone do not fill a GPU."""
+    """Read the cache in place, split over blocks of keys, because a few queries alone do not fill a GPU."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return _tensor(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options)).transpose(1, 2)
 
 
 def cache_lengths(layout: Layout) -> list[int] | None:
-    """Return how many keys each row reads, if the layout is a cache: filled from the front, all queries at its end."""
+    """Return the number of keys per row if the layout is a cache filled from the front, with all queries at its end."""
     if layout.spans is None or layout.external_causality or layout.query_length == layout.key_length:
         return None
     lengths = [0] * layout.batch
@@ -213,7 +211,7 @@ def cache_lengths(layout: Layout) -> list[int] | None:
 def _call(
     module: ModuleType, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Float[Tensor, "batch heads query head_dim"]:
-    """Run the kernel that fits: plain where one block is everything, else token by token of every span."""
+    """Run the plain kernel if one block covers everything, else the kernel for packed tokens of every span."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, seq, heads, head_dim], the packages' own layout
     if layout.whole or layout.external_causality:
         return _tensor(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
@@ -244,7 +242,7 @@ def _tensor(result: Any) -> Tensor:
 def token_indices(
     layout: Layout,
 ) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " keys"], Int[Tensor, " starts"], Int[Tensor, " starts"], int, int]:
-    """Return which flattened tokens every span reads, where each span starts, and the longest: varlen's arguments.
+    """Return the arguments of the varlen kernel: flattened tokens of every span, span starts, longest lengths.
 
     Returns:
         Indices of queries and of keys into ``[batch * seq]``, their ``cu_seqlens`` (int32, one more than there are

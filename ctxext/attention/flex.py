@@ -20,25 +20,25 @@ from ctxext.errors import InvalidParameterError
 BLOCK = 128
 """Tokens per side of a block of the mask."""
 
-# Kinds of calls that are compiled, each once.
+# Limit of recompilations, one for each kind of call.
 KINDS = 256
 
 
 def cutoff_for(tolerance: float, *, length: int, score_bound: float) -> float:
     """Return the ``cutoff`` that changes no softmax weight by more than ``tolerance`` of the row's total.
 
-    With ``S = score_bound >= scale * max|q| * max|k|``, a key at distance n weighs at most ``exp(2 S - slope * n)`` of
-    the row's total, and there are fewer than ``length`` of them; ``c = ln(length / tolerance) + 2 S`` makes all that
-    lie farther than ``c / slope`` weigh at most ``tolerance`` together. The output then moves by at most
+    With ``S = score_bound >= scale * max|q| * max|k|``, a key at distance n has at most ``exp(2 S - slope * n)`` of the
+    row's total weight, and there are fewer than ``length`` keys. With ``c = ln(length / tolerance) + 2 S``, all keys
+    farther than ``c / slope`` have at most ``tolerance`` together, and the output changes by at most
     ``2 * tolerance * max|v|``.
 
     Args:
         tolerance: share of the weight that may be lost, in (0, 1).
-        length: keys.
+        length: number of keys.
         score_bound: largest absolute score without bias.
 
     Raises:
-        InvalidParameterError: for a value outside its range.
+        InvalidParameterError: if a value is outside its range.
     """
     if not 0 < tolerance < 1 or length < 1 or not 0 <= score_bound < math.inf:
         raise InvalidParameterError(
@@ -50,14 +50,14 @@ def cutoff_for(tolerance: float, *, length: int, score_bound: float) -> float:
 
 @dataclass(frozen=True)
 class Flex(AttentionBackend):
-    """FlexAttention: exact float32 bias inside the kernel, blocks that nobody sees are skipped.
+    """FlexAttention: exact float32 bias inside the kernel; invisible blocks are skipped.
 
-    One would pick it on CUDA for head dimensions where eight more columns cost a lot (128), for windows, and with
-    ``cutoff`` for very long contexts. Compiles for seconds at first use. On CPU there is no backward.
+    Pick it on CUDA for head dimensions at which eight more columns cost a lot (128), for windows, and with ``cutoff``
+    for very long contexts. It compiles for seconds at first use, and has no backward on CPU.
 
     Args:
-        cutoff: None, or the c of a window per head: blocks whose keys are all farther than ``c / slope`` are dropped.
-            An approximation with a known bound: see ``cutoff_for``. At least 1.
+        cutoff: the c of a window per head, at least 1. Blocks of keys all farther than ``c / slope`` are dropped,
+            an approximation with a known bound (``cutoff_for``). None for an exact result.
     """
 
     name: ClassVar[str] = "flex"
@@ -85,27 +85,29 @@ class Flex(AttentionBackend):
         if need.device == "cuda" and need.head_dim < 16:
             return f"its CUDA kernels need a head_dim of at least 16, found {need.head_dim}."
         if need.device == "cpu" and need.lse:
-            return "on CPU it compiles anew, for about 10 s, for every shape that attention in pieces asks for."
+            return "on CPU it compiles for about 10 s for every shape, and attention in pieces has many."
         if need.device == "cpu" and need.training:
             return "FlexAttention has no backward on CPU. Use 'sdpa' to train."
         if need.device == "cpu" and need.cached:
-            return "on CPU it compiles anew, for about 10 s, whenever the number of keys changes."
+            return "on CPU it compiles for about 10 s whenever the number of keys changes."
         if need.dropout:
             return "FlexAttention has no attention dropout. Set attention_dropout to 0."
         if need.order == "external":
-            return "it masks by itself, but the layout says that an engine around the kernel does."
+            return "it masks by itself, but under this layout an engine around the kernel does."
         if need.dtype == torch.float64:
             return "its kernels are for float32, bfloat16 and float16."
         if need.training and (need.query_length % BLOCK or need.key_length % BLOCK):
             return (
-                f"its backward with a bias and a block mask has given NaN for lengths that are no multiple of {BLOCK} "
-                f"(pytorch#153799); pad {need.query_length} and {need.key_length}."
+                f"its backward with a bias and a block mask has given NaN for lengths that no {BLOCK} divides "
+                f"(pytorch#153799). Pad the lengths {need.query_length} and {need.key_length}."
             )
         return None
 
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
         q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
-        if not torch.is_grad_enabled():  # on CPU it refuses tensors that could need a gradient, even if none is taken
+        if (
+            not torch.is_grad_enabled()
+        ):  # on CPU it refuses tensors that require a gradient, even without a backward pass
             q, k, v = q.detach(), k.detach(), v.detach()
         cutoff = None if slopes is None else self.cutoff
         owner = None if cutoff is None else slopes
@@ -132,16 +134,16 @@ class Flex(AttentionBackend):
         grouped = q.shape[1] != k.shape[1]
         q, k, v = q.detach(), k.detach(), v.detach()
         aux = AuxRequest(lse=True)
-        out, found = kernel(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped, return_aux=aux)
-        return out, found.lse
+        out, extra = kernel(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped, return_aux=aux)
+        return out, extra.lse
 
 
 def _blocks_of(mask: Tensor | None, causal: bool, query: int, key: int, device: torch.device) -> BlockMask | None:
-    """Who sees whom, as FlexAttention wants to be told."""
+    """Return the visible pairs as a block mask; None if all are visible."""
     if mask is None and not causal:
         return None
 
-    @no_type_check  # the kernel traces it
+    @no_type_check  # traced by the kernel
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j <= i if mask is None else mask[b, 0, i, j]
 
@@ -151,12 +153,12 @@ def _blocks_of(mask: Tensor | None, causal: bool, query: int, key: int, device: 
 
 @functools.cache
 def _compiled(device: str) -> Callable[..., Any]:
-    """One compiled function per device: its cache is keyed by shapes, so later calls only look it up.
+    """Compile one function per device; its cache is keyed by shapes, so later calls only look it up.
 
-    ``fullgraph`` makes too many recompilations an error; otherwise torch goes on in plain Python with full score
-    matrices, without a word. How many are too many is torch's to say, and it says eight, which is fewer than there are
-    kinds of calls: dtypes, documents or none, one query or many, a window, grouped heads. The CPU code generator is
-    wrong for dynamic shapes (an undeclared variable, torch 2.13).
+    ``fullgraph`` makes too many recompilations an error; otherwise torch would silently go on in plain Python with full
+    score matrices. torch's limit of eight is below the number of kinds of calls: dtypes, documents or none, one query
+    or many, a window, grouped heads. The CPU code generator is wrong for dynamic shapes (an undeclared variable, torch
+    2.13).
     """
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
@@ -171,7 +173,7 @@ def _score_mod(slopes: Tensor, layout: Layout) -> Callable[..., Tensor]:
     """Return the bias as a function of indices. Its tensors are inputs of the compiled kernel, not constants."""
     queries, keys = layout.query_positions, layout.key_positions
 
-    @no_type_check  # the kernel traces it; a checker's bookkeeping would be a side effect there
+    @no_type_check  # traced by the kernel, where the bookkeeping of a type checker would be a side effect
     def subtract_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[h] * (queries[b, i] - keys[b, j])
 
@@ -210,9 +212,9 @@ def block_mask(
 ) -> BlockMask:
     """Return the layout's visibility in blocks, from the extremes of each block's positions and documents.
 
-    Memory is one byte per *block*, where ``create_block_mask`` evaluates every pair (10 GB at 8K tokens and 16 heads).
-    A block that may hold a visible pair is kept and masked pair by pair; one that surely is visible throughout is not
-    masked; blocks farther than ``cutoff / slope`` are dropped.
+    Memory is one byte per *block*, while ``create_block_mask`` evaluates every pair (10 GB at 8K tokens and 16 heads).
+    A block that may hold a visible pair is kept and masked pair by pair; a block that is surely visible throughout
+    needs no mask; blocks farther than ``cutoff / slope`` are dropped.
     """
     queries = _extremes(layout.query_positions, layout.query_documents)
     keys = _extremes(layout.key_positions, layout.key_documents)
@@ -246,13 +248,13 @@ def block_mask(
 
 
 def _extremes(positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
-    """Per block of tokens: lowest and highest position, lowest and highest document, and whether all are tokens."""
+    """Return per block: lowest and highest position, lowest and highest document, and whether all are tokens."""
     batch, length = positions.shape
     blocks = -(-length // BLOCK)
     documents = torch.zeros_like(positions) if documents is None else documents
     real = torch.zeros(batch, blocks * BLOCK, dtype=torch.bool, device=positions.device)
     real[:, :length] = documents >= 0
-    far = 1 << 40  # beyond any position, and differences of two still fit into 64 bits
+    far = 1 << 40  # beyond any position, while differences still fit into 64 bits
 
     def fold(values: Tensor, empty: int) -> Tensor:
         padded = torch.full((batch, blocks * BLOCK), empty, dtype=torch.long, device=values.device)
@@ -269,6 +271,6 @@ def _extremes(positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]
 
 
 def _ordered(kept: Bool[Tensor, "batch heads rows columns"]) -> tuple[Tensor, Tensor]:
-    """Return, per row of blocks, how many are kept and their indices, kept ones first."""
+    """Return the number of kept blocks per row, and the indices of all blocks, kept ones first."""
     order = torch.argsort(kept.to(torch.int8), dim=-1, descending=True, stable=True)
     return kept.sum(-1, dtype=torch.int32), order.to(torch.int32)

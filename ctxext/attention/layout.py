@@ -1,7 +1,7 @@
-"""Where the queries and keys of one attention call stand: the only thing that decides who sees whom.
+"""Layout: the positions and documents of the queries and keys of a call, which alone decide the visible pairs.
 
-A query sees a key iff both are tokens of the same document and the key's position is not after the query's, or, in
-an encoder (``sees="both"``), wherever it stands::
+A query sees a key iff both are tokens of the same document and the key's position is not after the query's. In an
+encoder (``sees="both"``) any position will do::
 
     visible(i, j) = key_documents[j] >= 0
                     and key_documents[j] == query_documents[i]
@@ -10,9 +10,14 @@ an encoder (``sees="both"``), wherever it stands::
 
     distance(i, j) = query_positions[i] - key_positions[j], without its sign where sees == "both"
 
-A negative document says "this slot holds no token": padding, or a static-cache slot that is not filled yet. This
-one rule covers left and right padding, packing, dynamic and static caches, chunked prefill and permuted shards.
-A query that sees nothing gets zeros, forward and gradient.
+A negative document marks a slot without a token: padding, or an unfilled slot of a static cache. This one rule covers
+left and right padding, packing, dynamic and static caches, chunked prefill and permuted shards. A query that sees
+nothing gets zeros, in the output and in the gradient.
+
+An example: two documents of 3 and 2 tokens, packed and padded to 6 slots, have::
+
+    positions  0 1 2 0 1 0
+    documents  0 0 0 1 1 -1          query 4 sees keys 3 and 4; query 5 and key 5 see nothing and are seen by nothing
 """
 
 from __future__ import annotations
@@ -33,11 +38,11 @@ T = TypeVar("T")
 
 
 class Span(NamedTuple):
-    """A block inside which kernel-side causality is right: the last query stands where the last key stands.
+    """A block of plain attention, inside which the last query is at the last key, as kernels assume.
 
-    Rows ``rows`` (start, stop) of the batch; queries ``query``; keys ``key``. With Q queries and K >= Q keys in the
-    block, query ``i`` of the block sees exactly keys ``0 .. K - Q + i`` of the block, or all of them where tokens see
-    both ways, and no other key at all.
+    It holds rows ``rows`` of the batch, queries ``query`` and keys ``key``, each as (start, stop). With Q queries and
+    K >= Q keys in the block, query ``i`` sees exactly keys ``0 .. K - Q + i`` of the block (all of them if tokens see
+    both ways), and no key outside.
     """
 
     rows: tuple[int, int]
@@ -52,15 +57,15 @@ class Layout:
     Use a constructor: ``causal``, ``padded``, ``packed``, ``resets``, ``cached``, ``shard``; ``of`` for anything else.
 
     Args:
-        query_positions: ``[batch, query]``, tokens from the start of the document, at least 0 where a token stands.
-        key_positions: ``[batch, key]``, likewise.
+        query_positions: ``[batch, query]``, tokens from the start of the document, at least 0 for a token.
+        key_positions: ``[batch, key]``, counted in the same way.
         query_documents: ``[batch, query]`` ids; negative is no token. None: everything is document 0.
         key_documents: ``[batch, key]``; given iff ``query_documents`` is.
         spans: the same information as blocks of plain attention, if it has that form and the host knows it.
-        consecutive: whether, inside every span, positions step by exactly one.
-        from_zero: whether the host knows that the first key of every span stands at position 0.
-        external_causality: whether an engine around the kernel (context parallelism) decides who sees whom.
-        sees: ``"past"``: a token sees itself and what came before it; ``"both"``: what comes after it as well.
+        consecutive: whether positions step by exactly one inside every span.
+        from_zero: whether the host knows that the first key of every span is at position 0.
+        external_causality: whether an engine around the kernel (context parallelism) decides the visible pairs.
+        sees: ``"past"``: a token sees itself and earlier tokens; ``"both"``: later tokens as well.
     """
 
     query_positions: Int[Tensor, "batch query"]
@@ -78,7 +83,7 @@ class Layout:
     def causal(
         cls, batch: int, query: int, key: int | None = None, *, device: torch.device | str | None = None
     ) -> Layout:
-        """Return the usual case: one document per row and the last query at the last key.
+        """Return the usual layout: one document per row and the last query at the last key.
 
         Args:
             batch: rows, at least 1.
@@ -98,7 +103,7 @@ class Layout:
 
     @classmethod
     def padded(cls, keep: Tensor, *, query: int | None = None, analyse: bool = True) -> Layout:
-        """Return one document per row with padding on the left, on the right, or both.
+        """Return a layout of one document per row with padding on the left, on the right, or both.
 
         Positions count real tokens, so a row's result does not depend on its padding.
 
@@ -108,13 +113,13 @@ class Layout:
             analyse: see ``of``.
 
         Raises:
-            InvalidParameterError: if ``keep`` has a hole (give positions to ``of`` to say what you mean), or is no
+            InvalidParameterError: if ``keep`` has a hole (pass explicit positions to ``of`` instead), or is not a
                 two-dimensional bool tensor.
         """
         if keep.dtype != torch.bool or keep.ndim != 2:
             raise InvalidParameterError(
                 f"keep must be a bool tensor [batch, key], found {keep.dtype} {tuple(keep.shape)}. "
-                "A float mask is a bias; pass what it encodes: keep, documents or a window."
+                "A float mask is a bias. Pass what it encodes: keep, documents or a window."
             )
         query = _tail(query, keep.shape[1])
         if analyse and not torch.compiler.is_compiling():
@@ -125,7 +130,7 @@ class Layout:
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, device: torch.device | str | None = None) -> Layout:
-        """Return one row of several documents, one after the other, each starting at position 0.
+        """Return a layout of one row with several documents, one after the other, each starting at position 0.
 
         Args:
             lengths: tokens per document, each at least 1 (the differences of ``cu_seqlens``).
@@ -147,7 +152,7 @@ class Layout:
     def cached(
         cls, batch: int, query: int, key: int, *, filled: int, device: torch.device | str | None = None
     ) -> Layout:
-        """Return a static cache: ``key`` slots of which the first ``filled`` hold tokens, the last ``query`` new.
+        """Return the layout of a static cache: ``key`` slots, ``filled`` of them tokens, the last ``query`` new.
 
         Raises:
             InvalidParameterError: unless ``query <= filled <= key``.
@@ -163,10 +168,10 @@ class Layout:
 
     @classmethod
     def shard(cls, positions: Int[Tensor, "batch query"]) -> Layout:
-        """Return a shard of a sequence-parallel run whose engine applies causality itself.
+        """Return the layout of a shard in a sequence-parallel run whose engine applies causality itself.
 
-        Only the ALiBi term uses ``positions`` (global, any order); the kernel is called plainly causal and without a
-        mask, which is what torch's context parallelism and Ulysses expect.
+        Only the ALiBi term uses ``positions`` (global, any order). The kernel is called as plainly causal, without a
+        mask, as torch's context parallelism and Ulysses expect.
         """
         batch, length = positions.shape
         span = Span((0, batch), (0, length), (0, length))
@@ -174,10 +179,10 @@ class Layout:
 
     @classmethod
     def resets(cls, positions: Tensor, *, analyse: bool = True) -> Layout:
-        """Return packed documents known by their positions only: one begins wherever the position does not increase.
+        """Return the layout of packed documents, each of which begins where the position does not increase.
 
         Args:
-            positions: ``[batch, seq]``. Skips inside a document are allowed.
+            positions: ``[batch, seq]``. Gaps inside a document are allowed.
             analyse: see ``of``.
         """
         _require_shapes(positions, positions, None, None)
@@ -201,12 +206,12 @@ class Layout:
             key_positions: ``[batch, key]``.
             query_documents: ``[batch, query]`` or None.
             key_documents: ``[batch, key]``, given iff ``query_documents`` is.
-            analyse: check the values and look for spans. On an accelerator this copies the ids to the host once
-                (a few bytes per token); False skips both. Never done while compiling.
+            analyse: whether to check the values and look for spans, which on an accelerator copies the ids to the host
+                once (a few bytes per token). Never done while compiling.
 
         Raises:
-            InvalidParameterError: for a shape that does not fit, a dtype that is no integer, a negative position of
-                a token, or two tokens of one document at the same position.
+            InvalidParameterError: if a shape does not fit, a dtype is not an integer, a token's position is negative,
+                or two tokens of one document have the same position.
         """
         _require_shapes(query_positions, key_positions, query_documents, key_documents)
         spans, consecutive = None, False
@@ -216,32 +221,32 @@ class Layout:
             kd = torch.zeros_like(kp) if key_documents is None else key_documents.cpu()
             require_counted("query", qp, qd)
             require_counted("key", kp, kd)
-            found = find_spans(qp, kp, qd, kd)
-            if found is None:
+            blocks = find_spans(qp, kp, qd, kd)
+            if blocks is None:
                 require_distinct("query", qp, qd)
                 require_distinct("key", kp, kd)
             else:
-                spans, consecutive = tuple(Span(*block) for block in found[0]), found[1]
+                spans, consecutive = tuple(Span(*block) for block in blocks[0]), blocks[1]
         return cls(query_positions, key_positions, query_documents, key_documents, spans, consecutive)
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.query_positions.shape[0]
 
     @property
     def query_length(self) -> int:
-        """Queries per row, padding included."""
+        """Number of queries per row, padding included."""
         return self.query_positions.shape[1]
 
     @property
     def key_length(self) -> int:
-        """Keys per row, padding and unfilled slots included."""
+        """Number of keys per row, padding and unfilled slots included."""
         return self.key_positions.shape[1]
 
     @property
     def whole(self) -> bool:
-        """Whether plain attention over all of q and k is this layout: one span that covers everything."""
+        """True if the layout is plain attention over all of q and k: one span that covers everything."""
         return self.spans == (Span((0, self.batch), (0, self.query_length), (0, self.key_length)),)
 
     def rows(self, start: int, stop: int) -> Layout:
@@ -253,7 +258,7 @@ class Layout:
 
     @property
     def both_ways(self) -> Layout:
-        """The same tokens, each of which sees what comes after it as well.
+        """Layout of the same tokens that sees later tokens as well.
 
         Raises:
             InvalidParameterError: for a ``shard``, whose engine makes it causal.
@@ -264,23 +269,23 @@ class Layout:
 
     @property
     def past(self) -> Layout:
-        """The same tokens, each of which sees itself and what came before it."""
+        """Layout of the same tokens that sees the past only."""
         return replace(self, sees="past", _memo={})
 
     @property
     def mirrored(self) -> Layout:
-        """The rows read from their end, for tokens that see themselves and what comes *after* them.
+        """Layout of the rows read from their end, for tokens that see themselves and *later* tokens.
 
-        Slots stand in reverse order and positions are counted from the last token of the row, so attention over the
-        past of this layout, on flipped queries, keys and values, is attention over the future.
+        Slots are in reverse order and positions count from the last token of the row. So attention over the past of
+        this layout, on flipped queries, keys and values, is attention over the future.
 
         Raises:
-            InvalidParameterError: where there are keys that no query stands at: what comes after those is not known.
+            InvalidParameterError: if there are more keys than queries, so that tokens after some of them are unknown.
         """
         if self.query_length != self.key_length or self.external_causality:
             raise InvalidParameterError(
-                f"A layout of {self.query_length} queries and {self.key_length} keys cannot be read from its end: "
-                f"heads that look ahead need the whole text at once, so no cache and no shard of it."
+                f"A layout of {self.query_length} queries and {self.key_length} keys cannot be read from its end. "
+                f"Heads that look ahead need the whole text at once: pass no cache and no shard of it."
             )
         qp, kp, qd, kd = self._each(lambda part: part.flip(1))
         last = kp.amax(1, keepdim=True) if kd is None else torch.where(kd >= 0, kp, 0).amax(1, keepdim=True)
@@ -288,8 +293,8 @@ class Layout:
         stop = self.key_length
         spans = None
         if self.spans is not None and all(query == key for _, query, key in self.spans):
-            turned = [Span(r, (stop - q[1], stop - q[0]), (stop - k[1], stop - k[0])) for r, q, k in self.spans]
-            spans = tuple(sorted(turned))
+            mirrored_spans = [Span(r, (stop - q[1], stop - q[0]), (stop - k[1], stop - k[0])) for r, q, k in self.spans]
+            spans = tuple(sorted(mirrored_spans))
         return Layout(qp, kp, qd, kd, spans, self.consecutive)
 
     def to(self, device: torch.device) -> Layout:
@@ -302,12 +307,12 @@ class Layout:
         return change(self.query_positions), change(self.key_positions), qd, kd
 
     def distances(self, *, queries: slice = slice(None)) -> Int[Tensor, "batch query key"]:
-        """Return how many positions each key stands before each query; without sign where tokens see both ways."""
+        """Return query position minus key position for each pair; its absolute value if tokens see both ways."""
         apart = self.query_positions[:, queries, None] - self.key_positions[:, None, :]
         return apart.abs() if self.sees == "both" else apart
 
     def places(self) -> Int[Tensor, "batch query"]:
-        """Return which of the keys each query stands at: that of its document and position. What is no token: any."""
+        """Return the index of the key at each query's document and position; padding gets any index."""
         if self.whole:
             slots = torch.arange(self.key_length - self.query_length, self.key_length, device=self.key_positions.device)
             return slots.expand(self.batch, -1)
@@ -325,17 +330,17 @@ class Layout:
         return self.memo("places", build)
 
     def visible(self, window: int | None = None, *, queries: slice = slice(None)) -> Bool[Tensor, "batch query key"]:
-        """Return who sees whom, by the rule in the module's docstring. Quadratic memory: one byte per pair.
+        """Return the visible pairs, by the rule in the module's docstring; memory is one byte per pair.
 
         Args:
             window: tokens that a query sees to each side, itself included; None for all.
-            queries: which queries are asked about.
+            queries: the queries to return.
 
         Raises:
-            InvalidParameterError: for a ``shard``, whose causality is not ours to know.
+            InvalidParameterError: for a ``shard``, whose engine decides.
         """
         if self.external_causality:
-            raise InvalidParameterError("This layout is a shard: its engine decides who sees whom. Use Layout.of.")
+            raise InvalidParameterError("This layout is a shard: its engine decides the visible pairs. Use Layout.of.")
         distance = self.distances(queries=queries)
         seen = distance >= 0
         if window is not None:
@@ -346,10 +351,10 @@ class Layout:
         return seen
 
     def memo(self, key: Any, build: Callable[[], T], *, owner: Tensor | None = None) -> T:
-        """Return ``build()``, remembered under ``key`` so that the layers of one forward share the work.
+        """Return ``build()``, cached under ``key`` so that the layers of one forward pass share the work.
 
-        ``owner`` is the tensor that the result depends on; it is compared by identity and version. Nothing is
-        remembered while compiling (the compiler merges equal expressions by itself).
+        ``owner`` is the tensor that the result depends on; it is compared by identity and version. Nothing is cached
+        while compiling, because the compiler merges equal expressions by itself.
         """
         if torch.compiler.is_compiling():
             return build()
@@ -372,7 +377,7 @@ def _tail(query: int | None, key: int) -> int:
 def _require_shapes(qp: Tensor, kp: Tensor, qd: Tensor | None, kd: Tensor | None) -> None:
     """Raise unless the four are integer tensors whose shapes fit."""
     if (qd is None) != (kd is None):
-        raise InvalidParameterError("Give documents for both queries and keys, or for neither.")
+        raise InvalidParameterError("Pass documents for both queries and keys, or for neither.")
     named = {"query_positions": qp, "key_positions": kp, "query_documents": qd, "key_documents": kd}
     for name, tensor in named.items():
         if tensor is None:

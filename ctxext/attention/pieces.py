@@ -1,20 +1,20 @@
-"""Attention in pieces: pairs of tokens fall into regions, and in each region queries and keys stand at other positions.
+"""Attention in pieces: each region of pairs of tokens has its own positions of queries and keys.
 
-Every method that lets a model read further by giving distant tokens positions that it knows is of this form. A piece
-is computed by an ordinary kernel on rectangles without a mask (``ctxext.attention.regions``), which also returns the
-logarithm of the sum of exponentials of each query's scores; with it, the parts of a query are merged exactly::
+Every method that gives distant tokens positions known from training has this form. An ordinary kernel computes a piece
+on rectangles without a mask (``ctxext.attention.regions``), and also returns the logarithm of the sum of exponentials
+of each query's scores. With it, the parts of a query are merged exactly::
 
     lse = log(sum over parts of exp(lse_part))            out = sum over parts of exp(lse_part - lse) * out_part
 
-A piece whose keys count for less than others adds the logarithm of that to ``lse_part``, and costs nothing more.
+A piece whose keys have a weight other than 1 adds its logarithm to ``lse_part``, at no further cost.
 
-Regions do not overlap, so the kernels see as many scores as plain causal attention does. Queries and keys arrive
-rotated by the model itself; rotations compose, so a piece turns them on by the *difference* of the two positions, and a
-cache keeps what transformers puts there.
+Regions do not overlap, so the kernels compute as many scores as plain causal attention. Queries and keys arrive rotated
+by the model itself. Rotations compose, so a piece rotates them further, by the *difference* of the two positions, and a
+cache holds the same keys as in transformers.
 
 Gradients: a kernel's log-sum-exp carries none, so autograd would take the weights of the merge for constants and be
-wrong without a word. Here the backward of each part is given the *merged* out and lse, with which the weights of the
-part are those of the whole softmax; ring attention does the same (Liu et al., arXiv:2310.01889).
+silently wrong. Here the backward of each part gets the *merged* out and lse, from which it computes the weights of the
+whole softmax; ring attention does the same (Liu et al., arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from ctxext.attention.regions import CAUSAL, FADING, FULL, rectangles, tiles
 from ctxext.spec import PositionMap, Region
 
 TILE = 2048
-"""Rows of queries, one for each head, that a thread of the CPU merges at once."""
+"""Rows of queries (one per head) that a CPU thread merges at once."""
 
 ACCELERATOR_TILE = 1 << 17
-"""The same for all of an accelerator, which is idle with less."""
+"""Rows of queries that an accelerator merges at once; fewer would leave it idle."""
 
 SHORTEST = 256
-"""Queries that a kernel of the CPU takes at once: a tile of fewer would only cost calls."""
+"""Least number of queries in a tile: shorter tiles would only cost kernel calls."""
 
 SHARE = 8
-"""Turned keys take at most one part in so many of what the output takes, if need be one key head after the other."""
+"""Rotated keys take at most this fraction (1 / SHARE) of the output's memory, or one key head at a time."""
 
 KEPT = 256
-"""Tokens up to which angles are kept, for all layers of a step; those of a long text are as large as its keys."""
+"""Tokens up to which angles are cached for all layers of a step; those of a long text are as large as its keys."""
 
 
 class Turn:
-    """A rotation of queries or keys that were rotated for their own position already: on to another one.
+    """A rotation of queries or keys from their own position, for which they are rotated already, to another one.
 
-    The angles of few tokens are kept, so that all layers of a step share them; those of many are computed anew.
+    The angles of few tokens are cached, so that all layers of a step share them; those of many are recomputed.
 
     Args:
-        where: the other position of each token.
-        positions: its own, ``[rows, seq]``; one row where all rows are alike.
+        where: the map from own positions to other ones.
+        positions: own positions, ``[rows, seq]``; one row if all rows are equal.
         inv_freq: radians per token, float64, one for each pair of dimensions that rotates.
         interleaved: whether dimensions ``2 i, 2 i + 1`` are pair ``i``, as in GPT-J; else they are ``i, i + pairs``, as
             in Llama. Dimensions beyond ``2 * pairs`` do not rotate.
-        dtype: what to rotate in.
+        dtype: dtype of the computation.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Turn:
         *,
         back: bool = False,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
-        """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` undoes that."""
+        """Rotate ``x``, which holds some rows and tokens, each as (start, stop); ``back`` reverses the rotation."""
         turned = torch.empty_like(x)
         self.into(turned, x, rows, tokens, back=back)
         return turned
@@ -92,46 +92,46 @@ class Turn:
     def into(
         self, turned: Tensor, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], *, back: bool = False
     ) -> None:
-        """Write into ``turned`` what a call returns."""
-        # Rotation is computed in more bits than tokens have: not of all at once.
+        """Write the result of a call into ``turned``."""
+        # Rotation is computed in a wider dtype, so only for some tokens at a time.
         step = max(1, _rows(x.device.type) // x.shape[1])
-        for at in range(tokens[0], tokens[1], step):
-            stop = min(at + step, tokens[1])
-            here = slice(at - tokens[0], stop - tokens[0])
-            self._into(turned[:, :, here], x[:, :, here], rows, (at, stop), back)
+        for first in range(tokens[0], tokens[1], step):
+            stop = min(first + step, tokens[1])
+            here = slice(first - tokens[0], stop - tokens[0])
+            self._into(turned[:, :, here], x[:, :, here], rows, (first, stop), back)
 
     def _into(self, turned: Tensor, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], back: bool) -> None:
         """Write ``x``, rotated, into ``turned``."""
         cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
         sin = -sin if back else sin
         wide = 2 * cos.shape[-1]
-        one, other = slice(0, wide // 2), slice(wide // 2, wide)
+        real, imag = slice(0, wide // 2), slice(wide // 2, wide)  # a pair of dimensions as a complex number
         if self.interleaved:
-            one, other = slice(0, wide, 2), slice(1, wide, 2)
-        a, b = x[..., one].to(self.dtype), x[..., other].to(self.dtype)
-        turned[..., one] = (a * cos).addcmul_(b, sin, value=-1)
-        turned[..., other] = (b * cos).addcmul_(a, sin)
+            real, imag = slice(0, wide, 2), slice(1, wide, 2)
+        a, b = x[..., real].to(self.dtype), x[..., imag].to(self.dtype)
+        turned[..., real] = (a * cos).addcmul_(b, sin, value=-1)
+        turned[..., imag] = (b * cos).addcmul_(a, sin)
         if wide < x.shape[-1]:
             turned[..., wide:] = x[..., wide:]
 
     def _angles(self, rows: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, ``[rows, 1, tokens, pairs]``."""
+        """Return cosine and sine, ``[rows, 1, tokens, pairs]``."""
         key = (*rows, *tokens)
-        found = self._parts.get(key)
-        if found is None:
+        cos_and_sin = self._parts.get(key)
+        if cos_and_sin is None:
             places = self.positions[slice(*rows), slice(*tokens)]
-            moved = self.where(places.flatten())
-            moved = moved.view(*places.shape, *moved.shape[1:])
-            apart = (moved if moved.ndim == 3 else moved[..., None]) - places[..., None]
-            angles = apart * self.inv_freq
-            found = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
+            target = self.where(places.flatten())
+            target = target.view(*places.shape, *target.shape[1:])
+            shift = (target if target.ndim == 3 else target[..., None]) - places[..., None]
+            angles = shift * self.inv_freq
+            cos_and_sin = (angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None])
             if places.numel() <= KEPT:
-                self._parts[key] = found
-        return found
+                self._parts[key] = cos_and_sin
+        return cos_and_sin
 
 
 class TurnedPiece(NamedTuple):
-    """A region, how queries and keys are turned in it (None where they stay as they are), and what each key counts."""
+    """A region, the rotations of its queries and keys (None for none), and the weight of each key."""
 
     region: Region
     query: Turn | None
@@ -140,7 +140,7 @@ class TurnedPiece(NamedTuple):
 
     @property
     def bias(self) -> float:
-        """What is added to each score."""
+        """Bias of each score, the logarithm of the weight."""
         return math.log(self.weight)
 
 
@@ -148,11 +148,11 @@ class Part(NamedTuple):
     """One call of a kernel: queries and keys by their slots, as (start, stop).
 
     Args:
-        piece: index of the piece whose rotations hold.
+        piece: index of the piece.
         query: slots of queries, inside those of the tile.
         key: slots of keys.
         kind: ``FULL``, ``CAUSAL`` or ``FADING``, see ``ctxext.attention.regions``; ``FULL`` with a mask.
-        mask: bool ``[rows, 1, query, key]``, who sees whom; None for what ``kind`` says.
+        mask: visible pairs, bool ``[rows, 1, query, key]``; None if ``kind`` decides.
     """
 
     piece: int
@@ -163,7 +163,7 @@ class Part(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries that are merged together: rows and slots, as (start, stop), and the calls they take."""
+    """Queries that are merged together: their rows and slots, as (start, stop), and their kernel calls."""
 
     rows: tuple[int, int]
     query: tuple[int, int]
@@ -171,13 +171,13 @@ class Tile(NamedTuple):
 
 
 def tiled(layout: Layout, regions: Sequence[Region], size: int) -> tuple[Tile, ...]:
-    """The calls that compute ``regions`` on a layout.
+    """Return the kernel calls that compute ``regions`` on a layout.
 
-    Blocks of consecutive positions are cut into rectangles without masks. Anything else (positions with gaps, as in
-    skip-wise training) takes one masked call for each tile and region: right for any layout, at the price of a
-    mask of one byte per pair, and of as many scores as there are pieces.
+    Blocks of consecutive positions are cut into rectangles without masks. Other layouts (positions with gaps, as in
+    skip-wise training) take a masked call for each tile and region. That is right for any layout, but costs a mask of
+    one byte per pair, and computes each score once per piece.
     """
-    found: list[Tile] = []
+    plan: list[Tile] = []
     runs = _runs(layout)
     if runs is None:
         return tuple(_masked(layout, regions, size))
@@ -190,15 +190,15 @@ def tiled(layout: Layout, regions: Sequence[Region], size: int) -> tuple[Tile, .
             for index, region in enumerate(regions):
                 for q, k, kind in rectangles(region, start, end):
                     slots = _slots(held, k)
-                    if slots is None:  # keys between others are missing that its queries see
+                    if slots is None:  # some keys that these queries see are missing
                         return tuple(_masked(layout, regions, size))
                     parts.append(Part(index, (q[0] + moved, q[1] + moved), slots, kind))
-            found.append(Tile(rows, (start + moved, end + moved), tuple(parts)))
-    return tuple(found)
+            plan.append(Tile(rows, (start + moved, end + moved), tuple(parts)))
+    return tuple(plan)
 
 
 class _Held(NamedTuple):
-    """Keys at consecutive positions ``start .. stop``, of which the first lies in ``slot``."""
+    """A run of keys at consecutive positions ``start .. stop``, the first of them in ``slot``."""
 
     start: int
     stop: int
@@ -206,7 +206,7 @@ class _Held(NamedTuple):
 
 
 def _slots(held: Sequence[_Held], positions: tuple[int, int]) -> tuple[int, int] | None:
-    """The slots of keys at these positions, (start, stop); None where they do not lie side by side."""
+    """Return the slots of keys at these positions, (start, stop); None if they are not contiguous."""
     for start, stop, slot in held:
         if start <= positions[0] and positions[1] <= stop:
             return positions[0] - start + slot, positions[1] - start + slot
@@ -214,9 +214,9 @@ def _slots(held: Sequence[_Held], positions: tuple[int, int]) -> tuple[int, int]
 
 
 def _runs(layout: Layout) -> list[tuple[Span, list[_Held]]] | None:
-    """The blocks of a layout, each with its keys where positions are consecutive, from position 0 on.
+    """Return the blocks of a layout, each with its runs of keys at consecutive positions, from position 0 on.
 
-    None where it has none such, or where queries stand at other than consecutive positions.
+    Return None if the layout has no blocks, or queries outside the last run of their block.
     """
     if layout.spans is None:
         return None
@@ -224,27 +224,27 @@ def _runs(layout: Layout) -> list[tuple[Span, list[_Held]]] | None:
         if not _starts_at_zero(layout):
             return None
         return [(span, [_Held(0, span.key[1] - span.key[0], span.key[0])]) for span in layout.spans]
-    found = []
+    blocks = []
     for rows, query, key in layout.spans:
         places = layout.key_positions[rows[0] : rows[1], key[0] : key[1]].cpu()
-        alike, counts = torch.unique_consecutive(places, dim=0, return_counts=True)
+        distinct, counts = torch.unique_consecutive(places, dim=0, return_counts=True)
         row = rows[0]
-        for places_of_some, count in zip(alike, counts.tolist(), strict=True):
+        for places_of_some, count in zip(distinct, counts.tolist(), strict=True):
             cuts = [0, *(places_of_some.diff() != 1).nonzero()[:, 0].add(1).tolist(), key[1] - key[0]]
             starts = places_of_some[cuts[:-1]].tolist()
             held = [
-                _Held(start, start + stop - at, at + key[0])
-                for start, at, stop in zip(starts, cuts, cuts[1:], strict=False)
+                _Held(start, start + stop - index, index + key[0])
+                for start, index, stop in zip(starts, cuts, cuts[1:], strict=False)
             ]
             if held[0].start or held[-1].stop - held[-1].start < query[1] - query[0]:
                 return None
-            found.append((Span((row, row + count), query, key), held))
+            blocks.append((Span((row, row + count), query, key), held))
             row += count
-    return found
+    return blocks
 
 
 def _starts_at_zero(layout: Layout) -> bool:
-    """Whether in every span the first key stands at position 0, so that positions can be counted by slots."""
+    """Return whether the first key of every span is at position 0, so that positions can be counted by slots."""
     if layout.from_zero:
         return True
     firsts = [layout.key_positions[rows[0] : rows[1], key[0]] for rows, _, key in layout.spans or ()]
@@ -252,7 +252,7 @@ def _starts_at_zero(layout: Layout) -> bool:
 
 
 def _masked(layout: Layout, regions: Sequence[Region], size: int) -> list[Tile]:
-    found = []
+    plan = []
     keys = layout.key_positions[:, None, None]
     for start in range(0, layout.query_length, size):
         stop = min(layout.query_length, start + size)
@@ -263,71 +263,71 @@ def _masked(layout: Layout, regions: Sequence[Region], size: int) -> list[Tile]:
             mask = visible & region.holds(queries, keys)
             if bool(mask.any()):
                 parts.append(Part(index, (start, stop), (0, layout.key_length), FULL, mask))
-        if parts:  # what sees nothing, such as a stretch of padding, is 0 already
-            found.append(Tile((0, layout.batch), (start, stop), tuple(parts)))
-    return found
+        if parts:  # queries that see nothing, such as padding, are 0 already
+            plan.append(Tile((0, layout.batch), (start, stop), tuple(parts)))
+    return plan
 
 
 def attend_pieces(
     backend: AttentionBackend, call: Call, pieces: Sequence[TurnedPiece], *, settled: int = 0, tile: int | None = None
 ) -> Float[Tensor, "batch heads query head_dim"]:
-    """Attention whose pairs of tokens are told apart by ``pieces``. Differentiable in q, k and v.
+    """Compute attention in ``pieces``, differentiable in q, k and v.
 
     Args:
-        backend: computes the parts; it serves ``call.need`` with ``lse``.
-        call: as for plain attention: q and k as the model rotated them, and where they stand.
-        pieces: disjoint regions. Pairs in none of them are not seen.
-        settled: how many slots of keys, from the first on, are turned already as the last piece has them. No other
-            piece reads them, unless it turns keys likewise. Without a gradient only.
-        tile: queries that are merged at once, at least 1; None for what suits the device.
+        backend: the backend of the parts; it serves ``call.need`` with ``lse``.
+        call: the call of plain attention, with q and k as the model rotated them.
+        pieces: disjoint regions. Pairs outside of them are not visible.
+        settled: the number of leading key slots with the rotation of the last piece already. Only pieces with the same
+            rotation of keys may read them. Without a gradient only.
+        tile: queries that are merged at once, at least 1; None chooses by device.
     """
-    plan, some = _plan(call, pieces, tile), _key_heads_at_once(call.need)
-    run = _Run(backend, tuple(pieces), plan, call.scale, settled, some)
+    plan, key_heads = _plan(call, pieces, tile), _key_heads_at_once(call.need)
+    run = _Run(backend, tuple(pieces), plan, call.scale, settled, key_heads)
     with without_autocast(call.q.device):
         if call.need.training:
-            found: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
-            return found
+            out: Tensor = _Differentiable.apply(run, call.q, call.k, call.v)  # type: ignore[no-untyped-call]
+            return out
         return run.forward(call.q, call.k, call.v)[0]
 
 
 def need_in_pieces(call: Call, pieces: Sequence[TurnedPiece]) -> Need:
-    """What a call needs of the backend that computes its parts.
+    """Return the requirements of a call for the backend that computes its parts.
 
-    Blocks of plain attention need no mask, but their pieces do where positions leave some out.
+    Blocks of plain attention need no mask, but their pieces do if positions have gaps.
     """
     if call.need.order == "external":
         return call.need
     plan = _plan(call, pieces, None)
-    is_masked = bool(plan) and any(part.mask is not None for part in plan[0].parts)  # all are, or none is
+    is_masked = bool(plan) and any(part.mask is not None for part in plan[0].parts)  # all parts have a mask, or none
     return replace(call.need, order="free") if is_masked else call.need
 
 
 def _plan(call: Call, pieces: Sequence[TurnedPiece], tile: int | None) -> tuple[Tile, ...]:
-    """The calls of a kernel, the same for all layers of a forward."""
+    """Return the kernel calls, shared by all layers of a forward pass."""
     regions = [piece.region for piece in pieces]
     size = tile or _queries_at_once(call.need, _key_heads_at_once(call.need))
     return call.layout.memo(("tiles", tuple(regions), size), lambda: tiled(call.layout, regions, size))
 
 
 def _key_heads_at_once(need: Need) -> int:
-    """Key heads whose turned keys are held at once: all for a few queries, few for long texts."""
+    """Return the number of key heads whose rotated keys are held at once: all for few queries, few for long texts."""
     if need.query_length <= SHORTEST:
         return need.kv_heads
     return min(need.kv_heads, max(1, need.heads * need.query_length // (SHARE * need.key_length)))
 
 
 def _queries_at_once(need: Need, key_heads: int) -> int:
-    """Queries of a tile, when so many key heads are computed at once."""
+    """Return the number of queries in a tile for this number of key heads."""
     return max(SHORTEST, _rows(need.device) // (need.heads // need.kv_heads * key_heads))
 
 
 def _rows(device: str) -> int:
-    """Rows of queries or keys, one for each head, that are worked on at once."""
+    """Return the number of rows of queries or keys (one per head) to process at once."""
     return TILE * torch.get_num_threads() if device == "cpu" else ACCELERATOR_TILE
 
 
 class _Keys:
-    """Keys as each piece turns them; turned once for all pieces that turn them alike, when they are first asked for."""
+    """Keys rotated for each piece, on first use, and once for all pieces with the same rotation."""
 
     def __init__(self, k: Tensor, pieces: Sequence[TurnedPiece], plan: Sequence[Tile], settled: int) -> None:
         self.k, self.pieces, self.settled = k, pieces, settled
@@ -339,7 +339,7 @@ class _Keys:
         self._turned: dict[Turn, Tensor] = {}
 
     def __call__(self, piece: int, rows: tuple[int, int], start: int, stop: int) -> Tensor:
-        """Keys ``start .. stop`` of some rows."""
+        """Return keys ``start .. stop`` of some rows, rotated for a piece."""
         turn = self.pieces[piece].key
         if turn is None or (stop <= self.settled and turn is self.pieces[-1].key):
             return self.k[slice(*rows), :, start:stop]
@@ -358,7 +358,7 @@ class _Keys:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What stays the same between the forward and the backward of one call."""
+    """The settings that forward and backward of one call share."""
 
     backend: AttentionBackend
     pieces: tuple[TurnedPiece, ...]
@@ -368,49 +368,56 @@ class _Run:
     key_heads: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The merged output, ``[batch, heads, query, head_dim]``, and, where asked for, its log-sum-exp."""
+        """Return the merged output, ``[batch, heads, query, head_dim]``, and on request its log-sum-exp."""
         batch, heads, query, head_dim = q.shape
-        # Laid out as the layers want it, so that they need not copy it.
+        # Memory in the order that the layers expect, so that they need no copy.
         out = torch.zeros(batch, query, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         precise = torch.promote_types(q.dtype, torch.float32)
-        found = torch.full((batch, heads, query), -math.inf, dtype=precise, device=q.device) if lse else None
-        for ours, keys in _heads(heads, k.shape[1], self.key_heads * (heads // k.shape[1])):
-            part = None if found is None else found[:, ours]
-            self._forward_heads(q[:, ours], k[:, keys], v[:, keys], out[:, ours], part)
-        return out, found
+        merged_lse = torch.full((batch, heads, query), -math.inf, dtype=precise, device=q.device) if lse else None
+        for query_heads, key_heads in _heads(heads, k.shape[1], self.key_heads * (heads // k.shape[1])):
+            part = None if merged_lse is None else merged_lse[:, query_heads]
+            self._forward_heads(q[:, query_heads], k[:, key_heads], v[:, key_heads], out[:, query_heads], part)
+        return out, merged_lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return gradients of q, k and v."""
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        for ours, keys in _heads(q.shape[1], k.shape[1], self.key_heads * (q.shape[1] // k.shape[1])):
-            dq[:, ours], dk[:, keys], dv[:, keys] = self._backward_heads(
-                q[:, ours], k[:, keys], v[:, keys], out[:, ours], lse[:, ours], grad[:, ours]
+        for query_heads, key_heads in _heads(q.shape[1], k.shape[1], self.key_heads * (q.shape[1] // k.shape[1])):
+            dq[:, query_heads], dk[:, key_heads], dv[:, key_heads] = self._backward_heads(
+                q[:, query_heads],
+                k[:, key_heads],
+                v[:, key_heads],
+                out[:, query_heads],
+                lse[:, query_heads],
+                grad[:, query_heads],
             )
         return dq, dk, dv
 
     def _forward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """``forward`` of some heads, written into ``out`` and ``lse``."""
+        """Compute ``forward`` of some heads, into ``out`` and ``lse``."""
         keys = _Keys(k, self.pieces, self.plan, self.settled)
         for tile in self.plan:
-            most = _rows(q.device.type) // (tile.query[1] - tile.query[0])  # the plain beginning may be a long tile
-            for ours, theirs in _heads(q.shape[1], k.shape[1], most):
-                here = (slice(*tile.rows), ours, slice(*tile.query))
+            most = _rows(q.device.type) // (
+                tile.query[1] - tile.query[0]
+            )  # the plain beginning of a text may be one long tile
+            for query_heads, key_heads in _heads(q.shape[1], k.shape[1], most):
+                here = (slice(*tile.rows), query_heads, slice(*tile.query))
                 part = None if lse is None else lse[here]
-                self._forward_tile(q[:, ours], keys, v, tile, theirs, out[here], part)
+                self._forward_tile(q[:, query_heads], keys, v, tile, key_heads, out[here], part)
 
     def _forward_tile(
         self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: slice, out: Tensor, lse: Tensor | None
     ) -> None:
-        """``forward`` of one tile for the queries of some heads, and the heads of keys that they read."""
+        """Compute ``forward`` of one tile, for some query heads and the key heads that they read."""
         rows, start = slice(*tile.rows), tile.query[0]
         queries = self._queries(q, tile)
         merged = _Merge(q[rows, :, slice(*tile.query)].shape, torch.promote_types(q.dtype, torch.float32), q.device)
         for part in tile.parts:
             k_part = keys(part.piece, tile.rows, *part.key)[:, key_heads]
-            found = self._forward(part, queries(part), k_part, v[rows, key_heads, slice(*part.key)])
-            merged.add(part.query[0] - start, part.query[1] - start, *found)
+            result = self._forward(part, queries(part), k_part, v[rows, key_heads, slice(*part.key)])
+            merged.add(part.query[0] - start, part.query[1] - start, *result)
         out.copy_(merged.out)
         if lse is not None:
             lse.copy_(merged.lse)
@@ -418,7 +425,7 @@ class _Run:
     def _backward_heads(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``backward`` of some heads, in the precision of ``lse``."""
+        """Compute ``backward`` of some heads, in the precision of ``lse``."""
         dq, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, v))
         dk = {piece.key: torch.zeros_like(k, dtype=lse.dtype) for piece in self.pieces}
         keys = _Keys(k, self.pieces, self.plan, self.settled)
@@ -443,7 +450,7 @@ class _Run:
         return dq, torch.as_tensor(total), dv
 
     def _queries(self, q: Tensor, tile: Tile) -> Callable[[Part], Tensor]:
-        """Queries of a tile as each piece turns them, turned once."""
+        """Return the function from a part to its rotated queries; each piece rotates those of the tile once."""
         here = q[slice(*tile.rows), :, slice(*tile.query)]
         turned: dict[int, Tensor] = {}
 
@@ -467,7 +474,7 @@ class _Run:
     def _backward(
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
     ) -> tuple[Tensor, ...]:
-        """A kernel knows the scores without their bias: what it makes weights of them with lacks it too."""
+        """Call the backward of a kernel, which computes scores without the bias, so ``lse`` must lack it too."""
         bias = self.pieces[part.piece].bias
         tensors = (q, k, v, out, lse - bias if bias else lse, grad)
         if part.kind == FADING:
@@ -477,7 +484,7 @@ class _Run:
 
 
 def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Query heads, ``most`` of them or one at once, and the key heads that they read."""
+    """Yield slices of at most ``most`` query heads (at least one), and of the key heads that they read."""
     shared = heads // kv_heads
     if most >= shared:
         for start in range(0, kv_heads, most // shared):
@@ -491,14 +498,15 @@ def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]
 
 
 def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors with their tokens in reverse order, which makes a fading square a causal one."""
+    """Return tensors with tokens in reverse order, which turns a fading square into a causal one."""
     return tuple(x.flip(2) for x in tensors)
 
 
 class _Merge:
     """The running merge of the parts of one tile.
 
-    What a kernel returned is only read: selective checkpointing keeps it, to give it back in the backward pass.
+    Outputs of a kernel are never changed in place: selective checkpointing keeps them for the backward pass. So the
+    first part is kept as it is, and copied only if a second one arrives (``is_own``).
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
@@ -520,7 +528,7 @@ class _Merge:
             self.is_own = True
         old, lse = self.lse[:, :, start:stop], lse.to(self.dtype)
         new = torch.logaddexp(old, lse)
-        # A query that has seen nothing so far has minus infinity minus minus infinity here, which is not a number.
+        # For a query without visible keys so far, minus infinity minus minus infinity would be NaN.
         kept = torch.where(old == -math.inf, 0.0, (old - new).exp())[..., None]
         added = torch.where(lse == -math.inf, 0.0, (lse - new).exp())[..., None]
         self.out[:, :, start:stop].mul_(kept).addcmul_(out.to(self.dtype), added)
@@ -528,7 +536,7 @@ class _Merge:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The whole call as one step of autograd: it keeps q, k, v, out and lse, and turns anew in the backward."""
+    """The whole call as one autograd function: it saves q, k, v, out and lse, and rotates again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The oracle: attention as it is written on paper."""
+"""The oracle: attention as in the textbook formula."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ctxext.spec import OwnAttention, ScoreForm
 
 
 class Reference(AttentionBackend):
-    """Full score matrix in float32 (float64 for float64 tensors), gradients by autograd.
+    """Attention with the full score matrix in float32 (float64 for float64 tensors) and gradients by autograd.
 
-    One would pick it to check another backend. Memory is quadratic: ``heads * query * key`` floats, several times.
+    Pick it to check another backend. Memory is quadratic: ``heads * query * key`` floats, several times.
     """
 
     name: ClassVar[str] = "reference"
@@ -25,7 +25,7 @@ class Reference(AttentionBackend):
 
     def why_not(self, need: Need) -> str | None:
         if need.order == "external":
-            return "it masks by itself, but the layout says that an engine around the kernel does."
+            return "it masks by itself, but under this layout an engine around the kernel does."
         return None
 
     def attend(self, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
@@ -41,7 +41,7 @@ class Reference(AttentionBackend):
         if call.score is not None:
             scores = scores + call.score.rows(slice(None)).to(dtype)
         hidden = ~layout.visible(call.window)[:, None]
-        # A row of -inf only would be NaN in the softmax and in its gradient: let it see everything, then erase it.
+        # A row of only -inf gives NaN in the softmax and its gradient: let it see everything, then set it to 0.
         nothing = hidden.all(-1, keepdim=True)
         weights = torch.softmax(scores.masked_fill(hidden & ~nothing, -math.inf), -1)
         weights = torch.dropout(weights.masked_fill(nothing, 0.0), call.dropout, train=call.dropout > 0)

@@ -1,7 +1,7 @@
-"""Regions of the causal triangle as rectangles that a kernel computes without a mask: all pairs, or one causal half.
+"""Cut regions of the causal triangle into rectangles that a kernel computes without a mask: full, or one causal half.
 
-This is the only place that knows how. A text is cut into tiles of queries. In one tile a band has a staircase where
-keys come into sight, one where they go out of it, and between the two a rectangle that every query of the tile sees::
+A text is cut into tiles of queries. In one tile a band has a staircase of keys that come into sight, a staircase of
+keys that go out of sight, and between the two a rectangle that every query of the tile sees::
 
             going out        seen by all         coming in
     query a   . # # #   # # # # # # # # # # #   # . . .
@@ -24,10 +24,10 @@ FULL, CAUSAL, FADING = "full", "causal", "fading"
 
 
 class Rectangle(NamedTuple):
-    """Queries and keys by their positions, as (start, stop), and which of their pairs belong to it.
+    """Queries and keys by their positions, as (start, stop), and the kind of pairs that belong to the rectangle.
 
-    ``kind`` is ``FULL`` for all, ``CAUSAL`` in a square for key t and query t or later (counted inside it), ``FADING``
-    for query t and key t or later.
+    ``kind`` is ``FULL`` for all pairs; ``CAUSAL``, in a square, for key t and query t or later (counted inside it);
+    ``FADING`` for query t and key t or later.
     """
 
     query: tuple[int, int]
@@ -36,7 +36,7 @@ class Rectangle(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key belong to it."""
+        """Number of pairs of a query and a key in the rectangle."""
         rows, columns = self.query[1] - self.query[0], self.key[1] - self.key[0]
         return rows * columns if self.kind == FULL else rows * (rows + 1) // 2
 
@@ -44,31 +44,31 @@ class Rectangle(NamedTuple):
 def tiles(regions: list[Region], first: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Cut queries ``first .. stop`` (positions) into tiles in which every region has the form above.
 
-    A tile ends where a chunk does, and is no longer than the narrowest band. What stands before the first far key is
-    one tile of any length, in which all regions but one are empty: there, attention is plain.
+    A tile ends at the end of a chunk, and is no longer than the narrowest band. Queries before the first far key are
+    one tile of any length, in which all regions except one are empty: attention is plain there.
 
     Args:
-        regions: of the pieces of a method.
+        regions: the regions of a method's pieces.
         first: position of the first query.
-        stop: position after the last.
-        size: queries of a tile, at most; at least 1.
+        stop: position after the last query.
+        size: largest number of queries in a tile; at least 1.
     """
     plain = min((_first_far(region) for region in regions), default=0)
     borders = {region.plain_before for region in regions if isinstance(region, Band | Sinks)}
     chunks = {region.size for region in regions if isinstance(region, Chunks)}
     bands = [region.stop - region.start for region in regions if isinstance(region, Band) and region.stop is not None]
-    at = first
-    while at < stop:
-        end = min(stop, at + min([size, *bands])) if at >= plain else min(stop, plain)
-        end = min([end, *(border for border in borders if border > at)])
+    start = first
+    while start < stop:
+        end = min(stop, start + min([size, *bands])) if start >= plain else min(stop, plain)
+        end = min([end, *(border for border in borders if border > start)])
         for chunk in chunks:
-            end = min(end, (at // chunk + 1) * chunk)
-        yield at, end
-        at = end
+            end = min(end, (start // chunk + 1) * chunk)
+        yield start, end
+        start = end
 
 
 def _first_far(region: Region) -> int:
-    """The first query that is not treated as in plain causal attention, as far as this region knows."""
+    """Return the first query for which this region differs from plain causal attention."""
     if isinstance(region, Band):
         is_near = region.start == 0 and region.stop is not None
         return max(region.stop or 0, region.plain_before) if is_near else 1 << 62
@@ -76,10 +76,10 @@ def _first_far(region: Region) -> int:
 
 
 def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
-    """The rectangles of a region for one tile of queries, ``first .. stop`` (positions), over keys from position 0.
+    """Yield the rectangles of a region for one tile of queries, ``first .. stop`` (positions), over keys from 0.
 
     Raises:
-        InvalidParameterError: for a region of an unknown kind, or a tile that is longer than a band is wide.
+        InvalidParameterError: if the region's kind is unknown, or the tile is longer than a band is wide.
     """
     if isinstance(region, Chunks):
         chunk = first // region.size - region.back
@@ -109,25 +109,25 @@ def rectangles(region: Region, first: int, stop: int) -> Iterator[Rectangle]:
 
 
 def _coming(first: int, stop: int, low: int, high: int, back: int) -> Iterator[Rectangle]:
-    """Keys ``low .. high`` that queries ``first .. stop`` see once they lie ``back`` tokens behind."""
-    # Keys before it are seen by every query. The one that has just come into sight of the first query begins the
-    # square; a single query has no use for one.
+    """Yield rectangles of keys ``low .. high`` that queries ``first .. stop`` see from ``back`` tokens behind on."""
+    # Every query sees the keys before ``middle``. The key that has just come into sight of the first query begins the
+    # causal square; a single query needs no square.
     middle = min(max(low, first - back + (stop - first == 1)), high)
-    last = max(min(high, stop - back), middle)  # keys from it on are seen by none
+    last = max(min(high, stop - back), middle)  # no query sees the keys from here on
     yield from _some(Rectangle((first, stop), (low, middle), FULL))
     yield from _some(Rectangle((middle + back, last + back), (middle, last), CAUSAL))
     yield from _some(Rectangle((last + back, stop), (middle, last), FULL))
 
 
 def _going(first: int, stop: int, high: int, back: int, skip: int) -> Iterator[Rectangle]:
-    """Keys ``skip .. high`` that queries ``first .. stop`` see as long as they lie less than ``back`` tokens behind."""
+    """Yield rectangles of keys ``skip .. high`` that queries ``first .. stop`` see less than ``back`` tokens behind."""
     low = max(skip, first - back + 1)  # the first key that the first query sees
-    turning = low + back - 1  # the last query that sees it
+    turning = low + back - 1  # the last query that sees this key
     yield from _some(Rectangle((first, turning), (low, high), FULL))
     yield from _some(Rectangle((turning, high + back - 1), (low, high), FADING))
 
 
-def _some(found: Rectangle) -> Iterator[Rectangle]:
-    """The rectangle, unless it is empty."""
-    if found.query[0] < found.query[1] and found.key[0] < found.key[1]:
-        yield found
+def _some(rectangle: Rectangle) -> Iterator[Rectangle]:
+    """Yield the rectangle, unless it is empty."""
+    if rectangle.query[0] < rectangle.query[1] and rectangle.key[0] < rectangle.key[1]:
+        yield rectangle

@@ -23,31 +23,30 @@ from ctxext.spec import OwnAttention, ScoreForm
 aten = torch.ops.aten
 
 BIAS_BYTES = 64 * 2**20
-"""Memory for a bias or a score of pairs, which is written out for as many queries at a time as fit."""
+"""Memory in bytes for a bias or a score of pairs, which is materialised for as many queries at a time as fit."""
 
 
 def kernel_order(need: Need) -> list[SDPBackend]:
     """Return the fused kernels that may serve ``need`` on CUDA, best first.
 
     cuDNN is the last: it was faster than flash on compute capability 9.0 (published: 1.7 to 2.3x), but builds a plan
-    for every shape, which is every step of decoding, and torch itself takes it there only from a version on that is
-    known not to read beyond lengths that are no multiple of 128 (pytorch#169849; wrong gradients with a mask:
-    pytorch#196678). The math path is only allowed where it can be right: it multiplies q and k by the root of
-    ``scale``, which rounds ALiBi columns.
+    for every shape, hence for every step of decoding. Some versions read beyond lengths that are not a multiple of 128
+    (pytorch#169849) or return wrong gradients with a mask (pytorch#196678). The math path is left out for ALiBi columns
+    below float64, because it multiplies q and k by the root of ``scale``, which rounds them.
     """
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     return order if need.widened and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
 
 
 def _no_fused_kernel(need: Need) -> str | None:
-    """Why none of CUDA's fused kernels takes a call that the math path must not compute; None where one does."""
+    """Return why none of CUDA's fused kernels takes a call without the math path; None if one does."""
     if need.dtype == torch.float64:
         return None
     is_old = need.capability is not None and need.capability < (8, 0)
     if need.dtype == torch.bfloat16 and is_old:
         return f"its fused kernels for bfloat16 need compute capability 8.0, found {need.capability}. Use float16."
     half = need.dtype != torch.float32
-    # Without a mask flash attention serves 16-bit heads of any size: torch pads them, unless asked for the log-sum-exp.
+    # Without a mask, flash attention takes 16-bit heads of any size: torch pads them, except with a log-sum-exp.
     masked = need.order == "free" or need.window is not None or need.cached or need.sees == "both"
     step = 8 if half else 4
     if need.head_dim % step and (masked or need.lse or is_old or not half):
@@ -59,15 +58,15 @@ def _no_fused_kernel(need: Need) -> str | None:
 class Sdpa(AttentionBackend):
     """torch's fused attention on any device, with any layout; ALiBi exact and without a bias tensor.
 
-    One would pick it nearly always. Blocks of plain causal attention (padding, packing, caches) run without a mask,
-    each on its own; a short query over a long cache takes a bias of one row per query; what is left takes a mask of
-    one byte per pair. With slopes, key heads are repeated to the number of query heads (linear memory). Where tokens
-    see both ways, slopes are a bias that is written out for some queries at a time (linear memory, slower kernels); so
-    is the score of an encoding, unless a few more dimensions of q and k can carry it, or all far keys get the same.
+    Pick it nearly always. Blocks of plain causal attention (padding, packing, caches) run one by one, without a mask.
+    A few queries over a long cache take a bias of one row per query, and other calls a mask of one byte per pair. With
+    slopes, key heads are repeated to the number of query heads (linear memory). If tokens see both ways, slopes become
+    a bias that is materialised for some queries at a time (linear memory, slower kernels). So does the score of an
+    encoding, unless further dimensions of q and k can carry it, or it is equal for all far keys.
 
     Args:
-        block_overhead: pairs of tokens that one more kernel call is worth; blocks are used where they save more.
-            None: 2^12 on CPU (measured: blocks win from 64 tokens on), 2^20 elsewhere (20 us of an H100, estimated).
+        block_overhead: cost of a further kernel call, in pairs of tokens; blocks are used if they save more. None means
+            2^12 on CPU (measured: blocks win from 64 tokens on), 2^20 elsewhere (20 us of an H100, estimated).
         dense_rows: cached queries up to which a bias ``[batch, heads, query, key]`` is cheaper than rebuilding k.
     """
 
@@ -80,13 +79,13 @@ class Sdpa(AttentionBackend):
 
     def why_not(self, need: Need) -> str | None:
         if need.dropout and need.device == "cpu":
-            return "its CPU kernel has no attention dropout. Set attention_dropout to 0, or take 'reference'."
+            return "its CPU kernel has no attention dropout. Set attention_dropout to 0, or use 'reference'."
         if need.widened and need.device == "mps":
-            return "ALiBi columns and their like are computed in float64, which MPS does not have."
+            return "it computes ALiBi and score columns in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
-            return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces are merged by."
+            return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces need."
         if need.dropout and need.score == "own":
-            return "this encoding has an attention of its own, without dropout. Set attention_dropout to 0."
+            return "this encoding computes its attention itself, without dropout. Set attention_dropout to 0."
         if need.device == "cuda" and (need.widened or need.lse) and (reason := _no_fused_kernel(need)):
             return reason
         if need.order == "external" and need.window is not None:
@@ -104,10 +103,10 @@ class Sdpa(AttentionBackend):
         if call.need.score == "rows" and has_far_keys(call) and self.refuses(_far_need(call.need)) is None:
             return attend_near_far(self, call)
         if call.need.score == "rows" or (call.need.score in ("places", "columns") and is_short):
-            # A new token's columns would be those of all keys beside a widened copy of the cache.
+            # Columns would need a widened copy of the whole cache for each new token.
             return _by_rows(replace(kernel, need=replace(call.need, score="rows")), call)
         if call.need.score == "places" and call.need.training and q.dtype in (torch.bfloat16, torch.float16):
-            # Gradients of places are summed over all later tokens: in 16 bits, those of columns are mostly rounding.
+            # A place's gradient sums over all later tokens, so that rounding of 16-bit columns would dominate it.
             wide = {name: getattr(call, name).float() for name in ("q", "k", "v")}
             return self.attend(replace(call, **wide, need=replace(call.need, dtype=torch.float32))).to(q.dtype)
         if call.score is None and is_short:
@@ -130,12 +129,12 @@ class Sdpa(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
         if q.device.type == "cpu" and torch.compiler.is_exporting():
-            # torch 2.13.0 decomposes the CPU's kernel into a formula that returns the weights of attention in the place
-            # of the log-sum-exp (torch/_decomp/decompositions.py), so that a program for others gets a formula of ours.
+            # torch 2.13.0 decomposes the CPU's kernel into a formula that returns attention weights in the place of the
+            # log-sum-exp (torch/_decomp/decompositions.py), so an exported program gets ctxext's formula.
             return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)
         heads, kv_heads = q.shape[1], k.shape[1]
         if not causal and mask is None and q.shape[2] <= self.dense_rows and heads > kv_heads:
-            # Query heads that share a key head become rows of one block of queries: keys are read once for all of them.
+            # Query heads that share a key head become rows of one block of queries, so that keys are read once for all.
             folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
             out, lse = _fused(folded, k, v, scale, False, None)
             return out.reshape(q.shape), lse.reshape(q.shape[:3])
@@ -157,10 +156,10 @@ class Sdpa(AttentionBackend):
         if q.device.type != "cpu":
             return super().gradients(q, k, v, out, lse, grad, scale=scale, causal=causal, mask=mask)
         hidden = None if mask is None else _as_bias(mask, q)
-        found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, causal, attn_mask=hidden, scale=scale
         )
-        return found
+        return grads
 
     def _blocks_pay(self, layout: Layout) -> bool:
         if layout.whole or layout.external_causality:
@@ -175,22 +174,22 @@ class Sdpa(AttentionBackend):
 
 
 def _far_need(need: Need) -> Need:
-    """What the far part of a call needs, see ``ctxext.attention.near_far``."""
+    """Return the requirements of the far part of a call, see ``ctxext.attention.near_far``."""
     return replace(need, score="none", lse=True)
 
 
 def _is_for_flash(q: Tensor) -> bool:
-    """Whether CUDA's flash attention has a kernel for such a head, which torch pads to a multiple of 8 dimensions."""
+    """Return whether CUDA's flash attention has a kernel for such heads, padded to a multiple of 8 dimensions."""
     is_half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 256
     return q.device.type == "cuda" and is_half and capability_of(q.device) >= (8, 0)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The kernels below torch's ``scaled_dot_product_attention``, which return the log-sum-exp as well."""
+    """Call the kernels below torch's ``scaled_dot_product_attention``, which also return the log-sum-exp."""
     if q.device.type == "cpu":
         hidden = None if mask is None else _as_bias(mask, q)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=hidden, scale=scale)
-        if mask is not None:  # a query that sees nothing gets 0 from this kernel, not minus infinity
+        if mask is not None:  # this kernel returns 0, not minus infinity, for a query that sees nothing
             lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
         return out, lse
     if mask is None and _is_for_flash(q) and q.shape[3] % 8 == 0:
@@ -199,7 +198,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Te
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     if mask is not None:
         some = mask.any(-1, keepdim=True)
-        room = (-k.shape[2]) % 16  # the kernel wants rows of the bias to begin at multiples of 16 bytes
+        room = (-k.shape[2]) % 16  # rows of the bias must begin at multiples of 16 bytes
         bias = F.pad(_as_bias(mask | ~some, q), (0, room))[..., : k.shape[2]].expand(*q.shape[:3], k.shape[2])
         out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)[:2]
         lse = lse[:, :, : q.shape[2]]
@@ -209,13 +208,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Te
 
 
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as what the kernels add to scores, in ``like``'s dtype."""
+    """Return a mask as a bias of 0 and minus infinity, in ``like``'s dtype."""
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -torch.inf)
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """torch's kernel with what stays the same in all blocks of one call."""
+    """torch's kernel with the settings that all blocks of one call share."""
 
     need: Need
     scale: float
@@ -224,10 +223,10 @@ class _Kernel:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Run the kernel; k and v may have fewer heads than q."""
         if mask is not None or (self.need.device == "cuda" and not _is_for_flash(q)):
-            # Efficient attention knows no grouped heads: torch would write out all scores.
+            # Efficient attention has no grouped heads: torch would materialise all scores.
             k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         grouped = False
-        if q.shape[1] != k.shape[1]:  # a branch, not an expression: dynamic shapes would make that a SymBool
+        if q.shape[1] != k.shape[1]:  # a branch, because dynamic shapes would turn the expression into a SymBool
             grouped = True
         with self._kernels():
             return F.scaled_dot_product_attention(
@@ -235,7 +234,7 @@ class _Kernel:
             )
 
     def merges(self, q: Tensor) -> bool:
-        """Whether parts of a call may be merged by their log-sum-exp: a kernel gives it, and no gradient needs it."""
+        """Return whether parts may be merged by log-sum-exp: a kernel returns it, and no gradient is needed."""
         if self.need.training or self.need.compiling or self.dropout:
             return False
         return self.need.device == "cpu" or (_is_for_flash(q) and q.shape[3] % 8 == 0)
@@ -249,7 +248,7 @@ class _Kernel:
 
 
 def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...], causal: bool) -> Tensor:
-    """Run every span by itself and put zeros where there is none. Splits, so that the backward stays linear."""
+    """Run every span by itself, with zeros elsewhere; splitting tensors keeps the backward pass linear."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         groups.setdefault(span.rows, []).append(span)
@@ -258,16 +257,16 @@ def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Sp
     rows, covered = _sections(list(groups), q.shape[0])
     parts: list[Tensor] = []
     row_parts = zip(covered, torch.split(q, rows), torch.split(k, rows), torch.split(v, rows), strict=True)
-    for where, q_rows, k_rows, v_rows in row_parts:
-        if where is None:
+    for span_rows, q_rows, k_rows, v_rows in row_parts:
+        if span_rows is None:
             parts.append(torch.zeros_like(q_rows))
         else:
-            parts.append(_row_blocks(kernel, q_rows, k_rows, v_rows, groups[where], causal))
+            parts.append(_row_blocks(kernel, q_rows, k_rows, v_rows, groups[span_rows], causal))
     return torch.cat(parts)
 
 
 def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Span], causal: bool) -> Tensor:
-    """``_by_blocks`` for rows that share their spans."""
+    """Run ``_by_blocks`` for rows that share their spans."""
     q_sizes, q_covered = _sections([span.query for span in spans], q.shape[2])
     k_sizes, k_covered = _sections(sorted(span.key for span in spans), k.shape[2])
     k_parts = dict(zip(k_covered, torch.split(k, k_sizes, 2), strict=True))
@@ -275,15 +274,15 @@ def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Sp
     key_of = {span.query: span.key for span in spans}
     parts = [
         torch.zeros_like(part)
-        if where is None
-        else _block(kernel, part, k_parts[key_of[where]], v_parts[key_of[where]], causal)
-        for where, part in zip(q_covered, torch.split(q, q_sizes, 2), strict=True)
+        if section is None
+        else _block(kernel, part, k_parts[key_of[section]], v_parts[key_of[section]], causal)
+        for section, part in zip(q_covered, torch.split(q, q_sizes, 2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Plain attention; if causal, with the last query at the last key."""
+    """Compute plain attention; if causal, with the last query at the last key."""
     query, key = q.shape[2], k.shape[2]
     if query == key and causal:
         return kernel(q, k, v, causal=True)
@@ -297,7 +296,7 @@ def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Te
 
 
 def _after(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Queries at the last keys: all see those before, and each its own and earlier ones; merged, without a mask."""
+    """Compute queries at the last keys without a mask: merge full attention to earlier keys with a causal block."""
     before = k.shape[2] - q.shape[2]
     far, far_lse = _fused(q, k[:, :, :before], v[:, :, :before], kernel.scale, False, None)
     near, near_lse = _fused(q, k[:, :, before:], v[:, :, before:], kernel.scale, True, None)
@@ -310,27 +309,27 @@ def _covers(span: Span, q: Tensor, k: Tensor) -> bool:
 
 
 def _sections(ranges: list[tuple[int, int]], length: int) -> tuple[list[int], list[tuple[int, int] | None]]:
-    """Cut ``0 .. length`` at ``ranges`` (sorted, disjoint): sizes, and which range each is, None for a gap."""
+    """Cut ``0 .. length`` at sorted, disjoint ``ranges``; return sizes and the range of each, None for a gap."""
     sizes: list[int] = []
-    which: list[tuple[int, int] | None] = []
-    at = 0
+    sections: list[tuple[int, int] | None] = []
+    position = 0
     for start, stop in ranges:
-        if start > at:
-            sizes.append(start - at)
-            which.append(None)
+        if start > position:
+            sizes.append(start - position)
+            sections.append(None)
         sizes.append(stop - start)
-        which.append((start, stop))
-        at = stop
-    if at < length:
-        sizes.append(length - at)
-        which.append(None)
-    return sizes, which
+        sections.append((start, stop))
+        position = stop
+    if position < length:
+        sizes.append(length - position)
+        sections.append(None)
+    return sizes, sections
 
 
 def _seen(
     layout: Layout, window: int | None
 ) -> tuple[Bool[Tensor, "batch 1 query key"], Bool[Tensor, "batch 1 query 1"]]:
-    """Return a mask without empty rows, and which rows really see something."""
+    """Return a mask without empty rows, and a marker of the rows that really see something."""
 
     def build() -> tuple[Tensor, Tensor]:
         visible = layout.visible(window)[:, None]
@@ -341,27 +340,27 @@ def _seen(
 
 
 def _masked(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
-    """The form for any layout: one byte per pair, shared by all heads."""
+    """Compute any layout with a mask of one byte per pair, shared by all heads."""
     mask, some = _seen(layout, window)
     return torch.where(some, kernel(q, k, v, mask), 0.0)
 
 
 def _bias(distances: Tensor, slopes: Tensor, q: Tensor) -> Tensor:
-    """What is added to scores, ``[batch, heads, query, key]``."""
+    """Return the ALiBi bias of the scores, ``[batch, heads, query, key]``."""
     bias = -slopes.double()[None, :, None, None] * distances[:, None].double()
     return bias.to(_bias_dtype(q))
 
 
 def _bias_dtype(q: Tensor) -> torch.dtype:
-    # CPU kernels add a float32 bias to 16-bit scores; CUDA's want q's dtype, where this relative form is as
-    # good: a rounding of 2^-9 of the bias matters only where the weight is already small.
+    # CPU kernels add a float32 bias to 16-bit scores, CUDA's need q's dtype. Rounding the bias by 2^-9 of itself
+    # matters only where it is large, and there the weight is small.
     return q.dtype if q.device.type != "cpu" or q.dtype == torch.float64 else torch.float32
 
 
 def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
-    """ALiBi for tokens that see both ways, whose bias no columns can carry: written out for some queries at a time.
+    """Compute ALiBi for tokens that see both ways, with a bias for some queries at a time: columns cannot hold it.
 
-    Where that is once for all queries, the layers of a forward share it; else a backward pass makes it anew.
+    If the bias of all queries fits, the layers of a forward pass share it; otherwise the backward pass recomputes it.
     """
     q, layout, slopes, window = call.q, call.layout, call.slopes, call.window
     assert slopes is not None
@@ -389,15 +388,15 @@ def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
     for start in range(0, length, size):
         rows = slice(start, start + size)
         arguments = (rows, q[:, :, rows], k, v)
-        found = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
-        parts.append(found)
+        part = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
+        parts.append(part)
     return torch.cat(parts, 2)
 
 
 def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
-    """The score of an encoding, written out for some queries at a time; a backward pass makes it anew.
+    """Add the score of an encoding for some queries at a time, and recompute it in a backward pass.
 
-    Fused kernels hand no gradient on to what they are given as a bias, so where one is needed softmax is spelled out.
+    Fused kernels give no gradient to a bias, so the softmax is written out if one is needed.
     """
     assert call.score is not None
     score, layout, q = call.score, call.layout, call.q
@@ -417,22 +416,22 @@ def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
     for start in range(0, length, size):
         rows = slice(start, min(start + size, length))
         arguments = (rows, q[:, :, rows], k, v)
-        found = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
-        parts.append(found)
+        part = checkpoint(attend, *arguments, use_reentrant=False) if call.need.training else attend(*arguments)
+        parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _spelled_out(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention of these queries, whose bias gets a gradient: ``[batch, heads, query, head_dim]`` in q's dtype."""
+    """Compute attention whose bias gets a gradient: ``[batch, heads, query, head_dim]`` in q's dtype."""
     scores = (q @ k.transpose(-1, -2)).to(bias.dtype) * kernel.scale + bias
     weights = torch.dropout(torch.softmax(scores, -1), kernel.dropout, train=kernel.dropout > 0)
     return weights.to(q.dtype) @ v
 
 
 def _dense(kernel: _Kernel, call: Call) -> Tensor:
-    """Few queries over a long cache: k and v are read in place, the bias is as small as the scores.
+    """Compute few queries over a long cache: read k and v in place, with a bias as small as the scores.
 
-    Query heads that share a key head become rows of one query block, so that GQA copies nothing.
+    Query heads that share a key head become rows of one query block, so that grouped heads copy nothing.
     """
     q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
     batch, heads, query, head_dim = q.shape

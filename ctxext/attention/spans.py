@@ -1,4 +1,4 @@
-"""Host-side analysis of positions and documents: are they valid, and are they blocks of plain causal attention?"""
+"""Check positions and documents on the host, and find blocks of plain causal attention in them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Block = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # rows, querie
 
 
 def require_no_hole(name: str, keep: Bool[Tensor, "batch seq"], remedy: str) -> None:
-    """Raise unless the tokens of each row stand together: padding before and after them has one meaning only.
+    """Raise unless the tokens of each row are contiguous, so that padding has one meaning only.
 
     Raises:
-        InvalidParameterError: naming the mask, the row and what to do.
+        InvalidParameterError: with the mask, the row and the way out.
     """
     starts = (keep.int().diff(dim=1) == 1).sum(1) + keep[:, 0].int()
     if bool((starts > 1).any()):
         raise InvalidParameterError(
-            f"{name} has a hole in row {int((starts > 1).nonzero()[0, 0])}: whether positions skip it or not changes "
-            f"the result. {remedy}"
+            f"{name} has a hole in row {int((starts > 1).nonzero()[0, 0])}, and the result depends on whether "
+            f"positions skip it. {remedy}"
         )
 
 
@@ -29,22 +29,22 @@ def require_counted(side: str, positions: Int[Tensor, "batch seq"], documents: I
     """Raise unless every token's position is at least 0.
 
     Raises:
-        InvalidParameterError: naming the row and the position.
+        InvalidParameterError: with the row and the position.
     """
     negative = (documents >= 0) & (positions < 0)
     if bool(negative.any()):
         row, index = negative.nonzero()[0].tolist()
         raise InvalidParameterError(
-            f"{side} position {int(positions[row, index])} in row {row} is negative. Positions count from 0; "
-            "mark a slot without a token by a negative document."
+            f"{side} position {int(positions[row, index])} in row {row} is negative. Positions count from 0. "
+            "Mark a slot without a token by a negative document."
         )
 
 
 def require_distinct(side: str, positions: Int[Tensor, "batch seq"], documents: Int[Tensor, "batch seq"]) -> None:
-    """Raise unless every token's position is its own inside its document.
+    """Raise unless positions are distinct inside each document.
 
     Raises:
-        InvalidParameterError: naming the row, the document and the position.
+        InvalidParameterError: with the row, the document and the position.
     """
     for row, (place, document) in enumerate(zip(positions.long(), documents.long(), strict=True)):
         real = document >= 0
@@ -53,8 +53,8 @@ def require_distinct(side: str, positions: Int[Tensor, "batch seq"], documents: 
         if bool((counts > 1).any()):
             document_id, position = divmod(int(tokens[counts > 1][0]), base)
             raise InvalidParameterError(
-                f"{side} position {position} occurs twice in document {document_id} of row {row}: which of the two "
-                "sees the other is ambiguous. Give packed documents different document ids."
+                f"{side} position {position} occurs twice in document {document_id} of row {row}, so it is ambiguous "
+                "which token sees the other. Give packed documents different document ids."
             )
 
 
@@ -64,7 +64,7 @@ def find_spans(
     query_documents: Int[Tensor, "batch query"],
     key_documents: Int[Tensor, "batch key"],
 ) -> tuple[list[Block], bool] | None:
-    """Return the blocks of ``Layout.spans`` and whether positions step by one in all; None if there are none such.
+    """Return the blocks of ``Layout.spans``, and whether positions step by one in all; None without such blocks.
 
     Neighbouring rows with the same blocks become one block.
     """
@@ -72,10 +72,10 @@ def find_spans(
     previous: list[Block] = []
     consecutive = True
     for row in range(query_positions.shape[0]):
-        found = _row_blocks(query_positions[row], key_positions[row], query_documents[row], key_documents[row])
-        if found is None:
+        row_result = _row_blocks(query_positions[row], key_positions[row], query_documents[row], key_documents[row])
+        if row_result is None:
             return None
-        blocks, steps = found
+        blocks, steps = row_result
         consecutive = consecutive and steps
         if row and blocks == [(b[1], b[2]) for b in previous]:
             previous = [((b[0][0], row + 1), b[1], b[2]) for b in previous]
@@ -90,7 +90,7 @@ def find_spans(
 def _row_blocks(
     qp: Int[Tensor, " query"], kp: Int[Tensor, " key"], qd: Int[Tensor, " query"], kd: Int[Tensor, " key"]
 ) -> tuple[list[tuple[tuple[int, int], tuple[int, int]]], bool] | None:
-    """One row of ``find_spans``."""
+    """Return the blocks of one row for ``find_spans``."""
     key_runs = _runs(kp, kd)
     query_runs = _runs(qp, qd)
     if key_runs is None or query_runs is None:

@@ -226,7 +226,8 @@ def test_a_buffer_that_somebody_changed() -> None:
     model = BertModel(BertConfig(**BERT)).eval()
     model.embeddings.position_ids = model.embeddings.position_ids.flip(1)
     with pytest.raises(
-        IncompatibleError, match=r"The buffer embeddings\.position_ids has to grow .* is not what BertModel"
+        IncompatibleError,
+        match=r"The buffer embeddings\.position_ids has to grow .* differs from the one that BertModel",
     ):
         ctxext.patch(model, "pi", factor=2)
     assert len(model.embeddings.position_embeddings.weight) == 32

@@ -190,7 +190,7 @@ def test_cache_lengths() -> None:
         (Flash, {"head_dim": 264}, "multiple of 8 up to 256, found 264"),
         (Flash, {"head_dim": 100}, "multiple of 8 up to 256, found 100"),
         (Flash, {"capability": (7, 5)}, r"found \(7, 5\)"),
-        (Flash, {"order": "free"}, "knows causality by index only"),
+        (Flash, {"order": "free"}, "causality goes by index"),
         (Flash, {"order": "increasing", "biased": True}, "positions do not step by one"),
         (Flash, {"order": "increasing", "window": 8}, "window counts indices"),
         (Flash3, {"order": "increasing", "window": 8}, "window counts indices"),

@@ -159,7 +159,7 @@ def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, m
     [
         (Need(training=True), "no backward on CPU"),
         (Need(dropout=0.1), "no attention dropout"),
-        (Need(query_length=1, key_length=9), "compiles anew"),
+        (Need(query_length=1, key_length=9), "compiles for about 10 s"),
         (Need(device="mps"), "CPU and CUDA"),
         (Need(dtype=torch.float64), "float32, bfloat16 and float16"),
         (Need(order="external"), "engine around the kernel"),

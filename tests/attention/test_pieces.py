@@ -168,7 +168,7 @@ def test_every_precision_is_as_near_as_it_can_be(method: str, layout: Callable[[
 def test_backends_that_cannot_here_say_why(name: str) -> None:
     where = Layout.causal(1, 64)
     call = Call.of(*(x.detach() for x in _tensors(where, torch.float32)), where, scale=SCALE, lse=True)
-    with pytest.raises(BackendUnavailableError, match=r"runs on CUDA only|compiles anew"):
+    with pytest.raises(BackendUnavailableError, match=r"runs on CUDA only|compiles for about 10 s"):
         named(name).run(call)
 
 

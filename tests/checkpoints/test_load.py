@@ -230,7 +230,7 @@ def heat(model: PreTrainedModel, scale: float) -> None:
     ("name", "change", "value", "said"),
     [
         ("yarn", rescale, 8.0, r"'factor': 8\.0.* radians per token"),
-        ("yarn", heat, 1.5, r"its cos of a text of"),
+        ("yarn", heat, 1.5, r"its cos differs by .* in a text of"),
         ("pi", scale_frequencies, 2.0, r"radians per token, and the config's"),
         ("abf", rebase, 5e5, r"'rope_theta': 500000\.0"),
         ("dynamic_ntk", rebase, 5e5, r"'rope_theta': 500000\.0"),

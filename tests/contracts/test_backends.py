@@ -142,7 +142,7 @@ def test_bad_arguments(name: str, device: str) -> None:
     refused("dropout must be in", dropout=1.0)
     refused("slopes must be float32 or float64 \\[heads\\] = \\[4\\]", slopes=fine.slopes[:2])
     refused("16 bits misplace tokens", slopes=fine.slopes.bfloat16())
-    refused("get no gradient", slopes=fine.slopes.clone().requires_grad_())
+    refused("slopes require a gradient", slopes=fine.slopes.clone().requires_grad_())
     if device == "cpu":
         refused("slopes must be finite and at least 0", slopes=-fine.slopes)
         refused("slopes must be finite and at least 0", slopes=fine.slopes * torch.nan)

@@ -127,7 +127,7 @@ def test_a_cache_is_guarded_under_each_of_its_names(model_type: str, method: str
     plain = filled_by(model, KEPT)
     ctxext.patch(model, method, factor=4.0, trained_length=TRAINED_LENGTH)
     for called in (model, model.get_decoder()):  # the older name is changed to the newer inside each of them
-        with pytest.raises(PatchStateError, match="40 tokens was filled by something that left no note"):
+        with pytest.raises(PatchStateError, match="40 tokens was filled without a record"):
             called(tokens(NEW), **{argument: plain}, use_cache=True)
     ids, cache = tokens(TRAINED_LENGTH), DynamicCache(config=model.config)
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_a_cache_filled_before_patch(model_type: str, method: dict[str, Any]) ->
     model = tiny(model_type)
     cache, again = filled_by(model, KEPT), filled_by(model, KEPT)
     extended(model, method)
-    with pytest.raises(PatchStateError, match=r"cache of 40 tokens was filled by something that left no note"):
+    with pytest.raises(PatchStateError, match=r"cache of 40 tokens was filled without a record"):
         read(model, edited()[:, KEPT:], cache)
     if (model_type, method) in FOLLOWING:
         found = generated(model, edited(), past_key_values=again)
