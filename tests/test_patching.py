@@ -369,8 +369,8 @@ def test_a_checkpoint_saved_extended_says_relative_to_what(tmp_path: Path) -> No
 
 def test_a_model_without_rotation() -> None:
     message = (
-        "This gpt2 has learned positions, one vector each for 64 tokens (transformer.wpe.weight), and nothing that "
-        "method 'yarn' could change. Methods for it: group, hierarchical, pi, stretch, tile."
+        "This gpt2 has learned positions, one vector each for 64 tokens (transformer.wpe.weight), which method "
+        "'yarn' cannot change. Methods for it: group, hierarchical, pi, stretch, tile."
     )
     refused(tiny("gpt2"), IncompatibleError, message, "yarn", factor=4)
 

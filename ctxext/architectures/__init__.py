@@ -1,4 +1,4 @@
-"""Where positions live, one file per model family. This folder is the registry: ``ARCHITECTURES``."""
+"""Model families by the place of their positions, one file each. This folder is the registry: ``ARCHITECTURES``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ARCHITECTURES: dict[str, type[Architecture]] = discover(sys.modules[__name__], A
 
 
 def find_architecture(base: PreTrainedModel) -> Architecture | None:
-    """The first architecture whose structure is found in the model; None if its positions live elsewhere."""
-    return next((found for architecture in ARCHITECTURES.values() if (found := architecture()).matches(base)), None)
+    """Return the first architecture that matches the model; None if none does."""
+    return next((family for kind in ARCHITECTURES.values() if (family := kind()).matches(base)), None)
 
 
 def architecture_of(base: PreTrainedModel) -> Architecture:
-    """The first architecture whose structure is found in the model.
+    """Return the first architecture that matches the model.
 
     Raises:
-        IncompatibleError: if positions live nowhere that ctxext knows, or the config asks for others than were built.
+        IncompatibleError: if none matches, or the config asks for other positions than the model has.
     """
-    if (found := find_architecture(base)) is not None:
-        refuse_other_positions(base, found.positions)
-        return found
+    if (family := find_architecture(base)) is not None:
+        refuse_other_positions(base, family.positions)
+        return family
     raise IncompatibleError(
         f"{type(base).__name__} ({base.config.model_type}) has no positions that ctxext can extend: "
         f"{why_absent(base)}. Known families: {', '.join(ARCHITECTURES)}."

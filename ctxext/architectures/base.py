@@ -1,4 +1,4 @@
-"""The contract of an architecture: where positions live in one model family."""
+"""The contract of an architecture: access to the positions of one model family."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Architecture(ABC):
     """One family of models, recognised by structure rather than by name.
 
     Class attributes of a family:
-        name: how it is listed.
-        positions: what kind its positions are, as ``refuse_other_positions`` knows them.
-        decoder_class: transformers' class of the module that builds the mask and calls the layers; a family that is
-            found in another way overrides ``matches`` and has none.
+        name: its name in lists.
+        positions: its kind of positions, as in ``refuse_other_positions``.
+        decoder_class: transformers' class of the module that builds the mask and calls the layers; a family without
+            one overrides ``matches``.
     """
 
     name: ClassVar[str]
@@ -37,11 +37,11 @@ class Architecture(ABC):
     decoder_class: ClassVar[type[nn.Module]]
 
     def matches(self, model: PreTrainedModel) -> bool:
-        """Whether this family's positions live in ``model``."""
+        """Return whether ``model`` has the positions of this family."""
         return any(isinstance(module, self.decoder_class) and self.holds(module) for module in model.modules())
 
     def holds(self, decoder: nn.Module) -> bool:
-        """Whether a decoder of the family's class has its positions; some have others where their config says so."""
+        """Return whether a decoder of the family's class has its positions; the config of some asks for others."""
         return True
 
     @abstractmethod
@@ -49,59 +49,59 @@ class Architecture(ABC):
         """Extend ``model`` in place, through ``edits`` only.
 
         Raises:
-            IncompatibleError: if the method cannot be right on this model; nothing was edited then.
-            VerificationError: if the patched model does not compute what the method says.
+            IncompatibleError: if the method does not fit this model; nothing was edited then.
+            VerificationError: if the patched model does not compute the method.
         """
 
     @abstractmethod
     def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
-        """Make a model that was loaded extended what it was before, given the config fields as they were then."""
+        """Remove the extension of a model that was loaded with it, given the original config fields."""
 
     def why_final(self, model: PreTrainedModel) -> str | None:
-        """Why the extension that a model was loaded with cannot be taken off; None where ``revert`` does that."""
+        """Return why the extension of a loaded model cannot be removed; None if ``revert`` can."""
         return None
 
     def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
-        """Whether an extension of ``model`` replaces weights, so that a checkpoint is more than another config.
+        """Return whether an extension of ``model`` replaces weights, so that a changed config is not enough.
 
         Args:
-            model: it is not touched.
-            saved: the extension, as a config holds it; None asks whether it is so with every one.
+            model: the model, which is not touched.
+            saved: the extension in its saved form; None for any extension of this family.
         """
         return False
 
     def replaced_weights(self, model: PreTrainedModel) -> dict[str, nn.Parameter]:
-        """The weights that an extension of ``model`` replaces, by name."""
+        """Return the weights that an extension of ``model`` replaces, by name."""
         return {}
 
     def trained_length(self, model: PreTrainedModel) -> int | None:
-        """Tokens that the config says the checkpoint was trained for, None where it does not say."""
+        """Return the trained length in tokens that the config states; None if it states none."""
         return stated_length(text_of(model.config))
 
     def known_length(self, model: PreTrainedModel, request: Request) -> int:
-        """Tokens that the checkpoint was trained for, as the user says or else its config.
+        """Return the trained length in tokens that the user passed, or else the one that the config states.
 
         Raises:
-            IncompatibleError: if neither does.
+            IncompatibleError: if neither is known.
         """
         length = request.trained_length or self.trained_length(model)
         if length is None:
             raise IncompatibleError(
-                f"The config of this {model.config.model_type} does not say how long its texts were. Pass "
+                f"The config of this {model.config.model_type} does not state the trained length. Pass "
                 f"trained_length=..."
             )
         return checked_tokens("The trained length that the config names", length)
 
 
 def refuse_attention_choices(request: Request, leaves: str) -> None:
-    """Raise ``InvalidParameterError`` for a choice about attention, where an extension ``leaves`` that to the model."""
+    """Raise ``InvalidParameterError`` for a choice about attention that the extension ``leaves`` to the model."""
     for name in ("sliding_window", "attention"):
         if (given := getattr(request, name)) is not None:
             raise InvalidParameterError(f"{name}={given!r}: {leaves} attention to the model. Leave {name} out.")
 
 
 def rotates_by_table(model: nn.Module) -> bool:
-    """Whether a model rotates by a table of sinusoids, which other models add to their input."""
+    """Return whether a model rotates by a table of sinusoids, which other models add to their input."""
     code = names_of(type(model))
     buffers = [name for name, _ in model.named_buffers()] + [name for name, _ in model.named_parameters()]
     verbs = [*code, *(name for module in model.modules() for name in vars(type(module)))]
@@ -114,42 +114,39 @@ SOME_POSITION = re.compile(
     r"rotary|alibi|sinus|wpe|relative|rel_|position_?(bias|emb|enc)|embed_pos|pos_?(emb|enc)", re.I
 )
 ROTATION = re.compile(r"rotary|rope(?![a-z])|^Rot([A-Z]|$)|Rope(?![a-z])|RoPE")
-# Other than of text.
+# Names of parts that do not read text.
 ELSEWHERE = re.compile(r"vision|visual|image|audio|video", re.I)
-# What code of any author computes positions with.
+# Words by which code of any author computes positions.
 ARITHMETIC = re.compile(r"\b(pos|positions?|position_ids|theta|inv_freq|freqs?\w*|cos|sin|polar|slopes?)\b")
 
 
 def why_absent(model: nn.Module) -> str:
-    """The likeliest reason, read off the model's modules and the code of their classes."""
+    """Return the likeliest reason why no family matches, from the model's modules and the code of their classes."""
     code = names_of(type(model))
     if rotates_by_table(model):
         return (
             "it rotates by a sinusoid table that its own code computes once, and no field of its config (no "
-            "rope_parameters) could make a reload compute another one"
+            "rope_parameters) changes that table in a reload"
         )
     owners = [name for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
     if rotation := _own_rotation(model):
-        return (
-            f"it rotates by code of its own ({rotation}), which is not of the form that transformers' own rope types "
-            f"use"
-        )
+        return f"it rotates by code of its own ({rotation}), which does not have the form of transformers' rope types"
     if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
-        return "its code knows rotary positions, but this checkpoint's config leaves them off"
+        return "its code has rotary positions, but this checkpoint's config switches them off"
     if computing := [path for path, module in model.named_modules() if "Sinusoid" in type(module).__name__]:
         return (
-            f"it adds sinusoids to its input ({computing[0]}), which its own code computes for each text: there is no "
-            f"table whose size a field of its config sets"
+            f"it adds sinusoids to its input ({computing[0]}), which its own code computes for each text. No field of "
+            f"its config sets the size of a table"
         )
     return (
         _table(model)
         or _none_at_all(model)
-        or ("no rotary embedding of the form that transformers' own rope types use, and no ALiBi")
+        or "it has no rotary embedding in the form of transformers' rope types, and no ALiBi"
     )
 
 
 def _own_rotation(model: nn.Module) -> str | None:
-    """Return where a module rotates text, and of which class it is; None where there is none by name."""
+    """Return the path and class of a module that rotates text by its name; None if there is none."""
     for path, module in model.named_modules():
         name, kind = path.rpartition(".")[2], type(module).__name__
         if (ROTATION.search(name) or ROTATION.search(kind)) and not ELSEWHERE.search(f"{path} {kind}"):
@@ -158,18 +155,18 @@ def _own_rotation(model: nn.Module) -> str | None:
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """How many positions a model has learned, one vector each; None where it has no such table."""
+    """Return the number of positions with a learned vector each; None if the model has no such table."""
     return next((rows for path, module, rows in _tables(model) if _is_learned(path, module)), None)
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Embedding, int]]:
-    """Each embedding with its path and how many tokens it has rows for; the decoder's before the encoder's."""
-    said = getattr(model.config, "max_position_embeddings", None)
+    """Yield each embedding with its path and the number of tokens with a row; the decoder's before the encoder's."""
+    stated = getattr(model.config, "max_position_embeddings", None)
     for path, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.Embedding):
             rows = module.num_embeddings - int(getattr(module, "offset", 0))
-            # Some tables begin with rows that stand for no position.
-            yield path, module, said if isinstance(said, int) and 0 < said <= rows else rows
+            # The first rows of some tables stand for no position.
+            yield path, module, stated if isinstance(stated, int) and 0 < stated <= rows else rows
 
 
 def _is_learned(path: str, module: nn.Embedding) -> bool:
@@ -178,35 +175,37 @@ def _is_learned(path: str, module: nn.Embedding) -> bool:
 
 
 def _table(model: nn.Module) -> str | None:
-    """What is said of a table with a row for each position, or for each kind of distance."""
+    """Return the reason for a model with a table of positions or of distances; None without such a table."""
     for path, module, rows in _tables(model):
         name = path.rpartition(".")[2]
         if BUCKETS.search(name):
             return (
-                f"it has {module.num_embeddings} buckets of relative distances ({path}); all distances beyond the last "
-                f"bucket's share that one, whatever the length"
+                f"it has {module.num_embeddings} buckets of relative distances ({path}), the last of which holds all "
+                f"farther distances"
             )
         if _is_learned(path, module):
             return (
-                f"it has learned positions, one vector each for {rows:,} tokens ({path}), in a form that is not "
-                f"recognised: no field of its config that counts positions sets the size of that table"
+                f"it has learned positions, one vector each for {rows:,} tokens ({path}), in an unknown form: no field "
+                f"of its config that counts positions sets the size of that table"
             )
     return None
 
 
 def _none_at_all(model: nn.Module) -> str | None:
-    """What is said of a model whose order of tokens comes from recurrence and the causal mask alone."""
-    kinds: set[Any] = {type(module) for module in model.modules()}  # mypy thinks these have no hash
-    own = {base for kind in kinds for base in own_bases(kind) if not base.__module__.startswith("transformers.")}
-    if computing := sorted(base.__name__ for base in own if ARITHMETIC.search(_source_beside(base))):
-        return f"its positions are in code of its own (where {computing[0]} is), in no form that ctxext recognises"
+    """Return the reason for a model without positions, or with positions in its own code; None for others."""
+    kinds: set[Any] = {type(module) for module in model.modules()}  # mypy takes these for unhashable
+    own_classes = {
+        base for kind in kinds for base in own_bases(kind) if not base.__module__.startswith("transformers.")
+    }
+    if computing := sorted(base.__name__ for base in own_classes if ARITHMETIC.search(_source_beside(base))):
+        return f"its positions are in code of its own (beside {computing[0]}), in a form that ctxext does not know"
     if any(_speaks_of_positions(base) for kind in kinds for base in own_bases(kind)):
         return None
-    return "it has no positions at all, so nothing needs extending: it reads as far as memory and its training carry"
+    return "it has no positions at all, so nothing needs extending: only memory and its training limit its texts"
 
 
 def _source_beside(kind: type) -> str:
-    """The source of a class, and of the functions of its module, which it may call."""
+    """Return the source of a class, and of the functions of its module, which it may call."""
     functions = [value for value in vars(sys.modules[kind.__module__]).values() if inspect.isfunction(value)]
     beside = [function for function in functions if function.__module__ == kind.__module__]
     return "\n".join(source_of(code) for code in (kind, *beside))

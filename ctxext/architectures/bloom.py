@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi from absolute indices in 16 bits, eager attention only. Here: exact distances on fused kernels."""
+"""BLOOM, whose eager ALiBi from absolute indices in 16 bits is replaced by exact distances on fused kernels."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ctxext.surgery.alibi import AlibiAttend
 from ctxext.surgery.caches import cache_in
 from ctxext.surgery.positions import LayoutMask
 
-# What the published BLOOMs were trained on (arXiv:2211.05100, table 3), where the config does not say.
+# Trained length of the published BLOOMs (arXiv:2211.05100, table 3), for configs that do not state it.
 TRAINED_LENGTH = 2048
 
 
 @dataclass
 class BloomForward(AlibiForward):
-    """Stands in for ``BloomAttention.forward``.
+    """Replacement of ``BloomAttention.forward``.
 
     Args:
-        stock_within: for ``bias="stock"``: tokens up to which transformers' own rounding is reproduced; else None.
+        stock_within: tokens up to which ``bias="stock"`` reproduces transformers' rounding; None for exact ALiBi.
     """
 
     stock_within: int | None = None
@@ -41,7 +41,7 @@ class BloomForward(AlibiForward):
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """One attention layer: ``[batch, seq, hidden]`` to the same, residual added."""
+        """Compute one attention layer, ``[batch, seq, hidden]`` to the same, and add the residual."""
         module = self.attention
         q, k, v = module._reshape(module.query_key_value(hidden_states))
         how = {"scale": module.inv_norm_factor, "dropout": module.attention_dropout.p}
@@ -49,9 +49,9 @@ class BloomForward(AlibiForward):
         return F.dropout(merged, module.hidden_dropout, module.training) + residual, None
 
     def attention_of(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, dropout: float) -> Tensor:
-        """On a backend; with ``stock_within`` BLOOM's own arithmetic, rounding included.
+        """Attend on a backend, or with ``stock_within`` by BLOOM's own arithmetic, rounding included.
 
-        That is a bias from absolute positions, added in the tensors' dtype.
+        BLOOM adds a bias from absolute positions, in the tensors' dtype.
         """
         if self.stock_within is None:
             return super().attention_of(q, k, v, mask, scale, dropout)
@@ -91,20 +91,20 @@ class Bloom(AlibiArchitecture):
 
     def trained_length(self, model: PreTrainedModel) -> int | None:
         saved = getattr(model.config, "ctxext", None)
-        if saved:  # seq_length is then what it was extended to
+        if saved:  # seq_length is the extended length then
             return int(saved["trained_length"])
         return int(getattr(model.config, "seq_length", None) or TRAINED_LENGTH)
 
     def refuse(self, model: PreTrainedModel, method: BiasMethod) -> None:
         refuse_halves(model.config.model_type, method)
         if model.config.slow_but_exact and model.config.pretraining_tp > 1:
-            raise IncompatibleError("BLOOM's slow_but_exact=True sums in slices; set it to False before patching.")
+            raise IncompatibleError("slow_but_exact=True: this BLOOM sums in slices. Set it to False before patching.")
 
     def forward_of(self, attention: nn.Module, attend: AlibiAttend, method: Method) -> BloomForward:
         stock = isinstance(method, ALiBi) and method.bias == "stock"
         named = attend.backends.name
         if stock and named != "auto":
             raise InvalidParameterError(
-                f"bias='stock' is BLOOM's own arithmetic and no backend's; leave attention={named!r} out."
+                f"attention={named!r}: bias='stock' is BLOOM's own arithmetic, without a backend. Leave attention out."
             )
         return BloomForward(attention, attend, attend.alibi.trained_length if stock else None)

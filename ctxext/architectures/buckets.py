@@ -1,4 +1,4 @@
-"""Models with learned scores for buckets of relative distances: T5 and what was built on it."""
+"""Models with learned scores for buckets of relative distances: T5 and its descendants."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ctxext.surgery.tables import put_weights, weight_of
 from ctxext.surgery.texts import text_of
 
 FIELD = "relative_attention_max_distance"
-LENGTH = "n_positions"  # T5's config.json says it; no code reads it
-QUERIES = ("q", "query")  # what attention modules call the projection that makes queries
+LENGTH = "n_positions"  # T5's config.json states it; no code reads it
+QUERIES = ("q", "query")  # names of the projection to queries in attention modules
 ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SEEN = 2**16  # distances that are looked at, beyond which a table of scores would only cost memory
-TOUCHES = 1e-5  # of a bucket: where a bucket begins, float32 may round to either side
+SEEN = 2**16  # distances to check; a longer table of scores would only cost memory
+TOUCHES = 1e-5  # fraction of a bucket: at the edge of a bucket, float32 may round to either side
 
 
 class Buckets(Architecture):
@@ -49,21 +49,21 @@ class Buckets(Architecture):
         if not isinstance(method, BucketMethod):
             path, _, table = next(_tables(model))
             raise IncompatibleError(
-                f"This {kind} learned a score for each of {table.num_embeddings} buckets of relative distances ({path})"
-                f", and has no positions that method {method.name!r} could change. Method for it: stretch_buckets."
+                f"This {kind} has a learned score for each of {table.num_embeddings} buckets of relative distances "
+                f"({path}), which method {method.name!r} cannot change. Method for it: stretch_buckets."
             )
         _refuse_choices(request, kind)
         trained_length = self.known_length(model, request)
         old = getattr(config, FIELD, None)
         if not isinstance(old, int):
             raise IncompatibleError(
-                f"The config of this {kind} does not hold {FIELD}, so no saved form would bring the extension back."
+                f"The config of this {kind} has no field {FIELD}, so the extension could not be saved."
             )
         for path, module, _ in _tables(model):
             if (live := getattr(module, FIELD)) != old:
                 raise IncompatibleError(
-                    f"{path} of this {kind} buckets distances up to {live}, but its config says {FIELD}={old}: stock "
-                    f"code reads that once, when it builds the model. Set it back, and load the checkpoint again."
+                    f"{path} of this {kind} buckets distances up to {live}, but its config says {FIELD}={old}. "
+                    f"transformers reads this field only when it builds the model. Set it back, and load again."
                 )
         spec = BucketSpec(getattr(config, "relative_attention_num_buckets", 0), old, trained_length)
         new, target = method.max_distance(spec), method.target_length(trained_length)
@@ -79,8 +79,8 @@ class Buckets(Architecture):
         put_weights(model, sharper, edits)
         _follow(model, fields, edits)
         for path, module, _ in _tables(model):
-            if (found := getattr(module, FIELD)) != new:
-                raise VerificationError(f"{path} of this {kind} still buckets distances up to {found}.")
+            if (live := getattr(module, FIELD)) != new:
+                raise VerificationError(f"{path} of this {kind} still buckets distances up to {live}.")
         return Extension(
             trained_length=trained_length,
             target_length=target,
@@ -102,8 +102,8 @@ class Buckets(Architecture):
         if temperature == 1:
             return None
         return (
-            f"Weights of its self-attention were divided by a temperature of {temperature:g} and rounded, so that what "
-            f"they were cannot be read back from them. Load the checkpoint from before that."
+            f"Weights of its self-attention were divided by a temperature of {temperature:g} and rounded, so the "
+            f"original ones cannot be recovered. Load the original checkpoint."
         )
 
     def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
@@ -116,7 +116,7 @@ class Buckets(Architecture):
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Embedding]]:
-    """Each module that has learned one score per bucket and head, with its path and its table."""
+    """Yield each module with a learned score per bucket and head: its path, the module and its table."""
     for path, module in model.named_modules():
         if isinstance(getattr(module, FIELD, None), int):
             for table in module.children():
@@ -128,16 +128,16 @@ def _refuse_choices(request: Request, kind: str) -> None:
     for name in ("sliding_window", "scaling", "attention"):
         if getattr(request, name) is not None:
             raise InvalidParameterError(
-                f"{name} says nothing about buckets of relative distances, which is all that this {kind} has; leave it "
-                f"out."
+                f"{name}={getattr(request, name)!r}: this {kind} has only buckets of relative distances. "
+                f"Leave {name} out."
             )
 
 
 def _rebuilt(model: PreTrainedModel, fields: dict[str, Any]) -> Rebuild:
-    """The model that transformers builds from the extended config, if it builds one.
+    """Return the model that transformers builds from the extended config.
 
     Raises:
-        IncompatibleError: if the config's class does not take the fields.
+        IncompatibleError: if the config's class does not accept the fields.
     """
     try:
         return Rebuild(model, fields)
@@ -148,7 +148,7 @@ def _rebuilt(model: PreTrainedModel, fields: dict[str, Any]) -> Rebuild:
 
 
 def _follow(model: PreTrainedModel, fields: dict[str, Any], edits: Edits) -> None:
-    """Let the copies of the config that encoder and decoder hold say the same: each of them may be saved alone."""
+    """Change the copies of the config in encoder and decoder too, since each of them may be saved alone."""
     done = {id(text_of(model.config))}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -163,26 +163,26 @@ def _prove(rebuild: Rebuild, spec: BucketSpec, max_distance: int) -> None:
     """Compare the rows that the model's own code looks up, for every distance, with the mathematics of the paper.
 
     Raises:
-        IncompatibleError: if they are others, so that the extension would be one of something else.
+        IncompatibleError: if they differ, so that the effect of an extension is unknown.
     """
     kind = rebuild.model.config.model_type
     for path, module in rebuild.whole.named_modules():
         table = getattr(module, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding) and not isinstance(getattr(module, FIELD, None), int):
             raise IncompatibleError(
-                f"This {kind} has buckets of relative distances ({path}) whose largest distance stands in its code and "
-                f"not in its config, so that a reload would not stretch them."
+                f"This {kind} has buckets of relative distances ({path}) whose largest distance is in its code and not "
+                f"in its config, so a reload would not stretch them."
             )
     for path, module, table in _tables(rebuild.whole):
-        asked = inspect.signature(module.compute_bias).parameters  # type: ignore[arg-type]
-        if not {"query_length", "key_length", "past_seen_tokens"} <= asked.keys():
+        parameters = inspect.signature(module.compute_bias).parameters  # type: ignore[arg-type]
+        if not {"query_length", "key_length", "past_seen_tokens"} <= parameters.keys():
             raise IncompatibleError(
-                f"The encoder of this {kind} looks at the tokens around each one only ({path}) and counts their "
-                f"distances in the same buckets, which an extension would make coarser without reaching further."
+                f"The encoder of this {kind} sees only the tokens around each token ({path}), in the same buckets. An "
+                f"extension would make these coarser without reaching further."
             )
         length = min(max_distance + 2, SEEN)
         looked_up = {seen: _rows_looked_up(module, table, length, seen) for seen in (0, length - 1)}
-        both_ways = bool(looked_up[0].any())  # whether keys after the query have rows of their own
+        both_ways = bool(looked_up[0].any())  # true if later keys have other rows
         for seen, rows in looked_up.items():
             distances = torch.arange(length, dtype=torch.float64) - seen
             exact = buckets_of(distances, buckets=spec.buckets, max_distance=max_distance, both_ways=both_ways)
@@ -190,40 +190,40 @@ def _prove(rebuild: Rebuild, spec: BucketSpec, max_distance: int) -> None:
             near = begins & ((rows - exact).abs() <= 1 + TOUCHES)
             wrong = (rows != exact.floor()) & ~near
             if bool(wrong.any()):
-                at = int(distances[wrong.nonzero()[0]])
+                distance = int(distances[wrong.nonzero()[0]])
                 raise IncompatibleError(
-                    f"{path} of this {kind} does not bucket distances as T5 does (a distance of {at} tokens), so "
-                    f"ctxext does not know what another {FIELD} would do to it."
+                    f"{path} of this {kind} does not bucket a distance of {distance} tokens as T5 does, so the effect "
+                    f"of another {FIELD} is unknown."
                 )
 
 
 def _rows_looked_up(module: Any, table: nn.Embedding, length: int, seen: int) -> Tensor:
-    """Which row of its table a module without data asks for, for the query after ``seen`` tokens and each key."""
-    found: list[Tensor] = []
+    """Return the row of its table that a module on meta looks up for each key, for the query after ``seen`` tokens."""
+    lookups: list[Tensor] = []
     name = next(name for name, child in module.named_children() if child is table)
     module.add_module(name, nn.Embedding(table.num_embeddings, 1, device="cpu"))
-    handle = getattr(module, name).register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    handle = getattr(module, name).register_forward_pre_hook(lambda _, args: lookups.append(args[0]))
     try:
         with torch.no_grad(), torch.device("cpu"):
             module.compute_bias(1, length, past_seen_tokens=seen)
     finally:
         handle.remove()
         module.add_module(name, table)
-    return found[0].flatten().double()
+    return lookups[0].flatten().double()
 
 
 def _weights_of_scores(model: nn.Module) -> list[str]:
-    """The weights that attention scores grow with as a whole: of queries, and of buckets.
+    """Return the names of the weights whose scale is that of whole attention scores: queries and buckets.
 
-    Only a stack's first layer may have a table, whose scores the other layers are handed; the attention of those stands
-    at the same place as that one, in other blocks. Attention to another text stands at another place.
+    Often only the first layer of a stack has a table, whose scores the other layers reuse. Their self-attention is at
+    the same place in other blocks; attention to another text is at another place.
 
     Raises:
-        IncompatibleError: where an attention module has no queries of its own.
+        IncompatibleError: if an attention module has no projection of queries.
     """
-    found = []
+    names = []
     for owner, module, table in _tables(model):
-        found += [f"{owner}.{name}.weight" for name, child in module.named_children() if child is table]
+        names += [f"{owner}.{name}.weight" for name, child in module.named_children() if child is table]
         for path, inside in model.named_modules():
             if _place(path) != _place(owner):
                 continue
@@ -234,59 +234,59 @@ def _weights_of_scores(model: nn.Module) -> list[str]:
                     f"its scores cannot be divided. Leave temperature out."
                 )
             projection = inside.get_submodule(queries[0])
-            found += [f"{path}.{queries[0]}.weight"]
-            found += [f"{path}.{queries[0]}.bias"] if getattr(projection, "bias", None) is not None else []
-    return list(dict.fromkeys(found))
+            names += [f"{path}.{queries[0]}.weight"]
+            names += [f"{path}.{queries[0]}.bias"] if getattr(projection, "bias", None) is not None else []
+    return list(dict.fromkeys(names))
 
 
 def _place(path: str) -> str:
-    """Where in its block a module stands."""
+    """Return a module's path without the number of its block."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path, count=1)
 
 
 def _divided(model: PreTrainedModel, temperature: float) -> dict[str, Tensor]:
-    """The weights of scores as they are at a temperature, by name; computed in float64 and rounded once.
+    """Return the weights of scores divided by a temperature, by name, computed in float64 and rounded once.
 
     Raises:
-        IncompatibleError: where one is no plain weight, or something else depends on it, or it would be too large.
+        IncompatibleError: if one is not a plain weight, is shared with another module, or would be too large.
     """
     kind, names = model.config.model_type, _weights_of_scores(model)
     held = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[str, Tensor] = {}
+    quotients: dict[str, Tensor] = {}
     done = set()
     for name in names:
         refusal = f"{name} of this {kind} cannot be divided by a temperature"
         weight = weight_of(model, name, refusal)
         if weight.dtype not in ROUNDED:
             raise IncompatibleError(
-                f"{refusal}: it is quantised ({weight.dtype}). Extend the checkpoint as it was before."
+                f"{refusal}: it is quantised ({weight.dtype}). Extend the checkpoint before quantising it."
             )
-        if others := [alias for alias, other in held.items() if other is weight and alias not in names]:
+        if others := [alias for alias, parameter in held.items() if parameter is weight and alias not in names]:
             raise IncompatibleError(f"{refusal}: {others[0]} is the same weight. Leave temperature out.")
-        if id(weight) in done:  # one that layers share
+        if id(weight) in done:  # layers share it
             continue
         done.add(id(weight))
-        found[name] = _quotient(weight, temperature)
-        if not weight.is_meta and not bool(found[name].isfinite().all()):
+        quotients[name] = _quotient(weight, temperature)
+        if not weight.is_meta and not bool(quotients[name].isfinite().all()):
             raise IncompatibleError(f"{refusal} of {temperature:g}: it would be too large for {weight.dtype}.")
-    return found
+    return quotients
 
 
 def _quotient(weight: Tensor, temperature: float) -> Tensor:
     if weight.is_meta:
         return torch.empty_like(weight)
-    exact = weight.detach().to("cpu", torch.float64) / temperature  # not every device knows float64
+    exact = weight.detach().to("cpu", torch.float64) / temperature  # not every device has float64
     return exact.to(weight.dtype).to(weight.device)
 
 
 def _temperature_in(saved: dict[str, Any] | None) -> float:
-    """The temperature that the weights have in them after the extension that a config holds; 1 for no such one."""
+    """Return the temperature that a saved extension has put into the weights; 1 for none."""
     return float((saved or {}).get("method", {}).get("temperature", 1.0))
 
 
 def _fingerprint(spec: BucketSpec, max_distance: int, temperature: float) -> str:
-    said = f"{spec.buckets} buckets to {max_distance}" + (f" at {temperature!r}" if temperature != 1 else "")
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+    form = f"{spec.buckets} buckets to {max_distance}" + (f" at {temperature!r}" if temperature != 1 else "")
+    return hashlib.sha256(form.encode()).hexdigest()[:12]
 
 
 def _notes(spec: BucketSpec, max_distance: int, temperature: float) -> tuple[str, ...]:
@@ -294,13 +294,13 @@ def _notes(spec: BucketSpec, max_distance: int, temperature: float) -> tuple[str
     notes = (
         f"Distances below {single} tokens in an encoder and {2 * single} in a decoder "
         f"{'are read as before' if temperature == 1 else 'keep their buckets'}. Those from "
-        f"there to {spec.max_distance} share buckets with farther ones now; those from {spec.max_distance} to "
-        f"{max_distance} tokens, which were all alike, are told apart.",
+        f"there to {spec.max_distance} share buckets with farther ones now. Those from {spec.max_distance} to "
+        f"{max_distance} tokens, which shared one bucket, are distinguished.",
     )
     if temperature == 1:
         return notes
     return (
         *notes,
-        f"Scores of self-attention are divided by {temperature:g}, in texts of every length: compare before use, short "
-        f"texts included. The weights hold it, so once saved it cannot be taken off.",
+        f"Scores of self-attention are divided by {temperature:g} in texts of every length: compare before use, short "
+        f"texts included. The temperature is in the weights, so a saved checkpoint cannot be reverted.",
     )

@@ -1,4 +1,4 @@
-"""Falcon with ALiBi (the RW models): absolute bfloat16 bias in stock code, added twice by its eager path."""
+"""Falcon with ALiBi (the RW models), whose bias in transformers is bfloat16, and added twice by its eager path."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ctxext.surgery.caches import cache_in
 
 
 class FalconForward(AlibiForward):
-    """Stands in for ``FalconAttention.forward``."""
+    """Replacement of ``FalconAttention.forward``."""
 
     def __call__(
         self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """One attention layer: ``[batch, seq, hidden]`` to the same."""
+        """Compute one attention layer, ``[batch, seq, hidden]`` to the same."""
         module = self.attention
         parts = module._split_heads(module.query_key_value(hidden_states))
         q, k, v = (part.transpose(1, 2) for part in parts)
@@ -31,7 +31,7 @@ class FalconForward(AlibiForward):
 
 
 class Falcon(AlibiArchitecture):
-    """Falcon whose config says ``alibi``; the others are rotary models."""
+    """Falcon models whose config says ``alibi``; the others are rotary models."""
 
     name: ClassVar[str] = "falcon"
     decoder_class: ClassVar[type[nn.Module]] = FalconModel

@@ -1,4 +1,4 @@
-"""MPT: relative ALiBi in float32, eager attention only, and a hard limit at ``max_seq_len``."""
+"""MPT, whose relative ALiBi in float32 is eager in transformers, with a hard limit at ``max_seq_len``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctxext.surgery.caches import cache_in
 
 
 class MptForward(AlibiForward):
-    """Stands in for ``MptAttention.forward``."""
+    """Replacement of ``MptAttention.forward``."""
 
     def __call__(
         self,
@@ -22,7 +22,7 @@ class MptForward(AlibiForward):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """One attention layer: ``[batch, seq, hidden]`` to the same."""
+        """Compute one attention layer, ``[batch, seq, hidden]`` to the same."""
         module = self.attention
         mixed = module.Wqkv(hidden_states)
         if module.clip_qkv:

@@ -1,4 +1,4 @@
-"""Every model with rotary positions, found by structure: single, per layer type, partial, interleaved, MLA, mRoPE."""
+"""All models with rotary positions, found by structure: single, per layer type, partial, interleaved, MLA, mRoPE."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ctxext.surgery.windows import window_fields, window_note
 
 
 class Rope(Architecture):
-    """Rotary models. Facts are read from the modules and proven on a rebuild, never from a list of names."""
+    """Rotary models, whose facts are read from modules and proven on a rebuild, never from a list of names."""
 
     name: ClassVar[str] = "rope"
     positions: ClassVar[str] = "rotary"
@@ -57,16 +57,16 @@ class Rope(Architecture):
             return replace_by_encoding(model, method, request, places, layers, trained_length, edits)
         if not isinstance(method, RopeMethod):
             raise IncompatibleError(
-                f"Method {method.name!r} works neither on rotations nor on biases, and this {model.config.model_type} "
-                f"rotates. Take a method for rotations, such as yarn or self_extend."
+                f"This {model.config.model_type} rotates, and method {method.name!r} does not work on rotations. "
+                f"Take a method for rotations, such as yarn or self_extend."
             )
         scaling = scaling_of(model.config)
         sites = find_sites(model, trained_length, scaled=request.scaling == "extend", places=places)
-        if _stops(method, sites[0].spec) and layers.both_ways:
+        if _all_frequencies_are_zero(method, sites[0].spec) and layers.both_ways:
             raise IncompatibleError(
-                f"Method {method.name!r} takes all positions away, and this {text.model_type} reads both ways: without "
-                f"a causal mask nothing would tell it the order of tokens, however it is trained. Keep its rotation "
-                f"(yarn, ntk, pi)."
+                f"Method {method.name!r} removes all positions, but this {text.model_type} reads both ways. Without a "
+                f"causal mask it could not tell the order of tokens, even after training. Keep its rotation (yarn, "
+                f"ntk, pi)."
             )
         windows = window_fields(text, request, method.target_length(trained_length))
         if isinstance(method, RemapMethod):
@@ -86,7 +86,7 @@ class Rope(Architecture):
             notes = (_scaling_note(scaling, request, form.spec), *notes)
         if layers.failure:
             notes += (
-                f"Which layers rotate could not be seen: {UNSEEN.format(layers.failure)} The config names no layers "
+                f"ctxext cannot tell which layers rotate: {UNSEEN.format(layers.failure)} The config names no layers "
                 f"with a window beside others, so all are taken to be alike.",
             )
         return Extension(
@@ -107,7 +107,7 @@ class Rope(Architecture):
 
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
-    """12 hexadecimal digits that two models share exactly when their frequencies at the target length agree."""
+    """Return 12 hexadecimal digits of a hash of the frequencies at the target length."""
     frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
     digest = hashlib.sha256(frequencies.inv_freq.float().numpy().tobytes())
     digest.update(repr(round(frequencies.attention_scale * spec.attention_scale, 9)).encode())
@@ -117,13 +117,13 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     return digest.hexdigest()[:12]
 
 
-def _stops(method: RopeMethod, spec: RopeSpec) -> bool:
-    """Whether nothing turns any more."""
+def _all_frequencies_are_zero(method: RopeMethod, spec: RopeSpec) -> bool:
+    """Return whether the method stops all rotation."""
     return not method.frequencies(spec, method.target_length(spec.trained_length)).inv_freq.any()
 
 
 def _head_dim(text: Any) -> int:
-    """Dimensions of a head of queries and keys, whether they rotate or not."""
+    """Return the number of dimensions in a head of queries and keys, rotated or not."""
     if hasattr(text, "qk_rope_head_dim") and hasattr(text, "qk_nope_head_dim"):
         return int(text.qk_rope_head_dim + text.qk_nope_head_dim)
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
@@ -161,38 +161,38 @@ def _prove(model: PreTrainedModel, form: StoredForm) -> None:
 
 def _scaling_note(scaling: Scaling, request: Request, spec: RopeSpec) -> str:
     if request.scaling == "replace":
-        return f"The scaling that this checkpoint had ({scaling}) is taken off: the extension stands in its place."
+        return f"The extension replaces the scaling that this checkpoint had ({scaling})."
     if spec.inv_freq is None:
-        return f"Its scaling ({scaling}) leaves texts of {spec.trained_length} tokens as they are; it is taken off."
+        return f"The extension replaces its scaling ({scaling}), which leaves {spec.trained_length} tokens as they are."
     note = f"Extends the frequencies that its scaling ({scaling}) gives a text of {spec.trained_length} tokens."
     if scaling.rope_type == "longrope" and scaling.has_two_sets:
-        note += f" Texts of up to {scaling.original} tokens, which had frequencies of their own, get these too."
+        note += f" Texts of up to {scaling.original} tokens, which had other frequencies, get these too."
     return note
 
 
 def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
-    """What a user must know before relying on the model, one sentence or two each."""
+    """Return the notes for a user of the model, one or two sentences each."""
     method, sites, spec, notes = form.method, form.sites, form.spec, []
     has_temperature = method.frequencies(spec, method.target_length(spec.trained_length)).attention_scale != 1
-    if _stops(method, spec):
+    if _all_frequencies_are_zero(method, spec):
         notes.append(
-            f"Rotation is gone, and the weights do not know that yet: the model is useless until it is trained so, at "
-            f"its old length of {spec.trained_length} tokens. It reads further after that only."
+            f"Rotation is gone, and the weights were not trained without it. The model is useless until it is trained "
+            f"at its old length of {spec.trained_length} tokens; after that it reads further."
         )
     if isinstance(spec, LatentSpec) or (getattr(method, "mscale_all_dim", None) and hasattr(text, "qk_rope_head_dim")):
         notes.append(
-            "The temperature multiplies whole attention scores (mscale_all_dim), as in DeepSeek's checkpoints: on cos "
-            "and sin it would reach only the part of each head that rotates."
+            "The temperature multiplies whole attention scores (mscale_all_dim), as in DeepSeek's checkpoints. On cos "
+            "and sin it would reach only the rotated part of each head."
         )
     elif has_temperature and spec.rotary_dim < (head_dim := _head_dim(text)):
         notes.append(
-            f"The temperature reaches the {spec.rotary_dim} dimensions of each head that rotate, as in stock "
-            f"transformers, and not the other {head_dim - spec.rotary_dim}; the paper's divides the whole score."
+            f"The temperature reaches the {spec.rotary_dim} rotated dimensions of each head, as in transformers, and "
+            f"not the other {head_dim - spec.rotary_dim}. In the paper it divides the whole score."
         )
     if isinstance(spec, ProportionalSpec):
         notes.append(
-            f"Only the {spec.rotated} fastest of {spec.rotary_dim // 2} pairs of dimensions rotate here, so another "
-            f"base stretches the slowest of them by less than the factor."
+            f"Only the {spec.rotated} fastest of {spec.rotary_dim // 2} pairs of dimensions rotate, so another base "
+            f"stretches the slowest rotating pair by less than the factor."
         )
     if method.dynamic:
         often = (
@@ -200,13 +200,13 @@ def _notes(text: Any, form: StoredForm) -> tuple[str, ...]:
         )
         notes.append(
             f"Positions follow the length of each sequence. generate() recomputes its cache {often}, so that it equals "
-            f"decoding without one; a cache that no longer fits is refused."
+            f"decoding without one. Other code that passes a stale cache gets an error."
         )
         if form.stock:
             notes.append(
-                f"Stock code loads it, but mixes positions: all rows of a batch get those of the longest, and what was "
-                f"cached is not recomputed as it is here. Where a text or its batch passes {spec.trained_length} "
-                f"tokens, stock logits and stock generate() differ from these; ctxext.load gives these."
+                f"Plain transformers loads it, but mixes positions: all rows of a batch get those of the longest, and "
+                f"stale caches are not recomputed. Beyond {spec.trained_length} tokens in a text or its batch, its "
+                f"logits and generate() differ from these. ctxext.load gives these."
             )
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))

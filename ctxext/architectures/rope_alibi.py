@@ -1,4 +1,4 @@
-"""ALiBi on a model that was trained with rotation: rotate by nothing, and let distance speak."""
+"""Replace rotation by ALiBi on a model that was trained with rotation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ctxext.surgery.texts import text_of
 from ctxext.surgery.windows import window_fields, window_note
 
 BOTH_WAYS = {
-    False: "Its tokens see both ways: the score falls with distance, alike to both sides.",
-    True: "Its tokens see both ways: half of the heads see what came before, the other half what comes after.",
+    False: "Its tokens see both ways: the score falls equally with distance to both sides.",
+    True: "Its tokens see both ways: half of the heads see earlier tokens, the other half later ones.",
 }
-NOTE = "Rotation is gone and ALiBi took its place: the weights do not know it yet. Train before use."
+NOTE = "ALiBi has replaced rotation, and the weights were not trained with it. Train the model before use."
 
 
 def replace_rotation(
@@ -42,20 +42,22 @@ def replace_rotation(
     """Replace rotary positions by ``method``'s bias.
 
     Raises:
-        IncompatibleError: if ctxext's attention cannot take the place of the model's own.
+        IncompatibleError: if ctxext's attention cannot replace that of the model.
     """
     text = text_of(model.config)
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"
     if reason := why_no_custom_attention(model, places, layers):
         raise IncompatibleError(f"{refusal}: {reason}.")
     if getattr(method, "bias", "exact") != "exact":
-        raise InvalidParameterError("bias='stock' reproduces BLOOM's rounding; a rotary model has none to reproduce.")
+        raise InvalidParameterError(
+            "bias='stock' reproduces BLOOM's rounding, which a rotary model lacks. Leave bias out."
+        )
     place, target = places[0], method.target_length(trained_length)
     rebuild = unrotated(model, method, place, target, window_fields(text, request, target))
-    tried = try_install(rebuild, place)
-    if tried.failure:
-        raise IncompatibleError(f"{refusal}: {tried.failure}.")
-    if not tried.sees_both_ways:
+    trial = try_install(rebuild, place)
+    if trial.failure:
+        raise IncompatibleError(f"{refusal}: {trial.failure}.")
+    if not trial.sees_both_ways:
         refuse_halves(text.model_type, method)
     original = {name: copy.deepcopy(getattr(text, name)) for name in rebuild.fields}
     rebuild.apply(edits)
@@ -63,11 +65,11 @@ def replace_rotation(
     edits.set(rotary, "_apply", PinnedApply(rotary))
     alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
     attend = AlibiAttend(method, alibi, Backends(request.attention or "auto"))
-    install_attention(model, place, attend, edits, tried.crossing)
+    install_attention(model, place, attend, edits, trial.crossing)
     if not rotary.inv_freq.is_meta and bool(rotary.inv_freq.any()):
         raise VerificationError(f"{type(rotary).__name__} still rotates after patching.")
     window = window_note(text, target)
-    ways = [BOTH_WAYS[method.splits_heads]] if tried.sees_both_ways else []
+    ways = [BOTH_WAYS[method.splits_heads]] if trial.sees_both_ways else []
     return Extension(
         trained_length=trained_length,
         target_length=target,
@@ -85,12 +87,12 @@ def replace_rotation(
 def unrotated(
     model: PreTrainedModel, method: Method, place: RotaryPlace, target: int, windows: dict[str, Any]
 ) -> Rebuild:
-    """The model as it is built without rotation."""
+    """Return the rebuilt model without rotation."""
     text = text_of(model.config)
     form = unrotated_rope_parameters(method, float(place.rope_dict(text)["rope_theta"]))
     refusal: Exception | None = None
-    for tried in (form, with_base(form)):
-        fields = {"rope_parameters": place.rescaled(text.rope_parameters, tried), "max_position_embeddings": target}
+    for candidate in (form, with_base(form)):
+        fields = {"rope_parameters": place.rescaled(text.rope_parameters, candidate), "max_position_embeddings": target}
         try:
             return Rebuild(model, fields | windows | without_foreign(text))
         except REFUSALS as error:

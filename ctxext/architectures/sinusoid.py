@@ -32,19 +32,19 @@ from ctxext.surgery.tables import (
 )
 from ctxext.surgery.texts import field_of
 
-# Numbers that configs of these models hold and that every stock class reads, checking that they are numbers.
+# Numbers in configs of these models that every class of transformers reads and checks to be numbers.
 GUARDED = ("layer_norm_epsilon", "dropout", "hidden_dropout")
-ASKED = RopeSpec(rotary_dim=64, base=10000.0, trained_length=4096)  # which methods there are is asked of this
+EXAMPLE = RopeSpec(rotary_dim=64, base=10000.0, trained_length=4096)  # spec for listing the usable methods
 
 
 @dataclass(frozen=True)
 class Site:
-    """One table of sinusoids, and what becomes of it.
+    """One table of sinusoids to extend.
 
     Args:
-        table: where it is.
-        formula: what it was computed by.
-        trained: tokens that it is for.
+        table: the table.
+        formula: the formula of its rows.
+        trained: its trained length in tokens.
     """
 
     table: PositionTable
@@ -53,10 +53,10 @@ class Site:
 
 
 class Sinusoids(Architecture):
-    """Tables of sinusoids, whose rows are computed anew at the frequencies that a method for rotations gives.
+    """Tables of sinusoids, whose rows are recomputed at the frequencies of a method for rotations.
 
-    A table that is saved among the weights is all there is to it, and stock transformers loads the result. Where stock
-    code computes the table whenever it builds the model, the config is written so that stock code refuses it.
+    If the table is saved among the weights, plain transformers loads the result. If transformers computes the table
+    whenever it builds the model, the config is written so that plain transformers refuses the checkpoint.
     """
 
     name: ClassVar[str] = "sinusoid"
@@ -66,17 +66,17 @@ class Sinusoids(Architecture):
         return twins_of(model).has_sinusoids and not rotates_by_table(model)
 
     def tables(self, model: PreTrainedModel) -> list[PositionTable]:
-        """The tables that ``apply`` computes anew.
+        """Return the tables that ``apply`` recomputes.
 
         Raises:
-            IncompatibleError: if there is none of which it can be said which row stands for which position.
+            IncompatibleError: if there is no table whose rows can be assigned to positions.
         """
         return twins_of(model).sinusoids
 
     def trained_length(self, model: PreTrainedModel) -> int | None:
         try:
             return max(_positions(model, table) for table in self.tables(model))
-        except IncompatibleError:  # said where it is to be extended; what the config says holds all the same
+        except IncompatibleError:  # apply raises it; the length in the config holds all the same
             return super().trained_length(model)
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
@@ -89,7 +89,7 @@ class Sinusoids(Architecture):
         fields = _fields(model, tables, targets)
         original: dict[str, Any] = {name: getattr(*field_of(model.config, name)) for name in fields}
         has_reserved = any(table.first for table in tables)
-        after = _as_made(model, tables, fields) if has_reserved else twin_of(model, fields)
+        after = _as_built(model, tables, fields) if has_reserved else twin_of(model, fields)
         new = {
             name: _recomputed(site, table_of(after, name).detach(), table_of(model, name), inv_freq[name])
             for name, site in zip(lengths, sites, strict=True)
@@ -118,19 +118,19 @@ class Sinusoids(Architecture):
     def revert(self, model: PreTrainedModel, original: dict[str, Any], edits: Edits) -> None:
         tables, twins = self.tables(model), twins_of(model)
         fields = {name: original[name] for name in {table.field for table in tables}}
-        before = _as_made(model, tables, fields)
-        old = {one.name: table_of(before, one.name).detach().to(table_of(model, one.name)) for one in tables}
+        before = _as_built(model, tables, fields)
+        old = {each.name: table_of(before, each.name).detach().to(table_of(model, each.name)) for each in tables}
         replace_tables(twins, old, fields, edits, after=before)
         for name in original.keys() & set(GUARDED):
             edits.set(model.config, name, original[name])
 
     def spec(self, model: PreTrainedModel) -> RopeSpec:
-        """What a method may know of the table that is for most tokens.
+        """Return the spec of the table with the most positions.
 
         Raises:
-            IncompatibleError: as for ``tables``, and if its formula is not known.
+            IncompatibleError: as for ``tables``, and if the table has no known formula.
         """
-        table = max(self.tables(model), key=lambda one: _positions(model, one))
+        table = max(self.tables(model), key=lambda each: _positions(model, each))
         return _formula(model, table).spec(_positions(model, table))
 
     def replaces_weights(self, model: PreTrainedModel, saved: dict[str, Any] | None = None) -> bool:
@@ -142,29 +142,30 @@ class Sinusoids(Architecture):
 
 
 def usable_methods() -> list[str]:
-    """Methods, by name, that give one set of frequencies and nothing else, as they are without further parameters."""
-    found = [(name, cls.example(ASKED)) for name, cls in METHODS.items() if issubclass(cls, RopeMethod)]
-    given = [(name, one.frequencies(ASKED, ASKED.trained_length)) for name, one in found if _why_not(one) is None]
-    return [name for name, one in given if one.attention_scale == 1 and one.inv_freq.any()]
+    """Return the names of methods whose defaults give one set of frequencies and nothing else."""
+    examples = [(name, cls.example(EXAMPLE)) for name, cls in METHODS.items() if issubclass(cls, RopeMethod)]
+    fitting = [(name, method) for name, method in examples if _why_not(method) is None]
+    given = [(name, method.frequencies(EXAMPLE, EXAMPLE.trained_length)) for name, method in fitting]
+    return [name for name, each in given if each.attention_scale == 1 and each.inv_freq.any()]
 
 
 def _why_not(method: Method) -> str | None:
-    """Why a method says nothing about a vector that is added to each token; None where it does."""
+    """Return why a method does not apply to a vector that is added to each token; None if it does."""
     if not isinstance(method, RopeMethod):
-        return "is not for them: it gives no frequencies"
+        return "gives no frequencies"
     if isinstance(method, RemapMethod):
-        return "gives a token other positions for each key that looks at it, and what is added to a token is one vector"
+        return "gives a token several positions, but only one vector is added to each token"
     if method.dynamic:
-        return "follows the length of each text, and the table is one for all"
+        return "follows the length of each text, but the table is the same for all texts"
     return None
 
 
 def _checked(model: PreTrainedModel, method: Method, request: Request) -> RopeMethod:
-    """The method, if it is one for sinusoids that are added.
+    """Return the method if it applies to sinusoids in the input.
 
     Raises:
-        IncompatibleError: if it is not.
-        InvalidParameterError: for a choice that says nothing here.
+        IncompatibleError: if it does not.
+        InvalidParameterError: if the request makes a choice without effect here.
     """
     refuse_attention_choices(request, "other sinusoids in the input leave")
     reason = _why_not(method)
@@ -177,53 +178,53 @@ def _checked(model: PreTrainedModel, method: Method, request: Request) -> RopeMe
 
 
 def _positions(model: PreTrainedModel, table: PositionTable) -> int:
-    """Tokens that a table is for: what its config field says, where it has rows for as many."""
-    said: int = getattr(*field_of(model.config, table.field))
-    return min(said, table.positions)
+    """Return the tokens of a table: the number in its config field, at most its number of positions."""
+    stated: int = getattr(*field_of(model.config, table.field))
+    return min(stated, table.positions)
 
 
 def _formula(model: PreTrainedModel, table: PositionTable) -> Sinusoid:
-    """What a table was computed by.
+    """Return the formula of a table.
 
     Raises:
-        IncompatibleError: if it was by another formula, or something else stands in its place.
+        IncompatibleError: if the formula is unknown, or another object has taken the place of the table.
     """
     if any(table.name in growth.tables for growth in twins_of(model).growths):
-        weight_of(model, table.name)  # refuses one that is quantised, sharded or not there
-    if (found := sinusoid_of(values_of(twins_of(model), table.name), table.first)) is not None:
-        return found
+        weight_of(model, table.name)  # raises if it is quantised, sharded or missing
+    if (formula := sinusoid_of(values_of(twins_of(model), table.name), table.first)) is not None:
+        return formula
     raise IncompatibleError(
-        f"The table of positions {table.name} of this {model.config.model_type} holds sinusoids, but not those of the "
-        f"Transformer's paper or of fairseq, in the precision of {table_of(model, table.name).dtype}: its frequencies "
-        f"are not known, so they cannot be changed. Load the original checkpoint."
+        f"The sinusoids in {table.name} of this {model.config.model_type} have unknown frequencies: in "
+        f"{table_of(model, table.name).dtype} they are neither those of the Transformer's paper nor of fairseq. Load "
+        f"the original checkpoint."
     )
 
 
 def _frequencies(model: PreTrainedModel, method: RopeMethod, site: Site) -> Tensor:
-    """By how much each angle shall grow from token to token.
+    """Return the new growth of each angle from token to token, in radians.
 
     Raises:
-        IncompatibleError: if the method is more than frequencies.
+        IncompatibleError: if the method also has a temperature, or stops all rotation.
     """
     spec, kind = site.formula.spec(site.trained), model.config.model_type
-    found = method.frequencies(spec, method.target_length(site.trained))
-    if found.attention_scale != 1:
+    frequencies = method.frequencies(spec, method.target_length(site.trained))
+    if frequencies.attention_scale != 1:
         raise IncompatibleError(
-            f"Method {method.name!r} also multiplies cos and sin by {found.attention_scale:.4g}: where queries and "
-            f"keys are rotated, that makes attention sharper. This {kind} adds its sinusoids to its input, where it "
-            f"would only be another input. Leave it out, where the method lets you: attention_factor=1.0. Methods "
-            f"without it: {', '.join(usable_methods())}."
+            f"Method {method.name!r} also multiplies cos and sin by {frequencies.attention_scale:.4g}, to sharpen the "
+            f"attention of rotated queries and keys. This {kind} adds its sinusoids to its input, where that has no "
+            f"such effect. Pass attention_factor=1.0 if the method has it, or take one of "
+            f"{', '.join(usable_methods())}."
         )
-    if not found.inv_freq.any():
+    if not frequencies.inv_freq.any():
         raise IncompatibleError(
-            f"This {kind} adds sinusoids to its input. Method {method.name!r} would add the same vector to every "
-            f"token, and is for rotation, which there is none of here. Methods for it: {', '.join(usable_methods())}."
+            f"This {kind} adds sinusoids to its input, and method {method.name!r} would add the same vector to every "
+            f"token. Methods for it: {', '.join(usable_methods())}."
         )
-    return found.inv_freq
+    return frequencies.inv_freq
 
 
 def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
-    """The config fields of the tables, by dotted name; a table that has enough rows keeps them."""
+    """Return the config fields of the tables, by dotted name; a table with enough rows keeps its field."""
     return {
         table.field: getattr(*field_of(model.config, table.field))
         + max(0, targets[table.name] - _positions(model, table))
@@ -231,43 +232,41 @@ def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[s
     }
 
 
-def _as_made(model: PreTrainedModel, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
-    """A twin with other fields whose tables are as the model's class fills them."""
-    more = {one.name: fields[one.field] - getattr(*field_of(model.config, one.field)) for one in tables}
-    return twin_of(
-        model, fields, real=[(one.rows + more[one.name], table_of(model, one.name).shape[1]) for one in tables]
-    )
+def _as_built(model: PreTrainedModel, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
+    """Return a twin with other fields, whose tables the model's class has filled."""
+    more = {each.name: fields[each.field] - getattr(*field_of(model.config, each.field)) for each in tables}
+    shapes = [(each.rows + more[each.name], table_of(model, each.name).shape[1]) for each in tables]
+    return twin_of(model, fields, real=shapes)
 
 
-def _recomputed(site: Site, made: Tensor, old: Tensor, inv_freq: Tensor) -> Tensor:
-    """A table at other frequencies, rounded once; rows before the first token's are as the model's class makes them."""
+def _recomputed(site: Site, built: Tensor, old: Tensor, inv_freq: Tensor) -> Tensor:
+    """Return a table at other frequencies, rounded once; rows before the first token's come from ``built``."""
     first = site.table.first
-    rows = site.formula.rows(first, len(made), inv_freq)
+    rows = site.formula.rows(first, len(built), inv_freq)
     if first:
-        rows = torch.cat([made[:first].to(rows), rows])
+        rows = torch.cat([built[:first].to(rows), rows])
     return rows.to(old.dtype).to(old.device)
 
 
 def _is_stored(model: PreTrainedModel, name: str) -> bool:
-    """Whether a checkpoint holds the table, so that a reload reads it and does not compute it."""
+    """Return whether a checkpoint holds the table, so that a reload reads it instead of computing it."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     return name in weights and name not in (model._keys_to_ignore_on_save or ())
 
 
 def _guarded_field(model: PreTrainedModel) -> str:
-    """The config field by which stock code is made to refuse a checkpoint."""
+    """Return the config field whose guard makes plain transformers refuse a checkpoint."""
     for name in GUARDED:
         if isinstance(vars(model.config).get(name), int | float):
             return name
     raise IncompatibleError(
-        f"Stock transformers computes the sinusoids of this {model.config.model_type} whenever it builds the model, so "
-        f"it has to refuse the extended checkpoint, and its config has none of the fields that make it refuse: "
-        f"{', '.join(GUARDED)}."
+        f"Plain transformers would compute the sinusoids of this {model.config.model_type} without the extension, and "
+        f"ctxext cannot make it refuse the checkpoint. That needs one of the fields {', '.join(GUARDED)} in the config."
     )
 
 
 def _go_on(model: PreTrainedModel, site: Site, inv_freq: Tensor, edits: Edits) -> None:
-    """Let a table that its module computes anew for a longer text go on as it was extended."""
+    """Make a table that its module recomputes for a longer text continue with the extension."""
     path, _, leaf = site.table.name.rpartition(".")
     module = model.get_submodule(path)
     if (name := remaker_of(module)) is not None:
@@ -275,25 +274,25 @@ def _go_on(model: PreTrainedModel, site: Site, inv_freq: Tensor, edits: Edits) -
 
 
 def _prove(model: PreTrainedModel, site: Site, inv_freq: Tensor) -> None:
-    """Compare the live table with the method's own mathematics, at every position."""
+    """Compare the live table with the method's mathematics, at every position."""
     live, first = table_of(model, site.table.name), site.table.first
     if live.is_meta:
         return
     exact = site.formula.rows(first, len(live), inv_freq)
     error = (live.detach()[first:].to(exact) - exact).abs().max()
     if not error <= torch.finfo(live.dtype).eps:
-        raise VerificationError(f"The patched {site.table.name} is off by {float(error):.2g} from the method's rows.")
+        raise VerificationError(f"The patched {site.table.name} differs by {float(error):.2g} from the method's rows.")
 
 
 def _stored_as(fields: dict[str, int], stored: bool) -> str:
-    said = ", ".join(f"{name}={value}" for name, value in fields.items())
+    stated = ", ".join(f"{name}={value}" for name, value in fields.items())
     if stored:
-        return f"{said} and another table of weights"
-    return f"{said} and config.ctxext; stock code refuses the checkpoint"
+        return f"{stated} and another table of weights"
+    return f"{stated} and config.ctxext; stock code refuses the checkpoint"
 
 
 def _fingerprint(sites: list[Site], inv_freq: dict[str, Tensor]) -> str:
-    """12 hexadecimal digits that two extensions share exactly when they add the same vectors."""
+    """Return 12 hexadecimal digits of a hash of the tables and their new frequencies."""
     digest = hashlib.sha256()
     for site in sites:
         digest.update(repr((site.table.name, site.formula)).encode())
@@ -302,19 +301,18 @@ def _fingerprint(sites: list[Site], inv_freq: dict[str, Tensor]) -> str:
 
 
 def _notes(model: PreTrainedModel, sites: list[Site], targets: dict[str, int], stored: bool) -> tuple[str, ...]:
-    """What a user must know before relying on the model, one sentence or two each."""
+    """Return the notes for a user of the model, one or two sentences each."""
     notes = []
     if len({site.trained for site in sites}) > 1:
         each = ", ".join(f"{s.table.name} {s.trained:,} -> {targets[s.table.name]:,} tokens" for s in sites)
-        notes.append(f"Its tables reach differently far: {each}.")
-    notes.append("Short texts are read at other positions than before, too: train before use, or compare.")
+        notes.append(f"Its tables differ in length: {each}.")
+    notes.append("Positions of short texts change too: train before use, or compare.")
     grows = any(remaker_of(model.get_submodule(site.table.name.rpartition(".")[0])) for site in sites)
     if grows and stored:
         notes.append(
-            f"Beyond {max(targets.values()):,} tokens the table goes on as it is extended. Stock code, which loads it, "
-            f"does not: for a longer text it computes the table anew, without the extension, and keeps that. Load it "
-            f"with ctxext.load where texts may be longer."
+            f"Beyond {max(targets.values()):,} tokens the table continues with the extension. Plain transformers "
+            f"recomputes it there without the extension, and keeps that. Use ctxext.load for such texts."
         )
     elif grows:
-        notes.append(f"Beyond {max(targets.values()):,} tokens the table goes on as it is extended.")
+        notes.append(f"Beyond {max(targets.values()):,} tokens the table continues with the extension.")
     return tuple(notes)

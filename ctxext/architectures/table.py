@@ -1,4 +1,4 @@
-"""Models that have learned a vector for each position: GPT-2, OPT, BERT, RoBERTa, BART and many more."""
+"""Models with a learned vector for each position: GPT-2, OPT, BERT, RoBERTa, BART and many more."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from ctxext.surgery.tables import (
 )
 from ctxext.surgery.texts import field_of
 
-# Configs of GPT-2's time say the length twice; transformers reads the other field, and some other readers this one.
+# Configs of GPT-2's time state the length twice: transformers reads the other field, some programs this one.
 SAID_TWICE = "n_ctx"
 
 
 class LearnedTable(Architecture):
     """Tables of learned positions, found by twins of the model that differ in one length.
 
-    The longer table is a weight as any other, and the config says how long it is: stock transformers loads the result.
+    The longer table is an ordinary weight, and the config states its length, so plain transformers loads the result.
     """
 
     name: ClassVar[str] = "table"
@@ -46,17 +46,17 @@ class LearnedTable(Architecture):
         return twins_of(model).has_learned
 
     def tables(self, model: PreTrainedModel) -> list[PositionTable]:
-        """The tables that ``apply`` makes longer.
+        """Return the tables that ``apply`` lengthens.
 
         Raises:
-            IncompatibleError: if there is none of which it can be said which row stands for which position.
+            IncompatibleError: if there is no table whose rows can be assigned to positions.
         """
         return twins_of(model).tables
 
     def trained_length(self, model: PreTrainedModel) -> int | None:
         try:
             return max(table.positions for table in self.tables(model))
-        except IncompatibleError:  # said where it is to be extended; what the config says holds all the same
+        except IncompatibleError:  # apply raises it; the length in the config holds all the same
             return super().trained_length(model)
 
     def apply(self, model: PreTrainedModel, method: Method, request: Request, edits: Edits) -> Extension:
@@ -100,39 +100,39 @@ class LearnedTable(Architecture):
         return {table.name: weight_of(model, table.name) for table in self.tables(model)}
 
     def kept_rows(self, model: PreTrainedModel) -> dict[str, Bool[Tensor, " rows"]]:
-        """Which rows of the tables of an extended model are learned ones, as they were before it.
+        """Mark the rows in tables of an extended model that are learned rows from before the extension.
 
-        Those are the rows for padding, and of each learned row the first that is a copy of it: the first
-        ``trained_length`` of ``tile`` and ``hierarchical``, every ``factor``-th of ``pi``.
+        These are the rows for padding, and the first copy of each learned row: the first ``trained_length`` rows of
+        ``tile`` and ``hierarchical``, every ``factor``-th row of ``pi``.
         """
-        found = {}
+        kept = {}
         for table, trained, _, rows in _made_of(model, self.tables(model)):
-            found[table.name] = torch.arange(table.rows) < table.first
-            found[table.name][table.first + places_of(trained, rows)] = True
-        return found
+            kept[table.name] = torch.arange(table.rows) < table.first
+            kept[table.name][table.first + places_of(trained, rows)] = True
+        return kept
 
 
 def _refuse(model: PreTrainedModel, method: Method, request: Request) -> None:
     config = model.config
     if not isinstance(method, TableMethod):
         names = ", ".join(name for name, cls in METHODS.items() if issubclass(cls, TableMethod))
-        tables = " and ".join(f"{one.positions:,} tokens ({one.name})" for one in twins_of(model).tables)
+        tables = " and ".join(f"{table.positions:,} tokens ({table.name})" for table in twins_of(model).tables)
         raise IncompatibleError(
-            f"This {config.model_type} has learned positions, one vector each for {tables}, and nothing that method "
-            f"{method.name!r} could change. Methods for it: {names}."
+            f"This {config.model_type} has learned positions, one vector each for {tables}, which method "
+            f"{method.name!r} cannot change. Methods for it: {names}."
         )
     refuse_attention_choices(request, "a longer table of positions leaves")
 
 
 def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:
-    """Tokens that each table was trained for, as the user says or else as many as it is for.
+    """Return the trained length of each table, as the user passed it, or else its number of positions.
 
     Args:
-        known: by the table's name, tokens that it is for.
-        request: what the user said.
+        known: the number of positions of each table, by its name.
+        request: the request of the user.
 
     Raises:
-        InvalidParameterError: if what the user says cannot be.
+        InvalidParameterError: if the length that the user passed contradicts the tables.
     """
     longest, is_one = max(known.values()), len(set(known.values())) == 1
     if request.trained_length in (None, longest):
@@ -141,13 +141,13 @@ def trained_lengths(known: dict[str, int], request: Request) -> dict[str, int]:
         raise InvalidParameterError(
             f"trained_length={request.trained_length}: {' and '.join(known)} have rows for "
             f"{' and '.join(f'{length:,}' for length in known.values())} tokens. Leave trained_length out"
-            f"{', or give less, if not all of them were trained' if is_one else ''}."
+            f"{', or pass less, if not all of them were trained' if is_one else ''}."
         )
     return dict.fromkeys(known, request.trained_length)
 
 
 def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[str, int]) -> dict[str, int]:
-    """The config fields of the longer tables, by dotted name."""
+    """Return the config fields of the longer tables, by dotted name."""
     fields: dict[str, int] = {}
     for table in tables:
         part, leaf = field_of(model.config, table.field)
@@ -155,13 +155,13 @@ def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[s
         if more < 0:
             raise InvalidParameterError(
                 f"The target of {targets[table.name]:,} tokens is below the {table.positions:,} that {table.name} has "
-                f"rows for, so nothing would be extended. Ask for more: target_length=... or a larger factor."
+                f"rows for. Pass a larger target_length or factor."
             )
         value = getattr(part, leaf) + more
         if fields.setdefault(table.field, value) != value:
             raise IncompatibleError(
                 f"{table.field} of this {model.config.model_type} sets the size of several tables, which would need "
-                f"different values of it."
+                f"different values."
             )
         if vars(part).get(SAID_TWICE) == getattr(part, leaf):
             fields[table.field.removesuffix(leaf) + SAID_TWICE] = value
@@ -169,7 +169,7 @@ def _fields(model: PreTrainedModel, tables: list[PositionTable], targets: dict[s
 
 
 def fingerprint(tables: list[PositionTable], rows: dict[str, Rows]) -> str:
-    """12 hexadecimal digits that two extensions share exactly when they mix the same rows alike."""
+    """Return 12 hexadecimal digits of a hash of the tables and the mixtures of their rows."""
     digest = hashlib.sha256()
     for table in tables:
         indices, weights = rows[table.name]
@@ -184,51 +184,52 @@ def _notes(
     rows: dict[str, Rows],
     others: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """What a user must know before relying on the model, one sentence or two each."""
+    """Return the notes for a user of the model, one or two sentences each."""
     notes = []
     if len(set(lengths.values())) > 1:
-        each = ", ".join(f"{one.name} {lengths[one.name]:,} -> {targets[one.name]:,} tokens" for one in tables)
-        notes.append(f"Its tables reach differently far: {each}.")
-    name = max(lengths, key=lambda one: lengths[one])
+        names = [table.name for table in tables]
+        each = ", ".join(f"{name} {lengths[name]:,} -> {targets[name]:,} tokens" for name in names)
+        notes.append(f"Its tables differ in length: {each}.")
+    name = max(lengths, key=lambda key: lengths[key])
     trained = lengths[name]
     if is_kept(rows[name], trained) and not others:
         notes.append(f"Texts of up to {trained:,} tokens are read exactly as before.")
     elif is_kept(rows[name], trained):
-        notes.append(f"The rows of the first {trained:,} tokens are those that were trained.")
+        notes.append(f"The rows of the first {trained:,} tokens are the trained ones.")
     else:
-        notes.append("Short texts are read at other positions than before, too: train before use, or compare.")
+        notes.append("Positions of short texts change too: train before use, or compare.")
     if others:
         notes.append(
-            f"{others[0]} follows from the length too ({len(others)} such attributes), so that its layers compute "
-            f"otherwise, on short texts as well: compare before use."
+            f"{others[0]} depends on the length too ({len(others)} such attributes), so its layers compute "
+            f"differently, on short texts as well: compare before use."
         )
     return tuple(notes)
 
 
 def is_kept(rows: Rows, trained: int) -> bool:
-    """Whether the first rows are the trained ones."""
+    """Return whether the first rows are the trained ones."""
     indices, weights = rows[0][:trained], rows[1][:trained]
     places = indices == indices.new_tensor(range(trained))[:, None]
     return bool(((weights * places).sum(1) == 1).all()) and bool((weights * ~places == 0).all())
 
 
 def _old_tables(model: PreTrainedModel, tables: list[PositionTable]) -> tuple[dict[str, Tensor], str | None]:
-    """The tables from before the extension that a model was loaded with, or why they are not to be had."""
-    found: dict[str, Tensor] = {}
+    """Return the tables from before the extension of a loaded model, or the reason why they are lost."""
+    originals: dict[str, Tensor] = {}
     for table, trained, kept, rows in _made_of(model, tables):
         old = unmixed(weight_of(model, table.name), table.first, trained, rows)
         if old is None or trained != kept:
             method = _saved_method(model)
             return {}, (
-                f"Its {trained:,} learned rows cannot be read back from the {table.positions:,} that method "
-                f"{method.name!r} (factor {method.factor:g}) made of them. Load the checkpoint from before that."
+                f"Its {trained:,} learned rows cannot be recovered from the {table.positions:,} that method "
+                f"{method.name!r} (factor {method.factor:g}) made of them. Load the original checkpoint."
             )
-        found[table.name] = old
-    return found, None
+        originals[table.name] = old
+    return originals, None
 
 
 def _made_of(model: PreTrainedModel, tables: list[PositionTable]) -> Iterator[tuple[PositionTable, int, int, Rows]]:
-    """Each table of an extended model, learned rows that were used and that there were, and what its rows mix."""
+    """Yield each table of an extended model, its learned rows that were used, all learned rows, and its mixtures."""
     saved, method = model.config.ctxext, _saved_method(model)
     for table in tables:
         grown = getattr(*field_of(model.config, table.field)) - saved["original"][table.field]

@@ -236,7 +236,7 @@ def test_pi_divides_the_slopes() -> None:
     [
         ({"attention": "flash"}, BackendUnavailableError, "These can: .*sdpa"),
         ({"attention": "sdpaa"}, UnknownNameError, "Did you mean 'sdpa'"),
-        ({"method": "yarn"}, IncompatibleError, "has ALiBi, which method 'yarn' is not for"),
+        ({"method": "yarn"}, IncompatibleError, "has ALiBi, which method 'yarn' cannot change"),
         ({"sliding_window": "lift"}, InvalidParameterError, "sliding_window"),
         ({"bias": "rounded"}, InvalidParameterError, "'exact' or 'stock'"),
     ],

@@ -214,7 +214,7 @@ def test_a_saved_one_is_complete_and_cannot_be_extended_anew(tmp_path: Path) -> 
     with pytest.raises(PatchStateError, match="loading the original checkpoint"):
         ctxext.unpatch(again)
     anew = {"factor": 8.0, "trained_length": TRAINED_LENGTH}
-    message = r"divided by a temperature of 0\.8 and rounded.*Load the checkpoint from before that"
+    message = r"divided by a temperature of 0\.8 and rounded.*Load the original checkpoint"
     before = logits(again)
     for temperature in (0.8, 1.0):
         with pytest.raises(IncompatibleError, match=message):

@@ -149,7 +149,7 @@ def test_the_published_config_says_its_length(tmp_path: Path) -> None:
     ctxext.patch(model, "stretch_buckets", factor=4)
     assert (model.config.n_positions, model.config.relative_attention_max_distance) == (2048, 512)
     assert "512 -> 2048 tokens" in str(ctxext.describe(model))
-    assert "from 128 to 512 tokens, which were all alike, are told apart" in str(ctxext.describe(model))
+    assert "from 128 to 512 tokens, which shared one bucket, are distinguished" in str(ctxext.describe(model))
     model.config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["relative_attention_max_distance"] == 512
     found = inspect_checkpoint(tmp_path)
@@ -163,9 +163,9 @@ def test_the_published_config_says_its_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"trained_length": None}, IncompatibleError, "does not say how long its texts were. Pass trained_length"),
-        ({"sliding_window": "lift"}, InvalidParameterError, "sliding_window says nothing about buckets"),
-        ({"attention": "sdpa"}, InvalidParameterError, "attention says nothing about buckets"),
+        ({"trained_length": None}, IncompatibleError, "does not state the trained length. Pass trained_length"),
+        ({"sliding_window": "lift"}, InvalidParameterError, "sliding_window='lift': this t5 has only buckets"),
+        ({"attention": "sdpa"}, InvalidParameterError, "attention='sdpa': this t5 has only buckets"),
         ({"sharpening": 0.1}, UnknownNameError, "sharpening"),
         ({"factor": 0.5}, InvalidParameterError, "factor must be a finite number, at least 1"),
     ],
@@ -208,8 +208,8 @@ def test_a_failure_in_the_middle_leaves_no_trace(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("longt5", "looks at the tokens around each one only"),
-        ("udop", "whose largest distance stands in its code and not in its config"),
+        ("longt5", "sees only the tokens around each token"),
+        ("udop", "whose largest distance is in its code and not in its config"),
     ],
 )
 def test_buckets_that_cannot_be_stretched_rightly_are_refused(model_type: str, said: str) -> None:
@@ -253,7 +253,7 @@ def test_code_that_buckets_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -
         return original(relative_position // 2, **given)
 
     monkeypatch.setattr(attention, "_relative_position_bucket", staticmethod(otherwise))
-    with pytest.raises(IncompatibleError, match=r"does not bucket distances as T5 does \(a distance of -?\d+ tokens\)"):
+    with pytest.raises(IncompatibleError, match=r"does not bucket a distance of -?\d+ tokens as T5 does"):
         ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
 
 

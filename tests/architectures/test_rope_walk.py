@@ -96,7 +96,7 @@ def test_a_refusal_names_its_reason(model_type: str, reason: str) -> None:
 
 
 def test_rotation_that_the_config_leaves_off_is_named() -> None:
-    with pytest.raises(IncompatibleError, match="this checkpoint's config leaves them off"):
+    with pytest.raises(IncompatibleError, match="this checkpoint's config switches them off"):
         ctxext.patch(tiny("granitemoehybrid", position_embedding_type=None), "yarn", factor=4.0)
 
 

@@ -167,14 +167,20 @@ def test_a_table_that_is_read_twice() -> None:
 
 @pytest.mark.parametrize("method", ["yarn", "ntk", "alibi", "self_extend"])
 def test_methods_for_other_positions(method: str) -> None:
-    match = f"one vector each for 32 tokens .*, and nothing that method '{method}' could change. Methods for it: .*"
+    match = f"one vector each for 32 tokens .*, which method '{method}' cannot change. Methods for it: .*"
     refused(gpt2(), IncompatibleError, match + "hierarchical, pi", method, factor=2)
 
 
 @pytest.mark.parametrize("method", ["tile", "group", "hierarchical", "stretch"])
 def test_methods_for_tables_on_a_rotary_model(method: str) -> None:
     model = tiny_model(tiny_config("llama"))
-    refused(model, IncompatibleError, f"'{method}' works neither on .*, and this llama rotates", method, factor=2)
+    refused(
+        model,
+        IncompatibleError,
+        f"This llama rotates, and method '{method}' does not work on rotations",
+        method,
+        factor=2,
+    )
 
 
 @pytest.mark.slow
@@ -322,7 +328,7 @@ def test_a_loaded_checkpoint_that_was_extended_already(tmp_path: Path) -> None:
     assert ctxext.describe(model).target_length == 48
     with pytest.raises(PatchStateError, match="already extended"):
         ctxext.patch(model, "pi", factor=2)
-    with pytest.raises(IncompatibleError, match="Its 32 learned rows cannot be read back from the 48 that method 'pi'"):
+    with pytest.raises(IncompatibleError, match="Its 32 learned rows cannot be recovered from the 48 that method 'pi'"):
         ctxext.patch(model, "pi", factor=2, trained_length=32)
     assert len(model.transformer.wpe.weight) == 48
 

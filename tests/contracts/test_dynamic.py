@@ -27,7 +27,7 @@ from tests.walk.tiny import TRAINED_LENGTH
 
 DYNAMIC = ["dynamic_ntk", "dynamic_pi", "dynamic_yarn"]
 LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=(4.0,) * 16, factor=4.0)
-NOTE = f"Stock code loads it, but mixes positions: .* passes {TRAINED_LENGTH} tokens"
+NOTE = f"Plain transformers loads it, but mixes positions: .* Beyond {TRAINED_LENGTH} tokens"
 
 
 def notes(model: PreTrainedModel) -> str:
@@ -68,7 +68,7 @@ def test_what_stock_code_makes_of_it_is_said_and_so(method: str | Method, tmp_pa
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "dynamic_pi", "pi"])
 def test_nothing_of_the_kind_is_said_elsewhere(method: str) -> None:
-    assert "Stock code loads it" not in notes(ctxext.patch(tiny(), method, factor=4.0))
+    assert "Plain transformers loads it" not in notes(ctxext.patch(tiny(), method, factor=4.0))
 
 
 @pytest.mark.usefixtures("_for_compiling")

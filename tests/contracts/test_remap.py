@@ -401,7 +401,7 @@ def test_a_temperature_multiplies_the_scores_of_each_query(temperature: str) -> 
         ("gemma2", {}, "caps attention scores|sliding window"),
         ("gemma3_text", {}, "layer type|sliding"),
         ("mistral", {"sliding_window": 16}, "sliding_window"),
-        ("bloom", {}, "has ALiBi, which method 'self_extend' is not for"),
+        ("bloom", {}, "has ALiBi, which method 'self_extend' cannot change"),
     ],
 )
 def test_models_whose_attention_cannot_be_taken_over_are_refused_by_name(

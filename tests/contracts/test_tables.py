@@ -294,7 +294,7 @@ def test_sides_of_different_reach(tmp_path: Path) -> None:
     assert (model.config.max_encoder_position_embeddings, model.config.max_decoder_position_embeddings) == (128, 64)
     described = ctxext.describe(model)
     assert (described.trained_length, described.target_length) == (64, 128)
-    assert "reach differently far" in str(described)
+    assert "Its tables differ in length" in str(described)
     ctxext.save(model, tmp_path)
     ctxext.unpatch(ctxext.load(tmp_path))
 

@@ -168,7 +168,7 @@ def test_undone_bit_for_bit_and_saved_and_reloaded(model_type: str, kind: str, t
 
 @pytest.mark.slow
 def test_a_description_says_what_distance_is() -> None:
-    assert any("alike to both sides" in note for note in described("symmetric"))
+    assert any("equally with distance to both sides" in note for note in described("symmetric"))
     assert any("the other half" in note for note in described("halves"))
     causal = ctxext.describe(ctxext.patch(tiny(), "alibi", factor=4.0)).notes
     assert not any("both" in note for note in causal)

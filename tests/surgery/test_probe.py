@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_probed_is_extended_with_a_note(monkeypatch: pyte
     model = untraceable(monkeypatch)
     assert "numpy" in str(seen_of(model).failure)
     ctxext.patch(model, "yarn", factor=4.0)
-    assert "could not be seen" in " ".join(ctxext.describe(model).notes)
+    assert "cannot tell which layers rotate" in " ".join(ctxext.describe(model).notes)
 
 
 def test_a_model_that_cannot_be_probed_and_has_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_replacing_is_asked_for_by_name(kind: str, tmp_path: Path) -> None:
     base = SCALED[kind]["rope_theta"]
     assert model.config.rope_parameters == {"rope_type": "linear", "rope_theta": base, "factor": 16.0}
     assert ctxext.describe(model).trained_length == ORIGINAL
-    assert "is taken off" in ctxext.describe(model).notes[0]
+    assert "replaces" in ctxext.describe(model).notes[0]
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
@@ -269,7 +269,7 @@ def test_a_temperature_that_follows_the_length_is_refused_there() -> None:
 @pytest.mark.parametrize(("model_type", "whole"), [("gpt_neox", False), ("llama", True)])
 def test_it_is_said_which_dimensions_the_temperature_reaches(model_type: str, whole: bool) -> None:
     notes = " ".join(ctxext.describe(ctxext.patch(tiny(model_type), "yarn", factor=4)).notes)
-    assert ("of each head that rotate" in notes) is not whole
+    assert ("rotated dimensions of each head" in notes) is not whole
     notes = " ".join(ctxext.describe(ctxext.patch(tiny(model_type), "pi", factor=4)).notes)
     assert "temperature" not in notes
 
