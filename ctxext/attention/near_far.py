@@ -1,12 +1,12 @@
-"""Scores that are the same for all keys from some distance on: a near band, and plain attention beyond it.
+"""Compute scores that are equal for all keys from some distance on: a near band, and plain attention beyond it.
 
-A softmax does not see what is added to all scores of a query. So an encoding that tells only near keys apart (T5's
-buckets, Shaw's vectors) leaves far pairs as they are, and adds to near ones what they have *above* the far ones. The
-band is written out, some queries at a time; the rest is one call of an ordinary kernel without a mask, and the two are
+A softmax ignores a term that is common to all scores of a query. So an encoding that distinguishes only near keys (T5's
+buckets, Shaw's vectors) leaves far pairs as they are, and adds to near ones their score *above* the far ones. The band
+is materialised for some queries at a time; the rest is one call of an ordinary kernel without a mask, and both are
 merged by their log-sum-exp, as in ``ctxext.attention.pieces``.
 
-Gradients: those of the far part need the merged output and log-sum-exp, since a kernel hands none on from its own;
-those of the band follow from its share of the whole, and reach the encoding by autograd.
+Gradients of the far part need the merged output and log-sum-exp, since a kernel's log-sum-exp carries none. Gradients
+of the band follow from its share of the whole, and reach the encoding by autograd.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from ctxext.attention.base import AttentionBackend, Call, expand_heads, without_autocast
 
 QUERIES = 256
-"""Queries of the band that are written out at once, unless the band is wider."""
+"""Queries of the band that are materialised at once, unless the band is wider."""
 
 
 def has_far_keys(call: Call) -> bool:
-    """Whether the call is one whole text, of which some keys lie beyond the band."""
+    """Return whether the call is one whole text with some keys beyond the band."""
     score, layout = call.score, call.layout
     if score is None or score.far_from is None or call.window is not None or call.dropout or call.need.compiling:
         return False
@@ -35,11 +35,11 @@ def has_far_keys(call: Call) -> bool:
 
 
 def attend_near_far(backend: AttentionBackend, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
-    """Attention of a call for which ``has_far_keys``, merged from both. Differentiable in all that it is made of.
+    """Compute a call for which ``has_far_keys`` holds, differentiable in all its inputs.
 
     Args:
-        backend: computes the far part; it serves ``call.need`` with ``lse`` and without a score.
-        call: with a score that has ``far_from``.
+        backend: the backend of the far part; it serves ``call.need`` with ``lse`` and without a score.
+        call: a call with a score that has ``far_from``.
     """
     assert call.score is not None
     assert call.score.far_from is not None
@@ -48,11 +48,11 @@ def attend_near_far(backend: AttentionBackend, call: Call) -> Float[Tensor, "bat
     outs, lses, size = [], [], max(QUERIES, band)
     for start in range(0, q.shape[2], size):
         stop, first = min(start + size, q.shape[2]), max(0, start - band + 1)
-        own = above if above.shape[2] == 1 else above[:, :, start:stop]
-        arguments = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], own, call.scale)
-        found = checkpoint(_near, *arguments, use_reentrant=False) if call.need.training else _near(*arguments)
-        outs.append(found[0])
-        lses.append(found[1])
+        here = above if above.shape[2] == 1 else above[:, :, start:stop]
+        arguments = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], here, call.scale)
+        part = checkpoint(_near, *arguments, use_reentrant=False) if call.need.training else _near(*arguments)
+        outs.append(part[0])
+        lses.append(part[1])
     out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
     merged: Tensor = _WithFar.apply(  # type: ignore[no-untyped-call]
         backend,
@@ -67,14 +67,14 @@ def attend_near_far(backend: AttentionBackend, call: Call) -> Float[Tensor, "bat
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, above: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The band alone: its output and log-sum-exp, for queries that stand at the last of these keys.
+    """Compute output and log-sum-exp of the band alone, for queries at the last of these keys.
 
     Args:
         q: ``[batch, heads, queries, head_dim]``.
-        k: ``[batch, heads, keys, head_dim]``, like ``v``.
-        v: likewise.
-        above: what is added by distance, ``[rows, heads, queries or 1, distances]``.
-        scale: of the product.
+        k: ``[batch, heads, keys, head_dim]``.
+        v: values, of the shape of ``k``.
+        above: the score above far keys by distance, ``[rows, heads, queries or 1, distances]``.
+        scale: factor of ``q . k``.
     """
     queries, keys, band = q.shape[2], k.shape[2], above.shape[3]
     places = torch.arange(keys - queries, keys, device=q.device)
@@ -88,9 +88,9 @@ def _near(q: Tensor, k: Tensor, v: Tensor, above: Tensor, scale: float) -> tuple
 
 
 class _WithFar(torch.autograd.Function):
-    """What a kernel makes of the far keys, merged with the near ones' output and log-sum-exp.
+    """Attention to the far keys by a kernel, merged with output and log-sum-exp of the near ones.
 
-    Query ``i`` of those given sees the far keys ``0 .. i``.
+    Query ``i`` sees the far keys ``0 .. i``.
     """
 
     @staticmethod
@@ -117,8 +117,8 @@ class _WithFar(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, near, share, out, lse = ctx.saved_tensors
         with without_autocast(q.device):
-            found = ctx.backend.gradients(q, k, v, out, lse, grad, scale=ctx.scale, causal=True)
+            grads = ctx.backend.gradients(q, k, v, out, lse, grad, scale=ctx.scale, causal=True)
         wide = grad.to(lse.dtype)
         of_lse = (wide * (near.to(lse.dtype) - out.to(lse.dtype))).sum(-1) * share[..., 0]
-        dq, dk, dv = (part.to(x.dtype) for part, x in zip(found, (q, k, v), strict=True))
+        dq, dk, dv = (part.to(x.dtype) for part, x in zip(grads, (q, k, v), strict=True))
         return None, None, dq, dk, dv, (wide * share).to(near.dtype), of_lse

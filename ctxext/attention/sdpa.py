@@ -129,7 +129,7 @@ class Sdpa(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "batch heads query head_dim"], Float[Tensor, "batch heads query"]]:
         if q.device.type == "cpu" and torch.compiler.is_exporting():
-            # torch 2.13.0 decomposes the CPU's kernel into a formula that returns attention weights in the place of the
+            # torch 2.13.0 decomposes the CPU's kernel into a formula that returns attention weights in place of the
             # log-sum-exp (torch/_decomp/decompositions.py), so an exported program gets ctxext's formula.
             return Reference().with_lse(q, k, v, scale=scale, causal=causal, mask=mask)
         heads, kv_heads = q.shape[1], k.shape[1]

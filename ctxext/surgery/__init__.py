@@ -1,1 +1,1 @@
-"""How a live model is changed, proven and undone: one mechanism a file."""
+"""Mechanisms that change a live model, prove the change and undo it, one a file."""

@@ -149,7 +149,7 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
     except IncompatibleError as error:
         return Tried(str(error).removesuffix(" Unpatch the model for such inputs.").rstrip("."))
     except FAILURES as error:
-        return Tried(f"its code fails on the layout in the place of a mask ({type(error).__name__}: {error})")
+        return Tried(f"its code fails on the layout in place of a mask ({type(error).__name__}: {error})")
     masks = {path: witness.mask for path, witness in witnesses.items() if witness.mask is not None}
     if len(masks) != len(witnesses):
         return Tried(f"only {len(masks)} of its {len(witnesses)} layers call ctxext's attention")

@@ -97,7 +97,7 @@ class Edits:
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
         """Call ``before`` and ``after`` around each forward pass of a module, as torch hooks with keywords.
 
-        An object in the place of ``forward`` is bound to one module; a hook receives the replica that runs.
+        An object in place of ``forward`` is bound to one module; a hook receives the replica that runs.
         """
         self._entries.append((module, HOOKS, _Absent.ABSENT, False))
         for (called, with_kwargs), function in ((BEFORE, before), (AFTER, after)):
@@ -221,7 +221,7 @@ def follow_replicas(modules: Iterable[nn.Module], edits: Edits) -> None:
 
 
 def _stands_in(value: Any, module: nn.Module) -> bool:
-    """Return whether ``value`` is an object that ctxext put in the place of a method of ``module``."""
+    """Return whether ``value`` is an object that ctxext put in place of a method of ``module``."""
     return _is_ours(value) and any(getattr(value, field.name) is module for field in fields(value))
 
 

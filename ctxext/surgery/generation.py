@@ -236,7 +236,7 @@ class RefuseAssistedDecoding:
 
 
 def _never_compiles(*_: Any, **__: Any) -> bool:
-    """Return False, in the place of ``model._valid_auto_compile_criteria``."""
+    """Return False, in place of ``model._valid_auto_compile_criteria``."""
     return False
 
 
@@ -252,7 +252,7 @@ def compile_nothing_in_generate(model: PreTrainedModel, edits: Edits) -> None:
 
 
 def _refuse_continuous_batching(method: str, *_: Any, **__: Any) -> Any:
-    """Refuse, in the place of ``model.init_continuous_batching``, which ``generate_batch`` calls too.
+    """Refuse, in place of ``model.init_continuous_batching``, which ``generate_batch`` calls too.
 
     Continuous batching puts requests of several lengths end to end into one row. If their positions happen to rise,
     the row looks like one document, and a short request would get the frequencies of a long one.

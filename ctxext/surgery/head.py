@@ -36,7 +36,7 @@ def require_head(causal: PreTrainedModel) -> str:
 
 
 class _StandIn(nn.Module):
-    """A module in the place of another one, to which it passes on attributes that it lacks."""
+    """A module in place of another one, to which it passes on attributes that it lacks."""
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def same_rope(first: Any, second: Any) -> bool:
 def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     """Return the old form of ``text.rope_parameters``, a guard in its place, or nothing.
 
-    A form is returned only if transformers reads it rightly both alone and beside ``rope_parameters``. Nothing is
+    A form is returned only if transformers reads it correctly, both alone and beside ``rope_parameters``. Nothing is
     returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
     not know it.
 

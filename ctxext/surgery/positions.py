@@ -36,7 +36,7 @@ PLAIN_LAYERS = (
 
 
 class LayoutMask:
-    """A layout in the place of an attention mask.
+    """A layout in place of an attention mask.
 
     It is not a dataclass: engines that cast a layer's inputs descend into those, and would copy the layout per layer.
 
@@ -264,7 +264,7 @@ def _layout_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> LayoutMask | Tensor | None:
-    """Build the layout in the place of a mask; registered with transformers as mask function ``ctxext``."""
+    """Build the layout in place of a mask; registered with transformers as mask function ``ctxext``."""
     if use_vmap:
         raise IncompatibleError(
             "Its attention hides or shows tokens by a mask function of the model's own, which ctxext's attention by "

@@ -315,7 +315,7 @@ class _Seen(Exception):
 
 
 def _show_queries(q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, **_: Any) -> Tensor:
-    """Raise ``_Seen`` with the queries of the first layer, in the place of its attention."""
+    """Raise ``_Seen`` with the queries of the first layer, in place of its attention."""
     raise _Seen(q.detach())
 
 

@@ -18,7 +18,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.rebuild import RESTORING
 
 # Configs of these models have no field about positions, so plain transformers would load an extended checkpoint as a
-# plain one. transformers 5 checks types: a sentence in the place of this number stops every class, and the error quotes
+# plain one. transformers 5 checks types: a sentence in place of this number stops every class, and the error quotes
 # it. Programs without checks, such as transformers 4, cannot compute with a sentence. Patched models have the number.
 GUARDED_FIELD = "layer_norm_epsilon"
 GUARD = "this checkpoint is extended by ctxext: load it with ctxext.load"
