@@ -70,7 +70,7 @@ def require_usable(name: str) -> None:
     if reason is not None:
         usable = [each for each in PREFERENCE if BACKENDS[each]().why_never() is None]
         raise BackendUnavailableError(
-            f"Attention backend {name!r} cannot be used here: {reason} Usable ones: {', '.join(['auto', *usable])}."
+            f"Attention backend {name!r} cannot be used here: {reason} These can: {', '.join(['auto', *usable])}."
         )
 
 
