@@ -149,7 +149,7 @@ def test_a_replica_of_what_accelerate_wrapped_is_refused_by_name() -> None:
     model = tiny()
     add_hook_to_module(model.model, ModelHook())
     ctxext.patch(model, "alibi", factor=4.0)
-    with pytest.raises(IncompatibleError, match=r"nn\.DataParallel copies LlamaModel.*torchrun"):
+    with pytest.raises(IncompatibleError, match=r"LlamaModel: nn\.DataParallel cannot copy.*torchrun"):
         replica_of(model)
 
 
