@@ -62,13 +62,13 @@ REFERENCE = (
 
 @dataclass
 class Patched:
-    """What a patched model carries: enough to describe it and to undo it.
+    """The state that ``patch`` leaves on a model: enough to describe the extension and to undo it.
 
     Args:
         method: the extension; of an encoder-decoder, that of the text that is read.
-        extension: what came of it.
-        edits: how to undo it.
-        sides: of an encoder-decoder, what each side was given, by name.
+        extension: what the architecture did.
+        edits: the journal that undoes the extension.
+        sides: of an encoder-decoder, the extension of each side by its name.
     """
 
     method: Method
@@ -79,12 +79,12 @@ class Patched:
 
 @dataclass(frozen=True)
 class SideExtension:
-    """What one side of an encoder-decoder was given.
+    """The extension of one side of an encoder-decoder.
 
     Args:
         side: the side.
-        method: its method.
-        extension: what came of it.
+        method: the method that extends this side.
+        extension: what the architecture did.
     """
 
     side: Side
@@ -244,7 +244,14 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
 def _resolved(
     part: PreTrainedModel, asked: ExtensionArguments, saved: dict[str, Any] | None, edits: Edits
 ) -> tuple[Method, Request]:
-    """The method that is meant, and the rest of what was asked; what ``saved`` extended is taken off."""
+    """Turn arguments into a method and a request, and take off the extension that the model was saved with.
+
+    Args:
+        part: a model, or one side of an encoder-decoder.
+        asked: the arguments of ``patch``.
+        saved: the extension that the model was loaded with; None for a plain one.
+        edits: journal of all changes.
+    """
     architecture, trained_length = architecture_of(part), asked.trained_length
     if trained_length is not None:
         trained_length = checked_tokens("trained_length", trained_length)
@@ -296,9 +303,9 @@ def _extended_sides(
 
 
 def saved_form_of(sides: dict[str, SideExtension]) -> dict[str, Any]:
-    """What ``config.ctxext`` of an encoder-decoder holds."""
+    """Return what ``config.ctxext`` of an encoder-decoder holds."""
     return saved_sides_form(
-        {name: (one.side.place, saved_form(one.method, one.extension)) for name, one in sides.items()}
+        {name: (given.side.place, saved_form(given.method, given.extension)) for name, given in sides.items()}
     )
 
 
@@ -312,7 +319,7 @@ def _take_off(
     """Take off the extension that a model was loaded with, so that the new one takes its place and not its top.
 
     Returns:
-        What that extension did to a scaling that the checkpoint had before; None where there was none, or no extension.
+        What that extension did to a scaling of the plain checkpoint; None if there was no scaling, or no extension.
     """
     if saved is None:
         return None
@@ -320,8 +327,8 @@ def _take_off(
     architecture.revert(base, saved["original"], edits)
     if getattr(base.config, "ctxext", None) is not None:  # a side's is in the config of the whole
         edits.delete(base.config, "ctxext")
-    did: str | None = choices(saved)["scaling"]
-    return did
+    scaling: str | None = choices(saved)["scaling"]
+    return scaling
 
 
 def _raise_generation_limit(base: PreTrainedModel, state: Patched, edits: Edits) -> None:
@@ -336,7 +343,7 @@ def _raise_generation_limit(base: PreTrainedModel, state: Patched, edits: Edits)
 
 
 def _raise_limits(model: Any, extension: Extension, edits: Edits) -> None:
-    """Let what holds a live model read the new window, where its limit was the old one; another is a choice."""
+    """Raise the limits of whatever holds a live model, where they were the trained length; other limits were chosen."""
     for owner, name, value in length_limits(model):
         if value == extension.trained_length < extension.target_length:
             edits.set(owner, name, extension.target_length)
@@ -428,24 +435,24 @@ def patched(model: ModelT, method: str | Method, **arguments: Any) -> Iterator[M
 
 def describe(model: Any) -> Description:
     """Say how a model is extended: method, lengths, saved form, fingerprint, what to know, what was edited."""
-    found = _described(model)
-    return replace(found, notes=(*found.notes, *untested_versions()))
+    description = _described(model)
+    return replace(description, notes=(*description.notes, *untested_versions()))
 
 
 def _described(model: Any) -> Description:
-    """The description of a model, whatever versions are installed."""
+    """Describe a model, without the notes on installed versions."""
     base = base_model(model)
     state, model_type = patched_state(base), base.config.model_type
     if state is not None and state.sides:
-        found = describe_saved(saved_form_of(state.sides), model_type, tuple(state.edits.lines()))
-        return replace(found, sides=tuple(_with_attention(state, name, side) for name, side in found.sides))
+        whole = describe_saved(saved_form_of(state.sides), model_type, tuple(state.edits.lines()))
+        return replace(whole, sides=tuple(_with_attention(state, name, side) for name, side in whole.sides))
     if state is not None:
         extension, notes = state.extension, list(state.extension.notes)
-        found = describe_saved(saved_form(state.method, extension), model_type, tuple(state.edits.lines()))
+        plain = describe_saved(saved_form(state.method, extension), model_type, tuple(state.edits.lines()))
         notes += _limit_notes(model, extension)
         if getattr(base.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
             notes.append(REFERENCE)
-        return replace(found, attention=attention_line(base, extension.attention), notes=tuple(notes))
+        return replace(plain, attention=attention_line(base, extension.attention), notes=tuple(notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)
@@ -456,13 +463,13 @@ def _described(model: Any) -> Description:
 
 
 def _with_attention(state: Patched, name: str, side: Description) -> tuple[str, Description]:
-    """The description of a side with the backend that serves it."""
-    one = state.sides[name]
-    return name, replace(side, attention=attention_line(one.side.model, one.extension.attention))
+    """Add the backend that serves a side to its description."""
+    extended = state.sides[name]
+    return name, replace(side, attention=attention_line(extended.side.model, extended.extension.attention))
 
 
 def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
-    """The description of an extension in its saved form, ``config.ctxext``."""
+    """Describe an extension from its saved form, ``config.ctxext``."""
     if sides := saved_sides(saved):
         each = {name: describe_saved(side, f"{model_type} {name}") for name, side in sides.items()}
         return Description(
@@ -483,7 +490,7 @@ def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...
 
 
 def attention_line(base: PreTrainedModel, name: str | None) -> str:
-    """Which backend serves a whole text on this model as it is now, and why those before it in order do not."""
+    """Say which backend serves a whole text on this model now, and why the backends before it in order do not."""
     if name is None:
         return ""
     config = text_of(base.config)
@@ -558,13 +565,13 @@ def _factor_for(target_length: int, trained_length: int | None, factor: float | 
 
 
 def patched_state(base: PreTrainedModel) -> Patched | None:
-    """What ``patch`` left on the model, None where it is not patched."""
+    """Return the state that ``patch`` left on a model; None if it is not patched."""
     state: Patched | None = base.__dict__.get("_ctxext")
     return state
 
 
 def trained_length_of(model: PreTrainedModel) -> int | None:
-    """What the config says the weights were trained for; None where it does not say."""
+    """Return how many tokens the weights were trained for by the config; None if the config does not say."""
     config = model.config
     saved = getattr(config, "ctxext", None)
     if saved:

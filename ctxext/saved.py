@@ -56,7 +56,7 @@ KINDS = {
 
 
 def untested_versions() -> list[str]:
-    """A sentence for each of transformers and torch that is newer here than any version that ctxext was tested with."""
+    """Return a sentence for each of transformers and torch that is newer here than every tested version."""
     installed = {"transformers": transformers.__version__, "torch": torch.__version__}
     return [
         f"ctxext {__version__} was tested with {name} up to {TESTED[name]}, and this is {version}. If something "
@@ -67,14 +67,14 @@ def untested_versions() -> list[str]:
 
 
 def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
-    """What ``config.ctxext`` holds: plain JSON, enough to rebuild, to describe and to trace the extension."""
+    """Return what ``config.ctxext`` holds: plain JSON that rebuilds, describes and traces an extension."""
     versions = {"ctxext": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     saved = asdict(extension) | {"notes": list(extension.notes)}
     return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
 
 
 def saved_sides_form(sides: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """What the ``config.ctxext`` of an encoder-decoder holds.
+    """Return what the ``config.ctxext`` of an encoder-decoder holds.
 
     Args:
         sides: by name, the encoder first: where its config lies in the whole one, and its own saved form.
@@ -86,15 +86,15 @@ def saved_sides_form(sides: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, 
 
 
 def saved_sides(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The extensions of the sides of an encoder-decoder, by name; empty where there is one extension for all."""
-    found: dict[str, dict[str, Any]] = saved.get("sides", {})
-    return {name: found[name] for name in SIDES if name in found}  # files have them by the alphabet
+    """Return the extension of each side of an encoder-decoder by its name; empty for every other model."""
+    sides: dict[str, dict[str, Any]] = saved.get("sides", {})
+    return {name: sides[name] for name in SIDES if name in sides}  # in files they are sorted by the alphabet
 
 
 def version_of(saved: dict[str, Any]) -> str:
-    """The version of ctxext that wrote an extension."""
-    one = next(iter(saved_sides(saved).values()), saved)
-    return str(one["versions"]["ctxext"])
+    """Return the version of ctxext that wrote an extension."""
+    first = next(iter(saved_sides(saved).values()), saved)
+    return str(first["versions"]["ctxext"])
 
 
 def arguments_of(
@@ -134,13 +134,13 @@ def arguments_in_place_of(
 
 
 def extended_texts(config: Any) -> list[Any]:
-    """The parts of a config that its extension is written into: one, or one for each side of an encoder-decoder."""
+    """Return the parts of a config that hold its extension: one, or one for each side of an encoder-decoder."""
     sides = saved_sides(getattr(config, "ctxext", None) or {})
     return [part_of_config(config, side["place"]) for side in sides.values()] or [text_of(config)]
 
 
 def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
-    """The extension that a config carries, None where it is plain.
+    """Return the extension that a config carries; None for a plain config.
 
     Raises:
         CheckpointError: if it is not in a form that this version of ctxext reads.
@@ -150,21 +150,21 @@ def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
 
 
 def checked_extension(saved: Any, place: str) -> dict[str, Any]:
-    """``saved``, if it is in the form that this version of ctxext reads and writes, with every choice in it.
+    """Check that a saved extension has the form that this version of ctxext reads, and complete it.
 
-    A choice that did not exist yet when it was saved has its default: that is how the model was extended then.
+    A choice that did not exist when the extension was saved gets its default: the model was extended so then.
 
     Raises:
         CheckpointError: if it is not.
     """
-    found = saved.get("format") if isinstance(saved, dict) else saved
-    if found == SIDES_FORMAT and isinstance(saved.get("sides"), dict):
+    version = saved.get("format") if isinstance(saved, dict) else saved
+    if version == SIDES_FORMAT and isinstance(saved.get("sides"), dict):
         whole: dict[str, Any] = saved
         sides = {name: checked_extension(side, f"{place} ({name})") for name, side in whole["sides"].items()}
         return whole | {"sides": sides}
-    if not isinstance(saved, dict) or found != FORMAT:
+    if not isinstance(saved, dict) or version != FORMAT:
         raise CheckpointError(
-            f"The extension in {place} has format {found!r}; ctxext {__version__} reads format {FORMAT}. It was "
+            f"The extension in {place} has format {version!r}; ctxext {__version__} reads format {FORMAT}. It was "
             f"saved by another version of ctxext, or changed by hand."
         )
     needed = {"method", "versions", *(field.name for field in fields(Extension) if field.name not in OPTIONAL)}
@@ -181,7 +181,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
 
 
 def _complete(saved: dict[str, Any]) -> dict[str, Any]:
-    """With every choice that did not exist yet when it was saved, as the model was extended then."""
+    """Add the choices that did not exist when the extension was saved, as the model was extended then."""
     return OPTIONAL | {"scaling": _scaling_before(saved)} | saved
 
 
@@ -201,7 +201,9 @@ def saved_method(saved: dict[str, Any]) -> Method:
 
 
 def identity(saved: dict[str, Any]) -> dict[str, Any]:
-    """Every choice in a saved extension that logits depend on: the same weights compute the same where this is equal.
+    """Return every choice in a saved extension that logits depend on.
+
+    The same weights compute the same logits under two extensions of equal identity.
 
     Args:
         saved: ``config.ctxext`` of a model, or what was stored of it.
@@ -217,7 +219,7 @@ def identity(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str:
-    """How two saved extensions differ in what logits depend on, with both values; empty where they are one.
+    """Say how two saved extensions differ in what logits depend on, with both values; empty if in nothing.
 
     Args:
         there: what was saved, None for a model that was not extended.
@@ -240,29 +242,29 @@ def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> st
 
 
 def _differing_sides(there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> str:
-    found = {name: differences(there.get(name), here.get(name)) for name in there | here}
-    return "; ".join(f"{name}: {said}" for name, said in found.items() if said)
+    each = {name: differences(there.get(name), here.get(name)) for name in there | here}
+    return "; ".join(f"{name}: {difference}" for name, difference in each.items() if difference)
 
 
 def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
-    """What else ``patch`` was told; the attention backend may be another on another machine."""
+    """Return the arguments of ``patch`` beside the method; ``attention`` takes the place of the saved backend."""
     full = _complete(saved)
     given = {key: full[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
 
 
 def _scaling_before(saved: dict[str, Any]) -> str | None:
-    """What an extension did to a scaling before that was said: it replaced it."""
+    """Return the value of ``scaling`` for an extension that was saved before the field existed: "replace", or None."""
     before = saved["original"].get("rope_parameters") or {}
     kinds = {rope.get("rope_type", "default") for _, rope in rope_dicts(before)}
     return "replace" if kinds & set(SCALED) else None
 
 
 def checked_trained_length(saved: dict[str, Any], trained_length: int | None) -> None:
-    """Refuse to extend anew what is saved extended, unless the length that its weights were trained for is said.
+    """Refuse to replace a saved extension unless the trained length of the plain checkpoint is given.
 
     Raises:
-        PatchStateError: without a length, or with another one than was saved.
+        PatchStateError: no length is given, or another length than the saved one.
     """
     known, name = saved["trained_length"], saved["method"]["method"]
     if trained_length == known:
@@ -277,11 +279,11 @@ def checked_trained_length(saved: dict[str, Any], trained_length: int | None) ->
 
 
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
-    """A copy of ``config`` as it was before the extension ``saved`` was written into it."""
+    """Return a copy of a config as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
-    for text, own in zip(extended_texts(plain), saved_sides(saved).values() or [saved], strict=True):
+    for text, extension in zip(extended_texts(plain), saved_sides(saved).values() or [saved], strict=True):
         drop_old_form(text)
-        for name, value in own["original"].items():
+        for name, value in extension["original"].items():
             part, leaf = field_of(plain if "." in name else text, name)  # dots lead through the whole config
             if value is None and leaf in vars(part):
                 delattr(part, leaf)
@@ -292,26 +294,26 @@ def plain_config(config: Any, saved: dict[str, Any]) -> Any:
 
 
 def with_old_form(config: Any) -> Any:
-    """A copy of an extended config for a config.json of its own, with the old form wherever its own class reads it."""
+    """Return a copy of an extended config with the fields of transformers 4 that its own class reads too."""
     copied = copy.deepcopy(config)
     put_old_form(copied, Edits())
     return copied
 
 
 def put_old_form(config: Any, edits: Edits) -> None:
-    """Make an extended config itself such a one, until ``edits`` is undone."""
+    """Write the fields of transformers 4 that its class reads too into a config, until ``edits`` is undone."""
     for text in extended_texts(config):
         write_old_form(text, edits, of_any_type=False)
 
 
 def already_extended(config: Any) -> str | None:
-    """How a config is already extended, in a few words; None where it is plain."""
+    """Say in a few words how a config is already extended; None for a plain config."""
     saved = getattr(config, "ctxext", None)
     if saved:
-        sides = {f"{name}: ": own for name, own in saved_sides(saved).items()} or {"": saved}
+        parts = {f"{name}: ": side for name, side in saved_sides(saved).items()} or {"": saved}
         return "; ".join(
-            f"{whose}ctxext {own['method']['method']}, trained_length={own['trained_length']}"
-            for whose, own in sides.items()
+            f"{prefix}ctxext {part['method']['method']}, trained_length={part['trained_length']}"
+            for prefix, part in parts.items()
         )
     scaling = scaling_of(config)
     return None if scaling is None else str(scaling)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +29,7 @@ from ctxext.errors import (
 from ctxext.methods import METHODS, Method, YaRN, known_methods
 from ctxext.registry import discover
 from ctxext.saved import TESTED
+from ctxext.spec import ExtensionArguments
 from tests._models import logits, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH
@@ -161,6 +164,16 @@ def test_describe_shortens_long_tables() -> None:
     table = METHODS["table"].example(ctxext.spec.RopeSpec(32, 1e4, TRAINED_LENGTH))
     ctxext.patch(model, table)
     assert "<16 values>" in str(ctxext.describe(model))
+
+
+def test_patch_and_load_take_the_same_arguments() -> None:
+    """Those of ``ExtensionArguments``, of the same types, so that one list cannot drift from the others."""
+    names = [field.name for field in fields(ExtensionArguments) if field.name != "parameters"]
+    of_patch, of_load = (inspect.signature(verb).parameters for verb in (ctxext.patch, ctxext.load))
+    assert [name for name in of_patch if name not in ("model", "parameters")] == names
+    for name in names:
+        assert (of_patch[name].annotation, of_patch[name].default) == (of_load[name].annotation, of_load[name].default)
+        assert f"{name}: " in (ctxext.patch.__doc__ or "")
 
 
 def test_patched_extends_inside_its_block_only() -> None:

@@ -24,31 +24,29 @@ class Side:
     """One side of an encoder-decoder.
 
     Args:
-        name: ``"encoder"`` or ``"decoder"``.
         model: the innermost model that owns the side's rotary module and reads for it.
         place: where the side's config lies in the whole one, such as ``"encoder.text_config"``.
     """
 
-    name: str
     model: PreTrainedModel
     place: str
 
 
 def sides_of(model: PreTrainedModel) -> dict[str, Side]:
-    """The sides of an encoder-decoder that rotate, by name; empty for any other model.
+    """Find the sides of an encoder-decoder that rotate, by name; empty for any other model.
 
     Raises:
         IncompatibleError: if the two share one config, or one of them has none that a reload would read.
     """
     if not model.config.is_encoder_decoder:
         return {}
-    found: dict[str, Side] = {}
+    sides: dict[str, Side] = {}
     for path, rotary in rotaries(model):
         name = next((part for part in path.split(".") if part in SIDES), None)
         reader = _reader(model, path)
         if name is None or reader is None:
             continue
-        if name in found:
+        if name in sides:
             raise IncompatibleError(
                 f"The {name} of this {model.config.model_type} rotates in several places ({path} and others), and no "
                 f"one extension of its config would be right for all of them."
@@ -66,12 +64,12 @@ def sides_of(model: PreTrainedModel) -> dict[str, Side]:
                 f"The {name} of this {model.config.model_type} has a config that is no part of the whole one, so a "
                 f"reload would not know of its extension."
             )
-        found[name] = Side(name, reader, places[0])
-    return found
+        sides[name] = Side(reader, places[0])
+    return sides
 
 
 def _reader(model: PreTrainedModel, path: str) -> PreTrainedModel | None:
-    """The innermost model around a rotary module."""
+    """Find the innermost model around a rotary module."""
     while path:
         path = path.rpartition(".")[0]
         owner: nn.Module = model.get_submodule(path)
@@ -81,7 +79,7 @@ def _reader(model: PreTrainedModel, path: str) -> PreTrainedModel | None:
 
 
 def _parts(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every part of a config that is a config itself, with its path."""
+    """Walk every part of a config that is a config itself, with its path."""
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield prefix + name, value

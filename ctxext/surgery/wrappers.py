@@ -40,29 +40,29 @@ def base_model(model: Any) -> PreTrainedModel:
 
 
 def length_limits(model: Any) -> list[tuple[Any, str, int]]:
-    """Where what holds a model cuts its texts: the object, the attribute and its value.
+    """Find the limits at which whatever holds a model cuts its texts: the object, the attribute and its value.
 
-    Those are ``max_seq_length`` of older versions of sentence-transformers, and ``model_max_length`` of a tokenizer,
-    which newer ones, their CrossEncoder and transformers' pipelines go by.
+    Such limits are ``max_seq_length`` of older versions of sentence-transformers, and ``model_max_length`` of a
+    tokenizer, which newer ones, their CrossEncoder and transformers' pipelines go by.
     """
-    found: list[tuple[Any, str, int]] = []
+    limits: list[tuple[Any, str, int]] = []
     for holder in unwrapped(model)[:-1]:
         places = [(getattr(holder, "tokenizer", None), "model_max_length")]
         places += [(holder, name) for name in ("max_seq_length", "max_length") if name in vars(holder)]
         for owner, name in places:
             value = getattr(owner, name, None)
-            if isinstance(value, int) and not any(owner is other and name == known for other, known, _ in found):
-                found.append((owner, name, value))
-    return found
+            if isinstance(value, int) and not any(owner is other and name == known for other, known, _ in limits):
+                limits.append((owner, name, value))
+    return limits
 
 
 def is_zero3(model: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
+    """Tell whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
     return any(hasattr(weight, "ds_id") for weight in model.parameters())
 
 
 def unwrapped(model: Any) -> list[Any]:
-    """The chain of wrappers around a transformers model, outermost first.
+    """Unwrap a transformers model, and return the chain of wrappers and the model, outermost first.
 
     Wrappers are those of torch.compile, data-parallel and PEFT, and what holds a model beside its tokenizer: a
     SentenceTransformer, a CrossEncoder, a pipeline.
@@ -85,7 +85,7 @@ def unwrapped(model: Any) -> list[Any]:
 
 
 def _beside_a_tokenizer(holder: Any) -> Any:
-    """The model that an object holds beside its tokenizer; of a pipeline of modules, the first module's."""
+    """Find the model that an object holds beside its tokenizer; of a pipeline of modules, the first module's."""
     if not hasattr(holder, "tokenizer"):
         return None
     for name in ("auto_model", "model"):
@@ -120,7 +120,7 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     if not _is_held_by_others(model, config, text):  # asked first, since to go through all objects takes much longer
         return
     # By type(): isinstance asks an object for its __class__, which proxies answer by loading what they stand for.
-    live = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
+    live = [thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)]
     # The text part is edited, too: a vision-language config keeps the object that it was made from.
     holders = [other for other in live if other.config is config or other.config is text]
     if all(_is_part(model, other) or _is_part(other, model) for other in holders):
@@ -128,13 +128,13 @@ def give_own_config(model: PreTrainedModel, edits: Edits) -> None:
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)  # fills in the copy of every part, under the part's id
     for module in model.modules():
-        found = copies.get(id(getattr(module, "config", None)))
-        if found is not None:
-            edits.set(module, "config", found)
+        copied = copies.get(id(getattr(module, "config", None)))
+        if copied is not None:
+            edits.set(module, "config", copied)
 
 
 def _holds_config_alone(model: PreTrainedModel) -> bool:
-    """Whether nothing but the model and its modules refers to its config, and the config is that of its text.
+    """Tell whether only the model and its modules refer to its config, and the config is that of its text.
 
     How many references a function's own names and arguments make differs between versions of Python, so they are
     counted on an object that has one holder.
@@ -145,7 +145,7 @@ def _holds_config_alone(model: PreTrainedModel) -> bool:
 
 
 def _references(holder: Any) -> int:
-    """References to ``holder.config``, those of this call included."""
+    """Count the references to ``holder.config``, those of this call included."""
     return sys.getrefcount(holder.config)
 
 
@@ -156,7 +156,7 @@ def lead_nowhere(config: Any, edits: Edits) -> None:
 
 
 def _is_held_by_others(model: nn.Module, *configs: Any) -> bool:
-    """Whether a module that is no part of the model has one of the configs as an attribute."""
+    """Tell whether a module that is no part of the model has one of the configs as an attribute."""
     own = {id(holder) for module in model.modules() for holder in (module, vars(module))}
     for holder in gc.get_referrers(*configs):
         # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
