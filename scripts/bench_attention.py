@@ -3,27 +3,24 @@
     python scripts/bench_attention.py                             # kernels, 2K to 8K tokens, bf16 and fp32
     python scripts/bench_attention.py --device cuda --lengths 8192,16384,32768,65536 --markdown table.md
 
-Variants are timed in turn, round after round, and the median of each is divided by the median of the plain one, so that
-a busy machine slows all of them alike. Peak memory is what one call adds, measured in a process of its own.
+Variants take turns, and the median of each is divided by the median of the plain one. Peak memory is what one call
+adds, measured in a process of its own.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
+import bench
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import added_memory, in_fresh_process, machine, markdown_table, synchronize
-from rich.console import Console
-from rich.table import Column, Table
 from torch import Tensor
 
 from ctxext.attention import BACKENDS, AttentionBackend, Layout, Need
@@ -65,18 +62,6 @@ class Setting:
     def scale(self) -> float:
         """What multiplies q.k."""
         return 1 / math.sqrt(self.head_dim)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A setting and a variant with its numbers, or why it has none."""
-
-    setting: Setting
-    variant: str
-    milliseconds: float | None = None
-    ratio: float | None = None
-    peak_mib: float | None = None
-    why_not: str = ""
 
 
 def tensors(setting: Setting) -> QKV:
@@ -155,12 +140,11 @@ def _dense(setting: Setting, slopes: Tensor) -> Run | str:
 
 
 def once(setting: Setting, run: Run, qkv: QKV) -> None:
-    """Run a variant once and wait for it."""
+    """Run a variant once."""
     with torch.set_grad_enabled(setting.backward):
         out = run(qkv)
         if setting.backward:
             torch.autograd.grad(out, qkv, torch.ones_like(out))
-    synchronize(setting.device)
 
 
 def peak(setting: Setting, variant: str) -> float | None:
@@ -172,102 +156,60 @@ def peak(setting: Setting, variant: str) -> float | None:
     once(small, plain, tensors(small))  # libraries and thread pools are there before memory is counted
     qkv = tensors(setting)
     gc.collect()
-    return added_memory(setting.device, lambda: once(setting, run, qkv))
+    return bench.added_memory(setting.device, lambda: once(setting, run, qkv))
 
 
-def measure(setting: Setting, *, rounds: int, memory: bool) -> list[Measured]:
-    """Time all variants of a setting in turn, and their memory one by one."""
-    offered = variants(setting)
+def measure(setting: Setting, rounds: int, memory: bool, left_out: LeftOut) -> Iterator[bench.Row]:
+    """Time all variants of a setting in turn, measure their memory one by one, and yield a row for each."""
+    offered, qkv = variants(setting), tensors(setting)
     able = {name: run for name, run in offered.items() if not isinstance(run, str)}
-    unable = {name: why for name, why in offered.items() if isinstance(why, str)}
-    qkv = tensors(setting)
-    times: dict[str, list[float]] = {name: [] for name in able}
-    for number in range(rounds + 1):
-        for name, run in able.items():
-            start = time.perf_counter()
-            once(setting, run, qkv)
-            if number:  # the first round warms up and compiles
-                times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    peaks: dict[str, float | None] = {}
-    if memory:
-        peaks = {name: in_fresh_process(peak, setting, name) for name in able}
-    return [
-        Measured(setting, name, seconds * 1e3, seconds / medians[PLAIN], peaks.get(name))
-        for name, seconds in medians.items()
-    ] + [Measured(setting, name, why_not=why) for name, why in unable.items()]
+    seconds = bench.in_turns([partial(once, setting, run, qkv) for run in able.values()], rounds, setting.device)
+    for name, median in zip(able, seconds, strict=True):
+        added = bench.in_fresh_process(peak, setting, name) if memory else None
+        yield [
+            *(str(setting.length), setting.dtype, str(setting.head_dim), "fwd+bwd" if setting.backward else "fwd"),
+            *(name, f"{1e3 * median:.1f}", f"{median / seconds[0]:.2f}", bench.shown(added, ".0f")),
+        ]
+    where = f"{setting.length} {setting.dtype}" + " backward" * setting.backward
+    for name, why in offered.items():
+        if isinstance(why, str):
+            left_out.setdefault((name, why), set()).add(where)
 
 
+LeftOut = dict[tuple[str, str], set[str]]
+"""Of each variant and reason why it has no numbers, where that holds."""
 COLUMNS = ("tokens", "dtype", "head_dim", "pass", "variant", "ms", "ratio", "peak MiB")
 
 
-def cells(row: Measured) -> list[str]:
-    """Return a row of the table as text."""
-    setting = row.setting
-    numbers = ((row.milliseconds, "{:.1f}"), (row.ratio, "{:.2f}"), (row.peak_mib, "{:.0f}"))
-    return [
-        str(setting.length),
-        setting.dtype,
-        str(setting.head_dim),
-        "fwd+bwd" if setting.backward else "fwd",
-        row.variant,
-        *("" if number is None else form.format(number) for number, form in numbers),
-    ]
-
-
-def left_out(rows: Iterable[Measured]) -> list[str]:
-    """Return every reason why a variant has no numbers, once, with where it holds."""
-    where: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.why_not:
-            what = f"{row.setting.length} {row.setting.dtype}" + " backward" * row.setting.backward
-            where.setdefault((row.variant, row.why_not), []).append(what)
-    return [f"{variant}: {why} ({', '.join(sorted(set(at)))})" for (variant, why), at in where.items()]
-
-
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
-    lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "2048,4096,8192",
-    dtypes: Annotated[str, typer.Option(help=f"of {', '.join(DTYPES)}")] = "bf16,fp32",
+    device: bench.Device = bench.DEVICE,
+    lengths: bench.Lengths = "2048,4096,8192",
+    dtypes: bench.Dtypes = "bf16,fp32",
     head_dims: Annotated[str, typer.Option(help="comma-separated")] = "64,128",
     heads: Annotated[int, typer.Option(help="query and key heads", min=1)] = 16,
-    rounds: Annotated[int, typer.Option(help="timed rounds; the median counts", min=1)] = 5,
+    rounds: bench.Rounds = 5,
     backward: Annotated[bool, typer.Option(help="also time forward + backward")] = True,
     memory: Annotated[bool, typer.Option(help="also measure peak memory, one process per variant")] = True,
     flush_denormals: Annotated[bool, typer.Option(help="torch.set_flush_denormal, before any thread starts")] = False,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="also write the table here")] = None,
+    markdown: bench.Markdown = None,
 ) -> None:
     """Measure attention kernels with and without ALiBi."""
     if flush_denormals and not torch.set_flush_denormal(True):
         raise typer.BadParameter("this processor cannot flush denormals", param_hint="--flush-denormals")
-    for name in dtypes.split(","):
-        if name not in DTYPES:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}", param_hint="--dtypes")
-    settings = [
-        Setting(int(length), heads, int(head_dim), dtype, both, device)
-        for dtype in dtypes.split(",")
-        for head_dim in head_dims.split(",")
-        for length in lengths.split(",")
-        for both in ([False, True] if backward else [False])
-    ]
-    title = f"Attention kernels, {heads} heads; {machine(device)}" + ("; denormals flushed" * flush_denormals)
-    table = Table(*(Column(name, no_wrap=True) for name in COLUMNS), title=title)
-    console = Console()
-    rows: list[Measured] = []
-    with console.status("") as status:
-        for setting in settings:
-            status.update(f"{setting}")
-            for row in measure(setting, rounds=rounds, memory=memory):
-                rows.append(row)
-                if not row.why_not:
-                    table.add_row(*cells(row))
-    console.print(table)
-    for line in left_out(rows):
-        console.print(f"left out: {line}", markup=False)
-    if markdown_file is not None:
-        shown = [cells(row) for row in rows if not row.why_not]
-        notes = [f"Left out: {line}" for line in left_out(rows)]
-        markdown_file.write_text(markdown_table(title, COLUMNS, shown, notes))
+    passes = [False, True] if backward else [False]
+    wanted = (bench.listed(dtypes, DTYPES), map(int, bench.listed(head_dims)), map(int, bench.listed(lengths)), passes)
+    left_out: LeftOut = {}
+    notes: list[str] = []
+
+    def rows(say: bench.Say) -> Iterator[bench.Row]:
+        for dtype, head_dim, length, both in itertools.product(*wanted):
+            setting = Setting(length, heads, head_dim, dtype, both, device)
+            say(f"{setting}")
+            yield from measure(setting, rounds, memory, left_out)
+            notes[:] = [f"Left out: {name}: {why} ({', '.join(sorted(at))})" for (name, why), at in left_out.items()]
+
+    title = f"Attention kernels, {heads} heads; {bench.machine(device)}" + ("; denormals flushed" * flush_denormals)
+    bench.report(title, COLUMNS, rows, markdown, notes)
 
 
 if __name__ == "__main__":

@@ -4,52 +4,46 @@
     python scripts/bench_models.py --what decode --lengths 2048,8192,32768
     python scripts/bench_models.py --model bloom --lengths 32768 --only alibi --memory
 
-Weights are random: time and memory do not depend on them. One model is patched and unpatched in place, its variants are
-timed in turn, round after round, and each median is divided by the stock one. Peak memory is what a fresh process adds
-for one call, weights not counted.
+One model is patched and unpatched in place, and its variants take turns. Peak memory is what a fresh process adds for
+one call, weights not counted.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
-import time
-from dataclasses import dataclass
-from pathlib import Path
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
+import bench
 import torch
 import typer
-from measuring import added_memory, in_fresh_process, machine, markdown_table, synchronize
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache, LlamaConfig
+from transformers import DynamicCache
 
 import ctxext
 from ctxext.evaluation.checkpoint import DTYPES
 
 STOCK = "stock"
 TRAINED_LENGTH = 2048
-CONFIGS: dict[str, Any] = {
-    "bloom": lambda layers: BloomConfig(hidden_size=1024, n_head=16, n_layer=layers or 24, vocab_size=4096),
-    "llama": lambda layers: LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=layers or 16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=TRAINED_LENGTH,
-        vocab_size=4096,
-    ),
+# Of each model: its shape, and the fields that are other here.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom-560m", {"vocab_size": 4096}),
+    "llama": ("llama-1b", {"vocab_size": 4096, "max_position_embeddings": TRAINED_LENGTH}),
 }
+KINDS = ("prefill", "decode", "train")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "bloom": {"alibi": {"method": "alibi", "factor": 16}, "pi": {"method": "pi", "factor": 16}},
+    "bloom": {STOCK: {}, "alibi": {"method": "alibi"}, "pi": {"method": "pi"}},
     "llama": {
-        "yarn": {"method": "yarn", "factor": 16},
-        "dynamic_yarn doubling": {"method": "dynamic_yarn", "factor": 16, "growth": "doubling"},
-        "alibi": {"method": "alibi", "factor": 16},
+        STOCK: {},
+        "yarn": {"method": "yarn"},
+        "dynamic_yarn doubling": {"method": "dynamic_yarn", "growth": "doubling"},
+        "alibi": {"method": "alibi"},
     },
 }
+COLUMNS = ("model", "what", "tokens", "dtype", "variant", "seconds", "ratio", "adds MiB")
 
 
 @dataclass(frozen=True)
@@ -58,39 +52,23 @@ class Setting:
 
     model: str
     what: str
-    length: int
     dtype: str
+    length: int
     device: str
-    layers: int | None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A setting and a variant with its numbers."""
-
-    setting: Setting
-    variant: str
-    seconds: float | None
-    ratio: float | None
-    peak_mib: float | None
-    why_not: str = ""
+    layers: int
 
 
 def build(setting: Setting) -> Any:
     """Return a model with random weights of the setting's shape."""
-    torch.manual_seed(0)
-    config = CONFIGS[setting.model](setting.layers)
-    with torch.device(setting.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[setting.dtype])
+    shape, changes = SHAPES[setting.model]
+    model = bench.random_model(shape, setting.dtype, setting.device, setting.layers, **changes)
     return model.train(setting.what == "train")
 
 
-def extended(model: Any, variant: str, setting: Setting) -> Any:
+def extend(model: Any, variant: str, setting: Setting) -> None:
     """Patch the model for a variant; stock stays as it is."""
-    if variant == STOCK:
-        return model
-    arguments = VARIANTS[setting.model][variant]
-    return ctxext.patch(model, trained_length=TRAINED_LENGTH, **arguments)
+    if variant != STOCK:
+        ctxext.patch(model, factor=16, trained_length=TRAINED_LENGTH, **VARIANTS[setting.model][variant])
 
 
 def filled_cache(model: Any, length: int) -> DynamicCache:
@@ -115,113 +93,85 @@ def run(model: Any, setting: Setting, cache: DynamicCache | None) -> None:
     else:
         with torch.inference_mode():
             model.base_model(ids, past_key_values=cache, use_cache=cache is not None)
-    synchronize(setting.device)
 
 
-def timed(model: Any, setting: Setting, variant: str) -> float:
-    """Patch, time one call, unpatch."""
-    extended(model, variant, setting)
+def timed(model: Any, setting: Setting, variant: str, failed: dict[str, str]) -> float:
+    """Patch, time one call, unpatch; note what failed, and do not try it again."""
+    if variant in failed:
+        return math.nan
+    extend(model, variant, setting)
     # Up to the length and not beyond it: at a power of two a doubling method would have to recompute its cache.
     repeats = 8 if setting.what == "decode" else 1
-    cache = filled_cache(model, setting.length - repeats - 1) if setting.what == "decode" else None
-    if cache is not None:
-        run(model, setting, cache)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run(model, setting, cache)
-    seconds = (time.perf_counter() - start) / repeats
-    if variant != STOCK:
-        ctxext.unpatch(model)
-    return seconds
+    try:
+        cache = filled_cache(model, setting.length - repeats - 1) if setting.what == "decode" else None
+        if cache is not None:
+            run(model, setting, cache)
+        return bench.seconds_of(lambda: [run(model, setting, cache) for _ in range(repeats)], setting.device) / repeats
+    except (RuntimeError, MemoryError) as error:  # stock code needs more memory than there is
+        failed[variant] = str(error).splitlines()[0][:90]
+        return math.nan
+    finally:
+        if variant != STOCK:
+            ctxext.unpatch(model)
 
 
 def peak(setting: Setting, variant: str) -> float | None:
     """Return the MiB that one call adds; run it in a fresh process."""
-    model = extended(build(setting), variant, setting)
-    small = Setting(setting.model, setting.what, 64, setting.dtype, setting.device, setting.layers)
-    run(model, small, None)
+    model = build(setting)
+    extend(model, variant, setting)
+    run(model, replace(setting, length=64), None)
     cache = filled_cache(model, setting.length - 1) if setting.what == "decode" else None
     gc.collect()
-    return added_memory(setting.device, lambda: run(model, setting, cache))
+    return bench.added_memory(setting.device, lambda: run(model, setting, cache))
 
 
-def measure(setting: Setting, names: list[str], *, rounds: int, memory: bool) -> list[Measured]:
-    """Time the variants of a setting in turn, and their memory one by one."""
-    model = build(setting)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    failed: dict[str, str] = {}
-    for number in range(rounds + 1):
-        for name in names:
-            if name in failed:
-                continue
-            try:
-                seconds = timed(model, setting, name)
-            except (RuntimeError, MemoryError) as error:  # stock code needs more memory than there is
-                failed[name] = str(error).splitlines()[0][:90]
-                continue
-            if number or rounds == 1:  # the first round warms up
-                times[name].append(seconds)
+def measure(setting: Setting, names: list[str], rounds: int, memory: bool) -> Iterator[bench.Row]:
+    """Yield a row for every variant of a setting; those that failed come last."""
+    model, failed = build(setting), {}
+    timers = [partial(timed, model, setting, name, failed) for name in names]
+    seconds = dict(zip(names, bench.medians(timers, rounds), strict=True))
     del model
     gc.collect()
-    peaks: dict[str, float | None] = {}
-    if memory:
-        peaks = {name: in_fresh_process(peak, setting, name) for name in names if name not in failed}
-    medians = {name: statistics.median(values) for name, values in times.items() if values}
-    base = medians.get(STOCK)
-    return [
-        Measured(setting, name, seconds, seconds / base if base else None, peaks.get(name))
-        for name, seconds in medians.items()
-    ] + [Measured(setting, name, None, None, None, why) for name, why in failed.items()]
-
-
-COLUMNS = ("model", "what", "tokens", "dtype", "variant", "seconds", "ratio", "adds MiB")
-
-
-def cells(row: Measured) -> list[str]:
-    """Return a row of the table as text."""
-    setting = row.setting
-    numbers = ((row.seconds, "{:.3f}"), (row.ratio, "{:.3f}"), (row.peak_mib, "{:.0f}"))
-    shown = ["" if number is None else form.format(number) for number, form in numbers]
-    shown[0] = shown[0] or row.why_not
-    return [setting.model, setting.what, str(setting.length), setting.dtype, row.variant, *shown]
+    head = [setting.model, setting.what, str(setting.length), setting.dtype]
+    for name in sorted(names, key=lambda name: name in failed):
+        if name in failed:
+            yield [*head, name, failed[name], "", ""]
+            continue
+        ratio = seconds[name] / seconds[STOCK] if STOCK in names and STOCK not in failed else None
+        added = bench.in_fresh_process(peak, setting, name) if memory else None
+        yield [*head, name, f"{seconds[name]:.3f}", bench.shown(ratio, ".3f"), bench.shown(added, ".0f")]
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"of {', '.join(CONFIGS)}, comma-separated")] = "bloom,llama",
-    what: Annotated[str, typer.Option(help="of prefill, decode, train, comma-separated")] = "prefill",
-    lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "2048,8192",
-    dtypes: Annotated[str, typer.Option(help=f"of {', '.join(DTYPES)}")] = "bf16",
+    model: Annotated[str, typer.Option(help=f"of {', '.join(SHAPES)}, comma-separated")] = "bloom,llama",
+    what: Annotated[str, typer.Option(help=f"of {', '.join(KINDS)}, comma-separated")] = "prefill",
+    lengths: bench.Lengths = "2048,8192",
+    dtypes: bench.Dtypes = "bf16",
     only: Annotated[str, typer.Option(help="variants, comma-separated; all if empty")] = "",
-    layers: Annotated[int, typer.Option(help="fewer layers than the shape has; 0 for all", min=0)] = 0,
-    rounds: Annotated[int, typer.Option(help="timed rounds; the median counts", min=1)] = 3,
+    layers: bench.Layers = 0,
+    rounds: bench.Rounds = 3,
     memory: Annotated[bool, typer.Option(help="also measure memory, one process per variant")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
-    markdown: Annotated[Path | None, typer.Option(help="also write the table here")] = None,
+    device: bench.Device = bench.DEVICE,
+    markdown: bench.Markdown = None,
 ) -> None:
     """Measure whole models with and without ctxext."""
-    settings = [
-        Setting(shape, doing, int(length), dtype, device, layers or None)
-        for shape in model.split(",")
-        for doing in what.split(",")
-        for dtype in dtypes.split(",")
-        for length in lengths.split(",")
+    chosen = bench.listed(only, {name for variants in VARIANTS.values() for name in variants})
+    asked = [
+        bench.listed(model, SHAPES),
+        bench.listed(what, KINDS),
+        bench.listed(dtypes, DTYPES),
+        map(int, bench.listed(lengths)),
     ]
-    title = f"Whole models, random weights{f', {layers} layers' if layers else ''}; {machine(device)}"
-    rows: list[Measured] = []
-    console = Console()
-    with console.status("") as status:
-        for setting in settings:
-            status.update(f"{setting}")
-            names = [STOCK, *VARIANTS[setting.model]]
-            if only:
-                names = [name for name in names if name in only.split(",")]
-            rows += measure(setting, names, rounds=rounds, memory=memory)
-    table = Table(*COLUMNS, title=title)
-    for row in rows:
-        table.add_row(*cells(row))
-    console.print(table)
-    if markdown is not None:
-        markdown.write_text(markdown_table(title, COLUMNS, [cells(row) for row in rows]))
+
+    def rows(say: bench.Say) -> Iterator[bench.Row]:
+        for parts in itertools.product(*asked):
+            setting = Setting(*parts, device, layers)
+            say(f"{setting}")
+            names = [name for name in VARIANTS[setting.model] if not chosen or name in chosen]
+            yield from measure(setting, names, rounds, memory)
+
+    title = f"Whole models, random weights{f', {layers} layers' if layers else ''}; {bench.machine(device)}"
+    bench.report(title, COLUMNS, rows, markdown)
 
 
 if __name__ == "__main__":

@@ -4,40 +4,30 @@
     python scripts/bench_training.py --model llama-8b --lengths 65536,131072   # on an 80 GB GPU
     python scripts/bench_training.py --model llama-8b --longest 1048576        # and the longest that fits
 
-Weights are random, made on the device: time and memory do not depend on them. Every measurement is a process of its
-own that lets a ``Trainer`` take a step to warm up and then the measured ones, on the same tokens; the variants of a
-length take turns, round after round. "Stock" is activation checkpointing as ``TrainingArguments`` sets it, and nothing
-else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks returned" those of twice a layer's hidden
-states, "freed memory kept" none (``memory.return_freed`` of the recipe). Memory is what the steps add, at their peak,
-to what the process held with its model: adapters' gradients and optimizer state included, weights not.
+Every measurement is a process of its own that lets a ``Trainer`` take a step to warm up and then the measured ones, on
+the same tokens; the variants of a length take turns, round after round. "Stock" is activation checkpointing as
+``TrainingArguments`` sets it, and nothing else. On a CPU "ctxext" gives blocks of 1 MiB and more back, "large blocks
+returned" those of twice a layer's hidden states, "freed memory kept" none (``memory.return_freed`` of the recipe).
+Memory is what the steps add, at their peak, to what the process held with its model: adapters' gradients and optimizer
+state included, weights not.
 """
 
 from __future__ import annotations
 
-import copy
+import itertools
 import math
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
+import bench
 import torch
 import typer
-from measuring import added_memory, in_fresh_process, machine, markdown_table, synchronize
-from rich.console import Console
-from rich.table import Table
-from shapes import SHAPES
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 import ctxext
@@ -78,11 +68,11 @@ class Setting:
         dtype: a key of ``DTYPES``.
         rank: of LoRA on all linear layers.
         whole: whether norms and embeddings are trained too, as the recipe does.
-        layers: fewer layers than the shape has.
+        layers: fewer layers than the shape has; 0 for all.
         method: that the model is patched by, to 4 times its length; None for the stock model.
         loss_chunk: tokens whose logits exist at a time, where it is not the variant's.
         steps: measured ones, after one to warm up.
-        threads: of the CPU; None for torch's own choice.
+        threads: of the CPU; 0 for torch's own choice.
     """
 
     shape: str
@@ -92,9 +82,9 @@ class Setting:
     dtype: str = "bf16"
     rank: int = 16
     whole: bool = False
-    layers: int | None = None
+    layers: int = 0
     steps: int = 1
-    threads: int | None = None
+    threads: int = 0
     method: str | None = None
     loss_chunk: int | None = None
 
@@ -124,29 +114,19 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
-        synchronize(self.device)
+        bench.synchronize(self.device)
         self._start = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop it."""
-        synchronize(self.device)
+        bench.synchronize(self.device)
         self.seconds.append(time.perf_counter() - self._start)
-
-
-def config_of(setting: Setting) -> PreTrainedConfig:
-    """Return the config of the model that is measured."""
-    config = copy.deepcopy(SHAPES[setting.shape])
-    config.num_hidden_layers = setting.layers or config.num_hidden_layers
-    return config
 
 
 def build(setting: Setting) -> Any:
     """Return a model with random weights, patched where that is asked for."""
-    torch.manual_seed(0)
-    if setting.threads is not None:
-        torch.set_num_threads(setting.threads)
-    with torch.device(setting.device):
-        model = AutoModelForCausalLM.from_config(config_of(setting), dtype=DTYPES[setting.dtype])
+    bench.use_threads(setting.threads)
+    model = bench.random_model(setting.shape, setting.dtype, setting.device, setting.layers)
     if setting.method is not None:
         ctxext.patch(model, setting.method, factor=4, trained_length=2048)
     return model
@@ -183,7 +163,7 @@ def measure(setting: Setting) -> Measured:
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[times])
         trainer.remove_callback(PrinterCallback)
         try:
-            added = added_memory(setting.device, trainer.train)
+            added = bench.added_memory(setting.device, trainer.train)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             return Measured(why_not=str(error).splitlines()[0][:90])
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
@@ -193,19 +173,18 @@ def measure(setting: Setting) -> Measured:
 def in_a_process(setting: Setting) -> Measured:
     """Measure in a process of its own; one that the system kills for its memory is a finding."""
     try:
-        return in_fresh_process(measure, setting)
+        return bench.in_fresh_process(measure, setting)
     except BrokenProcessPool:
         return Measured(why_not="killed: out of memory")
 
 
-def compared(setting: Setting, names: list[str], rounds: int, say: Any) -> dict[str, Measured]:
+def compared(setting: Setting, names: list[str], rounds: int, say: bench.Say) -> dict[str, Measured]:
     """Measure the variants in turn, round after round: the median time, the largest memory."""
-    found: dict[str, list[Measured]] = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names:
-            if not any(measured.why_not for measured in found[name]):
-                say(f"{setting.shape}, {setting.length:,} tokens, {name}, round {number + 1} of {rounds}")
-                found[name].append(in_a_process(replace(setting, variant=name)))
+    results: dict[str, list[Measured]] = {name: [] for name in names}
+    for number, name in itertools.product(range(rounds), names):
+        if not any(measured.why_not for measured in results[name]):
+            say(f"{setting.shape}, {setting.length:,} tokens, {name}, round {number + 1} of {rounds}")
+            results[name].append(in_a_process(replace(setting, variant=name)))
     return {
         name: Measured(
             statistics.median(m.seconds for m in measured),
@@ -213,12 +192,12 @@ def compared(setting: Setting, names: list[str], rounds: int, say: Any) -> dict[
             measured[0].losses,
             next((m.why_not for m in measured if m.why_not), ""),
         )
-        for name, measured in found.items()
+        for name, measured in results.items()
     }
 
 
-def longest(setting: Setting, limit: int, say: Any) -> tuple[int, Measured]:
-    """The largest length up to ``limit`` that fits, to one part in 16, and what its step took."""
+def longest(setting: Setting, limit: int, say: bench.Say) -> tuple[int, Measured]:
+    """Return the largest length up to ``limit`` that fits, to one part in 16, and what its step took."""
     fits, measured, step = 0, Measured(why_not="nothing fits"), limit
     while step >= max(1024, limit // 16):
         length = fits + step
@@ -256,42 +235,38 @@ def cells(length: int, name: str, measured: Measured, stock: Measured | None) ->
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "smollm2",
-    lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "4096,8192",
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(bench.SHAPES)}")] = "smollm2",
+    lengths: bench.Lengths = "4096,8192",
     only: Annotated[str, typer.Option(help="variants, semicolon-separated; all if empty")] = "",
-    dtype: Annotated[str, typer.Option(help=f"of {', '.join(DTYPES)}")] = "bf16",
+    dtype: bench.Dtype = "bf16",
     rank: Annotated[int, typer.Option(help="of LoRA on all linear layers", min=1)] = 16,
     whole: Annotated[bool, typer.Option(help="train norms and embeddings too")] = False,
-    layers: Annotated[int, typer.Option(help="fewer layers than the shape has; 0 for all", min=0)] = 0,
+    layers: bench.Layers = 0,
     rounds: Annotated[int, typer.Option(help="processes per variant and length", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="measured steps per process", min=1)] = 1,
-    threads: Annotated[int, typer.Option(help="of the CPU; 0 for torch's own choice", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda" if torch.cuda.is_available() else "cpu",
+    threads: bench.Threads = 0,
+    device: bench.Device = bench.DEVICE,
     longest_up_to: Annotated[int, typer.Option("--longest", help="also look for the longest that fits", min=0)] = 0,
-    markdown: Annotated[Path | None, typer.Option(help="also write the table here")] = None,
+    markdown: bench.Markdown = None,
 ) -> None:
     """Measure a LoRA training step with and without ctxext."""
-    names = [name for name in VARIANTS[device] if not only or name in [part.strip() for part in only.split(";")]]
-    setting = Setting(model, 0, names[0], device, dtype, rank, whole, layers or None, steps, threads or None)
-    rows: list[list[str]] = []
-    console = Console()
-    with console.status("") as status:
-        for length in [int(part) for part in lengths.split(",") if part]:
-            found = compared(replace(setting, length=length), names, rounds, status.update)
-            rows += [cells(length, name, measured, found.get(STOCK)) for name, measured in found.items()]
-        if longest_up_to:
-            for name in names:
-                length, measured = longest(replace(setting, variant=name), longest_up_to, status.update)
-                rows.append(cells(length, f"{name}: longest", measured, None))
+    chosen = bench.listed(only, VARIANTS[device], ";")
+    names = [name for name in VARIANTS[device] if not chosen or name in chosen]
+    setting = Setting(model, 0, names[0], device, dtype, rank, whole, layers, steps, threads)
+
+    def rows(say: bench.Say) -> Iterator[bench.Row]:
+        for length in map(int, bench.listed(lengths)):
+            results = compared(replace(setting, length=length), names, rounds, say)
+            for name, measured in results.items():
+                yield cells(length, name, measured, results.get(STOCK))
+        for name in names if longest_up_to else ():
+            length, measured = longest(replace(setting, variant=name), longest_up_to, say)
+            yield cells(length, f"{name}: longest", measured, None)
+
     trained = "LoRA, norms and embeddings" if whole else "LoRA"
     shape = f"{model}{f', {layers} layers' if layers else ''}, {dtype}, {trained} of rank {rank}"
-    title = f"One training step of a random model of the shape of {shape}; {machine(device)}"
-    table = Table(*COLUMNS, title=title)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    if markdown is not None:
-        markdown.write_text(markdown_table(title, COLUMNS, rows))
+    title = f"One training step of a random model of the shape of {shape}; {bench.machine(device)}"
+    bench.report(title, COLUMNS, rows, markdown)
 
 
 if __name__ == "__main__":

@@ -12,98 +12,64 @@ A way that ``export`` calls exact and that is not is an error; so is one that it
 
 from __future__ import annotations
 
-import json
-import platform
-import re
-import tempfile
-from dataclasses import asdict, dataclass, field, replace
-from datetime import date
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-import transformers
 import typer
 from transformers import PreTrainedModel
 
-import ctxext
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.gguf_file import GGUFFile
-from ctxext.errors import IncompatibleError
 from ctxext.methods import Method
 from ctxext.runtimes.base import Export
+from scripts import proof
 from scripts.llama_cpp_table import VERSION, Converter, expected, served
-from scripts.proof import FACTOR, Proof, distance, methods_for, some_tokens, tiny_of
-from tests.walk.tiny import TRAINED_LENGTH
+from scripts.proof import Proof
 
 SHAPES = ("llama", "qwen2", "qwen3", "phi3", "gemma", "bloom")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/llama-cpp.json"
-WAYS = ("extended", "original", "file")
 
 
-@dataclass
-class Bench:
-    """A tiny model of one shape, and its GGUF file."""
+class Bench(proof.Bench):
+    """One shape as llama.cpp runs it, with the GGUF file of its original; log-probabilities are of the next token."""
 
-    shape: str
-    converter: Converter
-    folder: Path
-    plain: PreTrainedModel = field(init=False)
-    original: Path = field(init=False)
-    tokens: list[int] = field(init=False)
+    to, ways = "llama.cpp", ("extended", "original", "file")
 
-    def __post_init__(self) -> None:
-        self.plain = tiny_of(self.shape)
-        self.plain.save_pretrained(self.folder / "plain")
-        self.original = self.converted(self.folder / "plain")
-        self.tokens = some_tokens()
+    def __init__(self, shape: str, folder: Path, converter: Converter) -> None:
+        super().__init__(shape, folder)
+        self.converter = converter
+        self.original = self.converted(folder / "plain")
 
     def converted(self, checkpoint: Path) -> Path:
         """Run llama.cpp's converter on a checkpoint."""
         return self.converter.convert(checkpoint, self.converter.of(self.plain))[0]
 
     def reach(self, method: Method, model: PreTrainedModel, way: str) -> tuple[Export, Path]:
-        """Do what ``export`` says for one way: its flags, and the file that they are for."""
-        if way == "original":
-            made = export(self.folder / "plain", to="llama.cpp", method=method, trained_length=TRAINED_LENGTH)
-            return made, self.original
+        """Do what ``export`` says for one way, and return it with the file that its flags are for."""
         if way == "file":
             out = self.folder / "out.gguf"
             out.unlink(missing_ok=True)
-            return export(model, to="llama.cpp", gguf=(self.original, out)), out
-        long = self.folder / "long"
-        ctxext.save(model, long)
-        made = export(long, to="llama.cpp")
-        return made, self.original if made.in_file else self.converted(long)
+            return export(model, to=self.to, gguf=(self.original, out)), out
+        made, place = super().reach(method, model, way)
+        return made, self.original if way == "original" or made.in_file else self.converted(place)
 
+    def served(self, place: Path, flags: tuple[str, ...]) -> torch.Tensor:
+        """Return log-probabilities of the next token."""
+        return served(*_overridden(place, flags), self.tokens)
 
-@torch.no_grad()
-def prove(bench: Bench, name: str, method: Method, ways: tuple[str, ...] = WAYS) -> list[Proof]:
-    """Go every way of one method, as far as ``export`` lets one."""
-    model = ctxext.patch(tiny_of(bench.shape), method, trained_length=TRAINED_LENGTH)
-    wanted = expected(model, bench.tokens)
-    other = ctxext.patch(tiny_of(bench.shape), "pi", factor=FACTOR) if bench.shape == "bloom" else bench.plain
-    matters, found = distance(wanted, expected(other, bench.tokens)), []
-    for way in ways:
-        what: dict[str, Any] = {"shape": bench.shape, "method": name, "way": way}
-        try:
-            made, file = bench.reach(method, model, way)
-        except IncompatibleError as error:
-            found.append(Proof(**what, exact=None, said=str(error)))
-            continue
-        if made.in_file and way != "file":
-            found.append(Proof(**what, exact=None, said=made.notes[0]))
-            continue
-        error = distance(served(*_overridden(file, made.flags), bench.tokens), wanted)
-        said = " ".join(made.notes)
-        found.append(Proof(**what, exact=made.exact, said=said, error=error, matters=matters))
-    refused = {proof.said for proof in found if proof.exact is None}
-    return [replace(found[0], way="any")] if len(found) > 1 == len(refused) and _none_ran(found) else found
+    def expected(self, model: PreTrainedModel) -> torch.Tensor:
+        """Return the same from transformers."""
+        return expected(model, self.tokens)
 
-
-def _none_ran(proofs: list[Proof]) -> bool:
-    return all(proof.exact is None for proof in proofs)
+    def prove(self, name: str, method: Method) -> list[Proof]:
+        """Go every way of one method; one refusal stands for all where all are alike."""
+        proofs = super().prove(name, method)
+        alike = len({proof.said for proof in proofs}) == 1 and all(proof.exact is None for proof in proofs)
+        return [replace(proofs[0], way="any")] if alike else proofs
 
 
 def _overridden(file: Path, flags: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
@@ -120,38 +86,16 @@ def _overridden(file: Path, flags: tuple[str, ...]) -> tuple[Path, tuple[str, ..
     return file, tuple(part for pair in told.items() for part in pair)
 
 
-def _short(said: str) -> str:
-    return re.sub(r"\s+", " ", said).split(". ")[0][:200]
-
-
 def main(
     tree: Annotated[Path, typer.Argument(help="llama.cpp, as vendored by llama_cpp_python.")],
-    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = RESULTS,
-    shapes: Annotated[str, typer.Option(help="Model types, separated by commas.")] = ",".join(SHAPES),
+    out: proof.Out = RESULTS,
+    shapes: proof.Shapes = "",
+    only: proof.Only = "",
 ) -> None:
-    """Measure everything anew."""
-    converter, found = Converter(tree.resolve()), []
-    for shape in shapes.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(shape, converter, Path(folder))
-            for name, method in methods_for(shape).items():
-                for proof in prove(bench, name, method):
-                    print(shape, name, proof.way, proof.exact, proof.error, proof.matters, _short(proof.said))
-                    found.append(proof)
-    versions = {
-        "converter": f"llama_cpp_python {VERSION}",
-        "ran": f"xllamacpp {metadata.version('xllamacpp')}",
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-        "machine": platform.machine(),
-    }
-    proofs = [asdict(proof) | {"said": _short(proof.said)} for proof in found]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"versions": versions, "proofs": proofs}, indent=1) + "\n")
-    wrong = [proof for proof in found if proof.exact and not proof.right]
-    if wrong:
-        raise SystemExit("\n".join(["Called exact and not:", *map(str, wrong)]))
+    """Measure everything that is missing."""
+    versions = {"converter": f"llama_cpp_python {VERSION}", "ran": f"xllamacpp {metadata.version('xllamacpp')}"}
+    bench = partial(Bench, converter=Converter(tree.resolve()))
+    proof.measure(bench, out, shapes=shapes or ",".join(SHAPES), only=only, **versions)
 
 
 if __name__ == "__main__":

@@ -13,36 +13,33 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 from transformers.utils import logging
 
-from scripts import mlx_lm_table
-from scripts.proof import measure
+from scripts import mlx_lm_table, proof
 
 SHAPES = ("llama", "qwen3", "phi3", "gemma", "mixtral")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/mlx-lm.json"
 
 
-def served(checkpoint: Path, flags: tuple[str, ...], tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities of all tokens but the first, by mlx-lm."""
-    assert not flags, "it has none"
-    return mlx_lm_table.served(checkpoint, tokens)
+class Bench(proof.Bench):
+    """One shape as mlx-lm runs it."""
+
+    to, ways = "mlx-lm", ("extended",)
+
+    def served(self, place: Path, flags: tuple[str, ...]) -> torch.Tensor:
+        """Return log-probabilities of all tokens but the first."""
+        assert not flags, "it has none"
+        return mlx_lm_table.served(place, self.tokens)
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="The JSON file to write; what it holds already is not measured again.")] = (
-        RESULTS
-    ),
-    shapes: Annotated[str, typer.Option(help="Model types, separated by commas.")] = ",".join(SHAPES),
-    only: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "",
-) -> None:
+def main(out: proof.Out = RESULTS, shapes: proof.Shapes = "", only: proof.Only = "") -> None:
     """Measure everything that is missing."""
     logging.disable_progress_bar()
     ran = f"mlx-lm {metadata.version('mlx-lm')} and mlx {metadata.version('mlx')}"
-    measure("mlx-lm", served, out, ways=("extended",), shapes=shapes.split(","), only=only, ran=ran)
+    proof.measure(Bench, out, shapes=shapes or ",".join(SHAPES), only=only, ran=ran)
 
 
 if __name__ == "__main__":

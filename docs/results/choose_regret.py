@@ -37,7 +37,7 @@ from ctxext.evaluation.survey import Answer, Job, Survey
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents
-from scripts.measuring import machine, markdown_table
+from scripts.bench import machine, markdown_table
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -51,7 +51,7 @@ from ctxext.evaluation.statistics import PairedDifference, check_finite, documen
 from ctxext.evaluation.truncation import best_window, tail_losses, tail_passes, windows_of
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
-from scripts.measuring import machine, markdown_table
+from scripts.bench import machine, markdown_table
 
 Spans = Sequence[tuple[int, int]]
 

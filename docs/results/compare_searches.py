@@ -58,7 +58,7 @@ from ctxext.spec import RopeSpec
 from ctxext.surgery.rotary import find_sites
 from ctxext.texts.corpus import TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents
-from scripts.measuring import machine, markdown_table
+from scripts.bench import machine, markdown_table
 
 # Of the genetic search: individuals, parents, new ones of each kind in a round, chance that a divisor changes, the step
 # between two divisors, how often a crossover is tried, and by how much the longest divisor may exceed the factor.

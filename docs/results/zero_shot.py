@@ -44,7 +44,7 @@ from ctxext.evaluation.survey import Answer, Job, PromptJob, Survey, jobs_of
 from ctxext.evaluation.truncation import UNPATCHED, best_window, tail_losses, tail_passes
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
-from scripts.measuring import machine, markdown_table
+from scripts.bench import machine, markdown_table
 
 # Nats: a pass over a longer text multiplies other shapes, so that equal mathematics rounds otherwise.
 ROUNDING = 1e-4

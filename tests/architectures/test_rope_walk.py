@@ -1,4 +1,4 @@
-"""A sample of ``scripts/walk_architectures.py``, through its own code: one model type for each structure."""
+"""A sample of ``tests/walk/run.py``, through its own code: one model type for each structure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import transformers
 import ctxext
 from ctxext.errors import IncompatibleError
 from ctxext.surgery.probe import Layers
-from scripts import walk_architectures
 from tests._models import RECENT, tiny
 from tests._products import some
-from tests.walk import check
+from tests.walk import check, run
 from tests.walk.check import Stock, check_model, walked_methods
 from tests.walk.tiny import model_types
 
@@ -128,18 +127,18 @@ def test_the_walk_finds_every_causal_type_and_names_what_it_found(monkeypatch: p
     types = model_types("causal")
     assert len(types) > 150
     assert {"llama", "gemma3_text", "deepseek_v3"} <= set(types)
-    line = walk_architectures.walk_safely("mamba", ["pi", "alibi"])
+    line = run.walk_safely("mamba", ["pi", "alibi"])
     assert (line["positions"], line["outcome"]) == ("none", "refused")
     assert "it has no positions at all, so nothing needs extending" in line["reason"]
 
     def crash(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(walk_architectures, "check_model", crash)
-    line = walk_architectures.walk_safely("llama", ["pi"])
+    monkeypatch.setattr(run, "check_model", crash)
+    line = run.walk_safely("llama", ["pi"])
     assert line["outcome"] == "wrong"
     assert "KeyError" in line["reason"]
-    assert "0 right, 0 refused by reason, 1 wrong" in walk_architectures.summarise([line])
+    assert "0 right, 0 refused by reason, 1 wrong" in run.summarise([line])
 
 
 @pytest.mark.slow
@@ -172,7 +171,7 @@ def test_retrofits_and_encoders_are_walked_as_well(stock: Stock, tmp_path: Path)
         assert found["pi"][0] == "right", found
         assert found["alibi"][0] == "right", found
         assert "only ctxext loads" in found["alibi"][1]
-    line = walk_architectures.walk_safely("moonshine", ["pi"])
+    line = run.walk_safely("moonshine", ["pi"])
     assert (line["kind"], line["outcome"]) == ("speech", "refused")
     assert "one and the same config" in line["reason"]
 

@@ -11,9 +11,8 @@ import torch
 
 import ctxext
 from ctxext.methods import known_methods
-from scripts import walk_architectures
 from tests._models import RECENT
-from tests.walk import check, pages
+from tests.walk import check, pages, run
 from tests.walk.check import Stock, check_model, sees_ahead, text_of_length, walked_methods
 from tests.walk.kinds import GROUPS, group_of, positions_of
 from tests.walk.tiny import KINDS, kind_of, tiny_config, tiny_model
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not RECENT, reason="built for the newest transfo
 
 
 def walked(model_type: str, *methods: str) -> dict[str, Any]:
-    return walk_architectures.walk_type(model_type, list(methods))
+    return run.walk_type(model_type, list(methods))
 
 
 def outcomes(line: dict[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from tests.attention.cases import LAYOUTS, case, error, naive, truth
 
 READY = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
 CALLS: list[str] = []
-# What the real functions take, at one commit (scripts/flash_signatures.py).
+# What the real functions take, at one commit (flash_signatures.py).
 REAL = json.loads(Path(__file__).with_name("flash_attn.json").read_text())["functions"]
 
 

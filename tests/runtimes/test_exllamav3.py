@@ -15,9 +15,9 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.runtimes.exllamav3 import VERSION
-from scripts.exllamav3_numbers import GOLDEN, TYPES
-from scripts.vllm_numbers import TRAINED, configs, spec_of
 from tests._checkpoints import SHAPE
+from tests.runtimes.exllamav3_numbers import GOLDEN, TYPES
+from tests.runtimes.vllm_numbers import TRAINED, configs, spec_of
 
 GOLD = json.loads(GOLDEN.read_text())
 CASES: list[dict[str, Any]] = GOLD["cases"]

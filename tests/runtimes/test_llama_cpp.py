@@ -26,7 +26,7 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods import METHODS
 from ctxext.runtimes.base import CLOSE
-from scripts.llama_cpp_proof import RESULTS, SHAPES, Bench, prove
+from scripts.llama_cpp_proof import RESULTS, SHAPES, Bench
 from scripts.proof import all_methods, methods_for, tiny_of
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
@@ -232,8 +232,8 @@ def test_a_real_llama_cpp_computes_what_export_calls_exact(shape: str, tmp_path:
         pytest.skip("CTXEXT_LLAMA_CPP does not name llama.cpp's tree: run make llama-cpp")
     from scripts.llama_cpp_table import Converter
 
-    bench = Bench(shape, Converter(Path(TREE).resolve()), tmp_path)
-    found = [proof for name, method in methods_for(shape).items() for proof in prove(bench, name, method)]
+    bench = Bench(shape, tmp_path, Converter(Path(TREE).resolve()))
+    found = [proof for name, method in methods_for(shape).items() for proof in bench.prove(name, method)]
     stored = {(p["method"], p["way"]): p["exact"] for p in PROOFS if p["shape"] == shape}
     assert {(proof.method, proof.way): proof.exact for proof in found} == stored, "docs/results/runtimes are old"
     for proof in found:

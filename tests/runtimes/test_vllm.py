@@ -1,7 +1,7 @@
 """vLLM's own numbers for what ``export`` says, against the methods' mathematics; and, slow, its engine itself.
 
 ``tests/runtimes/vllm.json`` holds what the rotary classes and the length check of vLLM's source made of configs and
-flags, in float64 (``scripts/vllm_numbers.py``), ``docs/results/runtimes/vllm.json`` what its engine computed of tiny
+flags, in float64 (``vllm_numbers.py``), ``docs/results/runtimes/vllm.json`` what its engine computed of tiny
 models (``scripts/vllm_proof.py``).
 """
 
@@ -24,7 +24,7 @@ from ctxext.runtimes.base import CLOSE, read_table
 from ctxext.runtimes.vllm import TABLE
 from scripts import vllm_proof
 from scripts.proof import all_methods, methods_for, tiny_of
-from scripts.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
+from tests.runtimes.vllm_numbers import CONFIGS, GOLDEN, TRAINED, configs, methods, spec_of
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config
 
 PROOFS: list[dict[str, Any]] = json.loads(vllm_proof.RESULTS.read_text())["proofs"]
@@ -48,7 +48,7 @@ def test_vllm_computes_what_the_method_says(case: dict[str, Any]) -> None:
     extended = extended_config(plain, method, trained_length=TRAINED)
     made = export_config(extended, to="vllm", served=None if case["on_disk"] else plain)
     flags = made.by_flag
-    assert flags == case["flags"], "other flags than vLLM was asked about: run scripts/vllm_numbers.py anew"
+    assert flags == case["flags"], "other flags than vLLM was asked about: run tests/runtimes/vllm_numbers.py anew"
     target = method.target_length(TRAINED)
     assert case["length"] == target
     assert case["rows"] >= target, "its table ends before the text does"
@@ -69,7 +69,7 @@ def test_every_method_was_asked_about() -> None:
                 export_config(extended_config(plain, method, trained_length=TRAINED), to="vllm")
             except CtxextError:
                 continue
-            assert (model_type, json.dumps(method.to_dict())) in asked, "run scripts/vllm_numbers.py anew"
+            assert (model_type, json.dumps(method.to_dict())) in asked, "run tests/runtimes/vllm_numbers.py anew"
 
 
 def test_numbers_and_classes_are_of_one_version() -> None:

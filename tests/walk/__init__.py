@@ -1,1 +1,1 @@
-"""The parts of ``scripts/walk_architectures.py``; the test suite runs a sample of the walk through them."""
+"""The walk over every model type of transformers (``run.py``), of which the test suite runs a sample."""

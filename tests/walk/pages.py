@@ -23,7 +23,7 @@ Line = dict[str, Any]
 HEADER = """\
 # Every model type
 
-Made by `python -m scripts.walk_architectures --markdown docs/results/architectures.md --coverage
+Made by `python -m tests.walk.run --markdown docs/results/architectures.md --coverage
 docs/results/coverage.md` on {date}, {machine}, torch {torch} (CPU), transformers {transformers}. Walked: every type
 that the installed transformers knows as a language model (causal, masked, sequence-to-sequence, speech-to-text) or as
 an encoder of text, at a tiny size with random weights. A type that is a decoder and an encoder-decoder is walked as

@@ -5,7 +5,7 @@ what ``save_pretrained`` writes; the kernels that they import are left out. What
 ``tests/runtimes/exllamav3.json``, which a test compares with the methods' own mathematics; it needs no exllamav3.
 
     pip download --no-deps exllamav3==1.6.5    # and unpack it
-    python -m scripts.exllamav3_numbers exllamav3-1.6.5
+    python -m tests.runtimes.exllamav3_numbers exllamav3-1.6.5
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ctxext.checkpoints.load import meta_model
 from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method
 from ctxext.saved import with_old_form
-from scripts.vllm_numbers import TRAINED, configs, methods, spec_of, write_golden
+from tests.runtimes.vllm_numbers import TRAINED, configs, methods, spec_of, write_golden
 
-GOLDEN = Path(__file__).parents[1] / "tests/runtimes/exllamav3.json"
+GOLDEN = Path(__file__).with_name("exllamav3.json")
 # Whose classes read the config by the function that is run here.
 TYPES = ("llama", "qwen3", "phi3")
 
@@ -85,7 +85,7 @@ def main(tree: Annotated[Path, typer.Argument(help="exllamav3's wheel, unpacked.
                     cases.append(case | {"stops": f"{type(error).__name__}: {error}"[:150]})
     ran = "exllamav3.model.config.Config.read_rope_settings_default, exllamav3.util.rope.RoPE"
     source = "exllamav3-1.6.5"
-    write_golden(GOLDEN, cases, source=source, command=f"scripts.exllamav3_numbers {source}", ran=ran)
+    write_golden(GOLDEN, cases, source=source, command=f"tests.runtimes.exllamav3_numbers {source}", ran=ran)
 
 
 if __name__ == "__main__":

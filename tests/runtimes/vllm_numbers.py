@@ -6,7 +6,7 @@ from the rest of vLLM is a stand-in. What comes out is ``tests/runtimes/vllm.jso
 methods' own mathematics; it needs no vLLM.
 
     VLLM_TARGET_DEVICE=empty pip download --no-deps --no-binary vllm vllm==0.33.0    # and unpack it
-    python -m scripts.vllm_numbers vllm-0.33.0
+    python -m tests.runtimes.vllm_numbers vllm-0.33.0
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ctxext.errors import CtxextError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.spec import RopeSpec
 
-GOLDEN = Path(__file__).parents[1] / "tests/runtimes/vllm.json"
+GOLDEN = Path(__file__).with_name("vllm.json")
 ROTARY = "vllm.model_executor.layers.rotary_embedding"
 TRAINED = 2048
 SHAPE = {
@@ -264,7 +264,7 @@ def main(tree: Annotated[Path, typer.Argument(help="vLLM's source distribution, 
                 case = {"model_type": model_type, "method": method.to_dict(), "on_disk": on_disk, "flags": flags}
                 cases.append(case | {"length": length, "rows": rows, "inv_freq": inv_freq.tolist(), "scale": scale})
     ran = f"{ROTARY}, vllm.config.model._get_and_verify_max_len"
-    write_golden(GOLDEN, cases, source=tree.resolve().name, command="scripts.vllm_numbers vllm-0.33.0", ran=ran)
+    write_golden(GOLDEN, cases, source=tree.resolve().name, command="tests.runtimes.vllm_numbers vllm-0.33.0", ran=ran)
 
 
 if __name__ == "__main__":

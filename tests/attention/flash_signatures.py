@@ -1,6 +1,6 @@
 """Write tests/attention/flash_attn.json: which arguments the functions of flash-attn 2, 3 and 4 take, at one commit.
 
-    python -m scripts.flash_signatures path/to/flash-attention     # a checkout, or a bare git directory
+    python -m tests.attention.flash_signatures path/to/flash-attention     # a checkout, or a bare git directory
 
 Files are parsed and never imported; only the names of arguments are kept.
 """
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-GOLDEN = Path(__file__).parents[1] / "tests/attention/flash_attn.json"
+GOLDEN = Path(__file__).with_name("flash_attn.json")
 FILES = {
     "flash": "flash_attn/flash_attn_interface.py",
     "flash3": "hopper/flash_attn_interface.py",

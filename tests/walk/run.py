@@ -7,7 +7,7 @@ still do not, saved, reloaded by a process that never imports ctxext, compared (
 where there is no stock form), reloaded by ``ctxext.load``, compared, unpatched bit for bit. A refusal counts only when
 it is a ``CtxextError`` with its reason.
 
-    python -m scripts.walk_architectures --jobs 2 --markdown docs/results/architectures.md \
+    python -m tests.walk.run --jobs 2 --markdown docs/results/architectures.md \
         --coverage docs/results/coverage.md
 
 Finished types are kept in a JSONL file and not walked again until the code changes; Ctrl-C loses nothing but the types
@@ -23,7 +23,6 @@ import json
 import logging
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -44,8 +43,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from ctxext.surgery.probe import look
 from ctxext.surgery.rebuild import rotaries
 from tests.walk.check import Finding, Stock, check_model, walked_methods
@@ -55,7 +52,7 @@ from tests.walk.pages import page, summarise, table
 from tests.walk.special import NOT_ALONE
 from tests.walk.tiny import KINDS, model_types, tiny_config, tiny_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _stock: Stock | None = None
 
 
@@ -166,7 +163,7 @@ def code_version() -> str:
     """A digest of everything that a result depends on."""
     digest = hashlib.sha256(f"{transformers.__version__} {torch.__version__}".encode())
     rooms = ("methods", "architectures", "surgery", "attention", "checkpoints")
-    places = [ROOT / "ctxext", *(ROOT / "ctxext" / room for room in rooms), ROOT / "scripts/walk"]
+    places = [ROOT / "ctxext", *(ROOT / "ctxext" / room for room in rooms), ROOT / "tests/walk"]
     for path in sorted(path for place in places for path in place.glob("*.py") if path.name != "pages.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
