@@ -76,6 +76,11 @@ class Patched:
     edits: Edits
     sides: dict[str, SideExtension] = field(default_factory=dict)
 
+    def saved_form(self) -> dict[str, Any]:
+        """Build what ``config.ctxext`` holds."""
+        each = {name: (part.side.place, saved_form(part.method, part.extension)) for name, part in self.sides.items()}
+        return saved_sides_form(each) if each else saved_form(self.method, self.extension)
+
 
 @dataclass(frozen=True)
 class SideExtension:
@@ -222,14 +227,12 @@ def extend(model: ModelT, arguments: ExtensionArguments | Mapping[str, Extension
             if chosen.dynamic:
                 recompute_in_generate(base, LengthRule(chosen, extension.trained_length), edits)
             state = Patched(chosen, extension, edits)
-            form = saved_form(chosen, extension)
         else:
             extended = _extended_sides(base, arguments, edits)
             first = next(iter(extended.values()))
             state = Patched(first.method, first.extension, edits, extended)
-            form = saved_form_of(extended)
         follow_replicas(base.modules(), edits)
-        edits.set(base.config, "ctxext", form)
+        edits.set(base.config, "ctxext", state.saved_form())
         lead_nowhere(base.config, edits)
         for part in [side.side.model for side in state.sides.values()] or [base]:
             write_old_form(part.config, edits, of_any_type=True)
@@ -300,13 +303,6 @@ def _extended_sides(
         extension = architecture_of(part).apply(part, chosen, request, edits)
         extended[name] = SideExtension(sides[name], chosen, extension)
     return extended
-
-
-def saved_form_of(sides: dict[str, SideExtension]) -> dict[str, Any]:
-    """Return what ``config.ctxext`` of an encoder-decoder holds."""
-    return saved_sides_form(
-        {name: (given.side.place, saved_form(given.method, given.extension)) for name, given in sides.items()}
-    )
 
 
 def _take_off(
@@ -443,16 +439,15 @@ def _described(model: Any) -> Description:
     """Describe a model, without the notes on installed versions."""
     base = base_model(model)
     state, model_type = patched_state(base), base.config.model_type
-    if state is not None and state.sides:
-        whole = describe_saved(saved_form_of(state.sides), model_type, tuple(state.edits.lines()))
-        return replace(whole, sides=tuple(_with_attention(state, name, side) for name, side in whole.sides))
     if state is not None:
-        extension, notes = state.extension, list(state.extension.notes)
-        plain = describe_saved(saved_form(state.method, extension), model_type, tuple(state.edits.lines()))
-        notes += _limit_notes(model, extension)
+        whole = describe_saved(state.saved_form(), model_type, tuple(state.edits.lines()))
+        if state.sides:
+            return replace(whole, sides=tuple(_with_attention(state, name, side) for name, side in whole.sides))
+        extension = state.extension
+        notes = [*extension.notes, *_limit_notes(model, extension)]
         if getattr(base.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
             notes.append(REFERENCE)
-        return replace(plain, attention=attention_line(base, extension.attention), notes=tuple(notes))
+        return replace(whole, attention=attention_line(base, extension.attention), notes=tuple(notes))
     saved = getattr(base.config, "ctxext", None)
     if saved:
         return describe_saved(saved, model_type)

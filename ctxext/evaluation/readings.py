@@ -46,7 +46,7 @@ from ctxext.methods import (
 from ctxext.methods.parameters import checked_tokens, parameters_said
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patched_state, trained_length_of
-from ctxext.saved import already_extended, choices, saved_form
+from ctxext.saved import already_extended, choices
 from ctxext.spec import AlibiSpec, Description, RopeSpec
 from ctxext.surgery.tables import put_weights
 from ctxext.surgery.wrappers import base_model
@@ -265,7 +265,7 @@ class Readings:
                 yield
         finally:
             if own is not None:
-                patching.patch(self.model, own.method, **choices(saved_form(own.method, own.extension)))
+                patching.patch(self.model, own.method, **choices(own.saved_form()))
                 if (again := patched_state(base)) is not None:
                     put_weights(base, trained, again.edits)
 
