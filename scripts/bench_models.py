@@ -71,12 +71,14 @@ def extend(model: Any, variant: str, setting: Setting) -> None:
         ctxext.patch(model, factor=16, trained_length=TRAINED_LENGTH, **VARIANTS[setting.model][variant])
 
 
+@torch.no_grad()
 def filled_cache(model: Any, length: int) -> DynamicCache:
-    """Return a cache that holds ``length`` random tokens."""
+    """Return a cache of ``length`` tokens: one that the model reads, so that the cache is its own, and random ones."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    size = (1, heads, length, config.hidden_size // config.num_attention_heads)
+    size = (1, heads, length - 1, config.hidden_size // config.num_attention_heads)
     cache = DynamicCache(config=config)
+    model.base_model(torch.ones(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
     for layer in range(config.num_hidden_layers):
         k, v = (torch.randn(size, device=model.device, dtype=model.dtype) for _ in range(2))
         cache.update(k, v, layer)

@@ -1,11 +1,11 @@
-"""Write tests/evaluation/ruler/nvidia.json: prompts and scores that NVIDIA's own RULER code makes.
+"""Write nvidia.json: prompts and scores that NVIDIA's own RULER code makes.
 
-    python scripts/make_ruler_golden.py path/to/RULER       # a checkout, or a bare git directory
+    python -m tests.evaluation.ruler.make_golden path/to/RULER       # a checkout, or a bare git directory
 
-As in make_golden.py, the pinned commit is read with git and only the named definitions are executed. What they expect
-around them is given here: command line arguments, word lists, a splitter of sentences, and a tokenizer that counts
-words. The essays are numbered sentences and the two data sets a few made-up questions: the real ones are not ours to
-pass on.
+As in scripts/make_golden.py, the pinned commit is read with git and only the named definitions are executed. What they
+expect around them is given here: command line arguments, word lists, a splitter of sentences, and a tokenizer that
+counts words. The essays are numbered sentences and the two data sets a few made-up questions: the real ones are not
+ours to pass on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 import wonderwords
-from make_golden import ROOT, git
+
+from scripts.make_golden import ROOT, git
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
 DATA, EVAL = "scripts/data/synthetic", "scripts/eval"
@@ -253,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="checkout or bare git directory of NVIDIA/RULER")
     checkout = parser.parse_args().checkout
-    target = ROOT / "tests" / "evaluation" / "ruler" / "nvidia.json"
+    target = Path(__file__).resolve().with_name("nvidia.json")
     if changes := git(ROOT, "status", "--porcelain", "--", ".", f":!{target.relative_to(ROOT)}"):
         sys.exit(f"Commit first: a golden file names the commit that made it, and this worktree has\n{changes}")
     constants: dict[str, Any] = {}
@@ -266,7 +267,7 @@ def main() -> None:
             "commit": COMMIT,
             "licence": "Apache-2.0",
             "definitions": {f"{DATA}/constants.py": ["TASKS"]} | DEFINITIONS,
-            "command": "python scripts/make_ruler_golden.py <checkout of NVIDIA/RULER>",
+            "command": "python -m tests.evaluation.ruler.make_golden <checkout of NVIDIA/RULER>",
             "made_at": git(ROOT, "rev-parse", "HEAD").strip(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         },
