@@ -229,6 +229,7 @@ def test_through_wrappers(wrap: Callable[[nn.Module], Any]) -> None:
         ("zzz", {}, "Unknown method 'zzz'. Known: abf,"),
         ("linear", {"factor": 4}, "Unknown method 'linear'. Did you mean 'pi'?"),  # rope types of transformers
         ("dynamic", {"factor": 4}, "Unknown method 'dynamic'. Did you mean 'dynamic_ntk'?"),
+        ("fier", {}, "Unknown method 'fier'. Did you mean 'fire'?"),  # of the laboratory
         ("su", {}, "Unknown method 'su'. Did you mean 'longrope'?"),
         ("NTK-aware", {}, "Unknown method 'NTK-aware'. Did you mean 'ntk'?"),
         ("", {}, "Unknown method ''."),

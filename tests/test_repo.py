@@ -66,6 +66,10 @@ def test_every_part_has_a_test_file(folder: str, registry: dict[str, type[object
     assert missing == set(), f"without a test file: {sorted(missing)}"
 
 
+def test_no_encoding_has_the_name_of_a_method() -> None:
+    assert METHODS.keys() & ENCODINGS.keys() == set()
+
+
 def test_tests_are_where_the_code_is() -> None:
     """A folder of tests is named as the folder of the package that it is about, or runs on everything."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*.py")}

@@ -102,12 +102,17 @@ def test_import_brings_no_engine() -> None:
         "small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2); "
         "model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **small)); "
         "ctxext.patch(model, 'yarn', factor=4); "
+        "print(*sys.modules); "
+        "ctxext.patch(ctxext.unpatch(model), 'fire'); "
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    said, modules = done.stdout.splitlines(), set(done.stdout.split())
-    assert len(said) == 1
+    said = done.stdout.splitlines()
+    assert len(said) == 2
+    modules = set(said[0].split())
+    of_the_laboratory = {name for name in said[1].split() if name.startswith("ctxext.laboratory.")}
+    assert {name.split(".")[2] for name in of_the_laboratory} == {"encodings"}, "neither its bench nor its pictures"
     assert {"ctxext.patching", "transformers.modeling_utils"} <= modules
     assert modules & {"deepspeed", "peft", "datasets", "matplotlib", "bitsandbytes", "typer"} == set()
     if RECENT:  # older generation imports scikit-learn where it is installed, which imports pandas and pyarrow

@@ -38,13 +38,14 @@ class HierarchicalSummary(EncodingMethod):
             summaries of larger blocks than those of the target length share one learned score.
         window: tokens that a query sees one by one, itself included, at least 1; 0 for an eighth of the trained length.
 
-    Source: ctxext, in no paper. Nearest kin: log-linear attention, Guo et al., arXiv:2506.04761, whose partition of the
-        text into blocks this is; its blocks are states of linear attention, here they are means of keys and values.
+    Source: ctxext's own, in no paper. Nearest kin: log-linear attention, Guo et al., arXiv:2506.04761, whose partition
+        of the text into blocks this is. Its blocks are states of linear attention; here they are means of keys and
+        values.
     """
 
     name: ClassVar[str] = "hierarchical_summary"
     summary: ClassVar[str] = "a window of tokens, and summaries of blocks that grow with distance"
-    source: ClassVar[str] = "ctxext"
+    source: ClassVar[str] = "ctxext's own, in no paper"
     shared: ClassVar[bool] = False
     form: ClassVar[EncodingForm] = "own"
 
