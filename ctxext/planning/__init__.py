@@ -1,1 +1,1 @@
-"""What a training run will need, by a dry run of the model's own code without memory."""
+"""Plan the memory of a training run by a dry run of the model's own code on the meta device."""

@@ -1,9 +1,9 @@
-"""A model's passes on tensors that have shapes and no data, with an account of the memory that they would take.
+"""Run a model on tensors that have shapes and no data, and count the memory that its passes would take.
 
-Which activations a layer keeps follows from its code, from adapters, autocast, checkpointing and the attention kernel,
+The activations that a layer keeps depend on its code, on adapters, autocast, checkpointing and the attention kernel,
 and no formula holds for two architectures. So the model's own code runs here, one layer of every kind, on torch's fake
-tensors, while a dispatch mode counts the bytes of all storages that live. Work space inside a kernel is not seen; of
-the fused attention kernels it is small.
+tensors, while a dispatch mode counts the bytes of all live storages. Work space inside a kernel is not counted; it is
+small in the fused attention kernels.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from ctxext.surgery.wrappers import base_model
 from ctxext.training.loss import Pieces, WithGradients, cross_entropy_and_gradient
 
 FIRST = 512
-"""Tokens of the shortest run that a longer one is continued from: more than a chunk of any layer."""
+"""Tokens of the shortest run from which longer runs are extrapolated: more than a chunk of any layer."""
 SAME = 1e-4
-"""Of the bytes of a run: by how much a curve may bend and still count as straight."""
+"""Share of the bytes of a run by which a curve may bend and still count as straight."""
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -49,9 +49,9 @@ class Taken(NamedTuple):
     """Bytes of a pass.
 
     Args:
-        kept: what all layers keep until its end or the backward pass.
-        work: what is at work on top of it.
-        passing: the part of ``kept`` that is let go with the next token: keys and values that have left a window.
+        kept: bytes that all layers keep until the end of the pass, or the backward pass.
+        work: peak of temporary bytes on top of ``kept``.
+        passing: the part of ``kept`` that the next token frees: keys and values that have left a window.
     """
 
     kept: int
@@ -60,7 +60,7 @@ class Taken(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations, and the bytes of all storages made meanwhile and still referred to: now, and at the peak."""
+    """Counter of operations, and of the bytes of live storages created under it: now, and at the peak."""
 
     def __init__(self, known: Iterator[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,20 +89,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class PassesOn(DynamicCache):  # type: ignore[misc]
-    """A cache that keeps nothing. Where there is one, transformers does not look into the data for packed sequences."""
+    """A cache that keeps nothing. With a cache, transformers does not search the data for packed sequences."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return what was given."""
+        """Return the keys and values unchanged."""
         return key_states, value_states
 
 
 class DryRun:
-    """Passes of one sequence through a model, without its data.
+    """Passes of one sequence through a model, without data.
 
     Args:
-        model: a causal language model on the meta device, patched or adapted as it is to run. Its weights become fake
-            tensors here, and those that are no part of its layers are frozen.
-        dtype: that it computes in.
+        model: a causal language model on the meta device, patched or adapted for its run. Its weights become fake
+            tensors here, and weights outside its layers are frozen.
+        dtype: dtype of the computation.
         tile: tokens that pass through an MLP at a time; None for all.
     """
 
@@ -116,7 +116,7 @@ class DryRun:
         self.positions = learned_positions(self.causal)
         kinds = [_kind(self.causal, layer, index) for index, layer in enumerate(self.layers)]
         self.kinds = [
-            [index for index, found in enumerate(kinds) if index and found == kind] for kind in dict.fromkeys(kinds[1:])
+            [index for index, other in enumerate(kinds) if index and other == kind] for kind in dict.fromkeys(kinds[1:])
         ]
         self._mode = FakeTensorMode()
         self._outputs: int | None = None
@@ -130,7 +130,7 @@ class DryRun:
         """Raise ``IncompatibleError`` for more tokens than there are learned positions; fake tensors would not.
 
         Raises:
-            InvalidParameterError: for what is no number of tokens.
+            InvalidParameterError: if ``length`` is no number of tokens.
         """
         checked_tokens("length", length)
         if self.positions is not None and length > self.positions:
@@ -140,11 +140,11 @@ class DryRun:
             )
 
     def step(self, length: int) -> Taken:
-        """A forward and a backward pass through the layers, gradients of the weights not counted."""
+        """Run a forward and a backward pass through the layers; gradients of the weights are not counted."""
         return self._continued(self._step, length)
 
     def prefill(self, length: int) -> Taken:
-        """A prompt read into an empty cache, and the logits of its last token; what is kept is the cache."""
+        """Run a prompt into an empty cache and compute the logits of its last token; ``kept`` is the cache."""
         return self._continued(self._prefill, length)
 
     def _step(self, length: int) -> Taken:
@@ -182,7 +182,7 @@ class DryRun:
         return taken._replace(passing=alone + sum(each))
 
     def loss(self, length: int) -> int:
-        """The head, the loss and their gradients for a chunk, as ``chunk_loss`` computes them."""
+        """Count the head, the loss and their gradients for a chunk, as ``chunk_loss`` computes them."""
         self._know_outputs()
         with self._running(training=True) as live:
             targets = torch.zeros(1, length, dtype=torch.long)
@@ -196,7 +196,7 @@ class DryRun:
             return live.peak - before
 
     def whole_loss(self, length: int) -> int:
-        """The same for all tokens at once, as the model's class computes it."""
+        """Count the head, the loss and their gradients for all tokens at once, as the model's class computes them."""
         self._know_outputs()
         with self._frozen_embedding(), self._running(training=True) as live:
             inputs = torch.zeros(1, length, dtype=torch.long)
@@ -205,11 +205,11 @@ class DryRun:
             return live.peak
 
     def _continued(self, run: Callable[[int], Taken], length: int) -> Taken:
-        """What ``run`` takes at a length: of layers that go through the text in a loop, by its course up to there.
+        """Return the bytes of ``run`` at a length; extrapolate from shorter runs if a layer loops over the text.
 
         Such a layer (linear attention in chunks, a state space without its kernel) makes a number of operations that
-        grows with the text, so that a run would take as long as the text is long. Bytes are a polynomial of the length
-        of at most the second degree, in lengths that chunks and windows divide.
+        grows with the text, so the time of a run would grow with the text. Bytes are a polynomial of the length of at
+        most the second degree, at lengths that are multiples of chunks and windows.
         """
         start = FIRST
         beyond = [window for window in (*self._windows(), self.tile or 0) if window < length]
@@ -220,8 +220,8 @@ class DryRun:
             points = [self._known(run, start + index * step) for index in range(3)]
             if not _is_straight(points):
                 points.append(self._known(run, start + 3 * step))
-            if (found := _extrapolated(points, (length - start) / step)) is not None:
-                return found
+            if (taken := _extrapolated(points, (length - start) / step)) is not None:
+                return taken
             start, step = 2 * start, 2 * step
         return self._known(run, length)
 
@@ -232,14 +232,14 @@ class DryRun:
         return self._taken[key]
 
     def _windows(self) -> list[int]:
-        """Lengths at which what a layer takes begins to grow otherwise: its windows."""
+        """Return the windows of layers: lengths at which the growth of their memory changes."""
         text = vars(self.causal.config.get_text_config(decoder=True))
-        found = [value for name, value in text.items() if re.search(r"window|attention_chunk", name)]
-        return [value for value in found if isinstance(value, int) and not isinstance(value, bool)]
+        sizes = [value for name, value in text.items() if re.search(r"window|attention_chunk", name)]
+        return [value for value in sizes if isinstance(value, int) and not isinstance(value, bool)]
 
     @functools.cached_property
     def _loops(self) -> bool:
-        """Whether a layer makes more operations for a longer text."""
+        """True if a layer makes more operations for a longer text."""
         self._know_outputs()
         counts = []
         for length in (FIRST // 2, FIRST):
@@ -249,7 +249,7 @@ class DryRun:
         return counts[1] > counts[0]
 
     def _over_kinds(self, run: Callable[[LiveBytes], int], *, training: bool) -> Taken:
-        """Run the first layer alone, then with one of each kind behind it; add up what all layers keep."""
+        """Run the first layer alone, then with one layer of each kind behind it; add up the bytes of all layers."""
         self._know_outputs()
         with self._running(0, training=training) as live:
             alone = run(live)
@@ -261,13 +261,13 @@ class DryRun:
             for index in indices:
                 each[index] = both - alone
         kept = alone + sum(each)
-        # While a layer is at work, what later ones keep is not there: not yet, or in a backward pass no longer.
+        # While a layer is at work, later layers keep nothing: not yet, or in a backward pass no longer.
         work = max(peak - sum(each[last + 1 :]) for last, peak in peaks.items())
         return Taken(kept, work)
 
     @contextlib.contextmanager
     def _frozen_embedding(self) -> Iterator[None]:
-        """Without the gradient of the embedding, which comes when the activations of all layers are gone."""
+        """Leave out the embedding's gradient, which comes when the activations of all layers are gone."""
         weights = [weight for weight in self.base.get_input_embeddings().parameters() if weight.requires_grad]
         for weight in weights:
             weight.requires_grad_(False)
@@ -277,7 +277,7 @@ class DryRun:
 
     @contextlib.contextmanager
     def _running(self, *real: int, training: bool) -> Iterator[LiveBytes]:
-        """Let all layers but these pass their input on, on fake tensors, and count bytes."""
+        """Run on fake tensors with all layers but ``real`` passing their input on, and count bytes."""
         self.causal.train(training)
         skipped = [layer for index, layer in enumerate(self.layers) if index not in real]
         live = LiveBytes(tensor for part in (self.causal.parameters, self.causal.buffers) for tensor in part())
@@ -291,10 +291,10 @@ class DryRun:
                 yield live
         except UNKNOWN as error:
             raise IncompatibleError(
-                f"What {type(self.causal).__name__} computes depends on its data ({str(error).splitlines()[0]:.80}), "
-                f"so that its memory cannot be planned from its config."
+                f"{type(self.causal).__name__} depends on its data ({str(error).splitlines()[0]:.80}), so its memory "
+                f"cannot be planned from its config. Measure a real run instead."
             ) from error
-        except RuntimeError as error:  # of the model's own code: learned positions that end, for example
+        except RuntimeError as error:  # from the model's own code: learned positions that end, for example
             raise IncompatibleError(
                 f"{type(self.causal).__name__} does not run at this length, or in this dtype: "
                 f"{str(error).splitlines()[0]:.160}"
@@ -305,7 +305,7 @@ class DryRun:
             self.causal.zero_grad()
 
     def _know_outputs(self) -> None:
-        """See once what a layer returns: hidden states, or a tuple that begins with them."""
+        """Find out once whether a layer returns hidden states, or a tuple that begins with them."""
         if self._outputs is None:
             with self._running(0, training=False):
                 self.base(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
@@ -315,7 +315,7 @@ class DryRun:
             self._outputs = len(output) if isinstance(output, tuple) else 0
 
     def _pass_on(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():  # what all layers are given, such as a mask, is kept for them all
+        if torch.is_grad_enabled():  # arguments of all layers, such as a mask, are kept for all of them
             self._shared.append((args, kwargs))
         return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
 
@@ -328,30 +328,30 @@ def _is_straight(points: list[Taken]) -> bool:
 
 
 def _extrapolated(points: list[Taken], place: float) -> Taken | None:
-    """Continue values at equal distances to a place, counted in these from the first.
+    """Extrapolate from values at equal distances to ``place``, counted in these distances from the first value.
 
     Args:
-        points: three on a straight line, or four.
-        place: above the last.
+        points: three values on a straight line, or four values.
+        place: a place behind the last value.
 
     Returns:
-        The continuation; None where four values do not lie on a curve of the second degree.
+        The extrapolation; None if four values do not lie on a curve of the second degree.
     """
-    straight, found, beyond = _is_straight(points), [], place - (len(points) - 1)
+    straight, continued, beyond = _is_straight(points), [], place - (len(points) - 1)
     for values in zip(*points, strict=True):
         slopes = [after - before for before, after in itertools.pairwise(values)]
         bends = [after - before for before, after in itertools.pairwise(slopes)]
         if not straight and abs(bends[1] - bends[0]) > SAME * max(values):
             return None
         bend = 0 if straight or abs(bends[-1]) <= SAME * max(values) else bends[-1]
-        found.append(round(values[-1] + beyond * slopes[-1] + beyond * (beyond + 1) / 2 * bend))
-    return Taken(*found)
+        continued.append(round(values[-1] + beyond * slopes[-1] + beyond * (beyond + 1) / 2 * bend))
+    return Taken(*continued)
 
 
 def _beyond_windows(cache: Any) -> int:
-    """Bytes behind a cache that its tensors do not show: a windowed layer's are the end of a whole prompt's.
+    """Count the bytes of a cache outside the views it holds: a windowed layer holds the end of a prompt's tensor.
 
-    transformers cuts a view out of what a pass computed, so that all of it stays until the next token replaces it.
+    transformers cuts a view out of the keys of a pass, so that all of them stay until the next token replaces the view.
     """
     tensors = [
         tensor
@@ -363,26 +363,26 @@ def _beyond_windows(cache: Any) -> int:
 
 
 def layers_of(causal: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, in order.
+    """Return the decoder layers, in order.
 
     Raises:
-        IncompatibleError: the model has none that transformers could compute again in a backward pass.
+        IncompatibleError: if the model has no layers that transformers can compute again in a backward pass.
     """
-    found = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not found:
+    layers = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
         raise IncompatibleError(f"{type(causal).__name__} has no decoder layers that transformers can checkpoint.")
-    return found
+    return layers
 
 
 def _kind(causal: PreTrainedModel, layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """What layers that take the same memory have in common."""
+    """Return a key that is equal for layers that take the same memory."""
     types = getattr(causal.config.get_text_config(decoder=True), "layer_types", None) or ()
     shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
     return type(layer), types[index] if index < len(types) else None, shapes
 
 
 def _make_fake(model: nn.Module) -> None:
-    """Put fake tensors in the place of all weights and buffers, those that are shared still shared."""
+    """Replace all weights and buffers by fake tensors; shared tensors stay shared."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

@@ -1,8 +1,8 @@
-"""How much memory a length takes, in training and in use, and which length a memory holds; from a config alone.
+"""Plan from a config how much memory a length takes, in training and in use, and which length fits a memory.
 
-What weights, adapters, their gradients and the optimizer take is counted on a model without data; what the tokens take
-is read off a dry run of one layer of every kind (``_dry_run.py``). ``scripts/check_plan.py`` compares it with measured
-peaks.
+Weights, adapters, their gradients and the optimizer are counted on a model on the meta device; the activations of
+tokens are counted in a dry run of one layer of every kind (``dry_run.py``). ``scripts/check_plan.py`` compares plans
+with measured peaks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ctxext.surgery.old_form import rope_dicts
 from ctxext.training.memory import Memory
 
 STEP = 256
-"""Lengths are planned in multiples of it."""
+"""Step in tokens between planned lengths."""
 LIMIT = 2**27
-"""Tokens beyond which nothing is looked for."""
+"""Longest length, in tokens, that is searched."""
 FOLLOWING = ("dynamic", "longrope")
 """Rope types of transformers whose frequencies depend on the length of the current text."""
 
@@ -37,16 +37,16 @@ class Breakdown:
 
     Args:
         length: tokens in the sequence.
-        weights: of the model, as it is loaded.
-        adapters: the weights that are trained, in float32.
-        gradients: of these.
-        optimizer: AdamW's two moments of these.
-        kept: of all layers, for the backward pass: their inputs, with checkpointing.
-        cache: keys and values of all layers, of windowed ones those inside their window.
+        weights: weights of the loaded model.
+        adapters: trained weights, in float32.
+        gradients: gradients of the trained weights.
+        optimizer: AdamW's two moments of the trained weights.
+        kept: activations that all layers keep for the backward pass: their inputs, with checkpointing.
+        cache: keys and values of all layers, in windowed layers those inside the window.
         passing: keys and values before the windows, which stay until the first token behind the prompt.
-        layer: the activations of the one layer that is at work, of the largest kind.
+        layer: activations of the one layer that is at work, of the largest kind.
         loss: logits, loss and gradients of a chunk of tokens, and the gradient of the hidden states.
-        host: what is kept in the host's memory instead, not part of ``total``.
+        host: activations kept in the host's memory, not part of ``total``.
     """
 
     length: int
@@ -63,12 +63,12 @@ class Breakdown:
 
     @property
     def fixed(self) -> int:
-        """What no length changes."""
+        """Bytes that do not depend on the length."""
         return self.weights + self.adapters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """The peak: a layer and the loss are never at work at the same time."""
+        """Bytes at the peak: a layer and the loss are never at work at the same time."""
         return self.fixed + self.kept + self.cache + self.passing + max(self.layer, self.loss)
 
 
@@ -77,11 +77,11 @@ class TrainingPlan:
     """A step of LoRA training of one sequence.
 
     Args:
-        run: of the adapted model.
+        run: dry run of the adapted model.
         memory: how activations are held.
-        fixed: the parts that no length changes.
-        dequantised: bytes of the largest weight that is unpacked to be used; 0 where nothing is quantised.
-        advice: what helps where not even a short sequence fits.
+        fixed: the parts that do not depend on the length.
+        dequantised: bytes of the largest weight that is unpacked for use; 0 if no weight is quantised.
+        advice: remedy where not even a short sequence fits.
     """
 
     run: DryRun
@@ -91,7 +91,7 @@ class TrainingPlan:
     advice: str = "Allow more."
 
     def at(self, length: int) -> Breakdown:
-        """What a sequence of ``length`` tokens takes."""
+        """Return the memory of a sequence of ``length`` tokens."""
         self.run.require_positions(length)
         step = self.run.step(length)
         hidden = length * self.run.hidden_bytes
@@ -109,8 +109,8 @@ class Serving:
     """A prompt read in one pass, as ``generate`` does, and everything decoded after it.
 
     Args:
-        run: of the model.
-        fixed: the weights.
+        run: dry run of the model.
+        fixed: memory of the weights.
         dequantised: as for ``TrainingPlan``.
         advice: as for ``TrainingPlan``.
     """
@@ -121,7 +121,7 @@ class Serving:
     advice: str = "Allow more."
 
     def at(self, length: int) -> Breakdown:
-        """What a context of ``length`` tokens takes."""
+        """Return the memory of a context of ``length`` tokens."""
         self.run.require_positions(length)
         taken = self.run.prefill(length)
         cache, layer = taken.kept - taken.passing, taken.work + self.dequantised
@@ -142,20 +142,20 @@ def plan_training(
     """Plan a LoRA step as ``recipes/finetune.py`` takes it: one sequence, mixed precision, AdamW.
 
     Args:
-        config: of a causal language model; an extension that it carries counts. Weights that it says are stored
-            quantised are counted unpacked, in ``dtype``, unless bitsandbytes stored them: so they are trained.
+        config: config of a causal language model, extended or not. Weights that the checkpoint stores quantised are
+            counted unpacked, in ``dtype``, unless bitsandbytes stored them: training unpacks them.
         memory: how activations are held; None for ``Memory()``.
-        lora_rank: of LoRA on all linear layers, at least 1.
+        lora_rank: rank of LoRA on all linear layers, at least 1.
         norms: see ``attach_lora``.
         embeddings: see ``attach_lora``.
-        dtype: of the weights and the computation.
-        quantisation: nf4, or None: how the linear layers' weights are stored.
-        trust_remote_code: run Python code that the checkpoint brings along.
+        dtype: dtype of the weights and the computation.
+        quantisation: storage of the linear layers' weights: nf4, or None for plain.
+        trust_remote_code: run Python code that the checkpoint contains.
 
     Raises:
-        InvalidParameterError: a number outside its range, or ``quantisation`` of weights that come quantised.
-        UnknownNameError: an unknown ``quantisation``.
-        IncompatibleError: the model cannot be trained so, or what it computes depends on its data.
+        InvalidParameterError: for a number outside its range, or ``quantisation`` of weights that are quantised.
+        UnknownNameError: for an unknown ``quantisation``.
+        IncompatibleError: if the model cannot be trained this way, or its computation depends on data.
     """
     from ctxext.training.lora import attach_lora
 
@@ -180,7 +180,7 @@ def plan_serving(
     quantisation: str | None = None,
     trust_remote_code: bool = False,
 ) -> Serving:
-    """Plan what a context takes in use; arguments and errors as for ``plan_training``, but weights stay packed."""
+    """Plan the memory of a context in use; arguments and errors as for ``plan_training``, but weights stay packed."""
     model = without_weights(config, dtype, trust_remote_code)
     saved, dequantised = packed_weights(model, quantisation, training=False)
     fixed = Breakdown(length=0, weights=_bytes(model.parameters()) - saved)
@@ -188,27 +188,27 @@ def plan_serving(
 
 
 def longest(plan: TrainingPlan | Serving, budget: int) -> Breakdown:
-    """The longest sequence, in steps of 256 tokens, that fits; no longer than positions that a model has learned.
+    """Find the longest sequence that fits, in steps of 256 tokens, within the positions that a model has learned.
 
     Args:
-        plan: of training or serving.
+        plan: plan of training or serving.
         budget: bytes on the device.
 
     Raises:
-        InvalidParameterError: not even 256 tokens fit; says what they take.
+        InvalidParameterError: if not even 256 tokens fit; the message gives their memory.
     """
     most = min(plan.run.positions or LIMIT, LIMIT)
     low = high = plan.at(min(STEP, most))
     if low.total > budget:
         raise InvalidParameterError(
             f"{STEP} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
-            f"and what belongs to them; found {budget / 2**30:.3g} GiB. {plan.advice}"
+            f"and their optimizer; found {budget / 2**30:.3g} GiB. {plan.advice}"
         )
     before = low
     while high.total <= budget:
         if high.length >= most:
             return high
-        # On from the last two lengths in a straight line: far beyond the end, a dry run of tiled MLPs takes long.
+        # Extrapolate from the last two lengths: a dry run of tiled MLPs far beyond the end takes long.
         before, low = low, high
         growth = (low.total - before.total) / max(low.length - before.length, 1)
         ahead = (budget - low.total) / growth if growth > 0 else LIMIT
@@ -225,7 +225,7 @@ def longest(plan: TrainingPlan | Serving, budget: int) -> Breakdown:
 
 
 def reach_of(config: Any) -> int | None:
-    """Tokens that a model is made for, any extension of it included; None where its config does not say so."""
+    """Return the window in tokens that a config gives, its extension included; None if the config gives none."""
     saved = saved_extension(config, "the config")
     if saved is not None:
         return int(saved["target_length"])
@@ -238,11 +238,11 @@ def reach_of(config: Any) -> int | None:
 
 
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A model on the meta device, with the attention that its config says."""
+    """Build a model on the meta device, with the attention of its config."""
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise IncompatibleError(
-            f"Memory is planned for causal language models, one text at a time; a {config.model_type} reads more than "
-            f"that, or is none. Plan its language model alone."
+            f"A {config.model_type} is not a plain causal language model, and memory is planned for those only. Plan "
+            f"its language model alone."
         )
     chosen: dict[str, Any] = {"auto_class": AutoModelForCausalLM, "trust_remote_code": trust_remote_code}
     model = meta_model(_plainly_rotated(config), dtype=dtype, **chosen)
@@ -250,7 +250,7 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
 
 
 def _plainly_rotated(config: Any) -> Any:
-    """A copy whose frequencies follow no text: as many, but in need of no data."""
+    """Copy a config and make its frequencies static, so that computing them needs no data."""
     saved = saved_extension(config, "the config")
     rotates = saved is not None and "rope_parameters" in saved["original"]
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
@@ -261,7 +261,7 @@ def _plainly_rotated(config: Any) -> Any:
 
 
 def _advice(model: PreTrainedModel, quantisation: str | None, *, training: bool) -> str:
-    """Say what helps where nothing fits; nothing that would be refused for this checkpoint."""
+    """Return the remedy where nothing fits; suggest nothing that would be refused for this checkpoint."""
     stored = stored_as(model.config)
     if quantisation is None and stored is None:
         return "Allow more, or quantise (--quantisation nf4)."

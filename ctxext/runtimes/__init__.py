@@ -1,4 +1,4 @@
-"""Runtimes that serve extended checkpoints: what each must be told, one file a runtime.
+"""Runtimes that serve extended checkpoints, and the flags each needs, one file a runtime.
 
 To add one, write a file with a class that has a ``name``; nothing else changes.
 """

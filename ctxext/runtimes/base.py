@@ -1,4 +1,4 @@
-"""What every runtime is told from, and what it is told in."""
+"""Data types shared by the runtime exporters."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import NEVER
 
 CLOSE = 1e-3
-"""Of what an extension changes: rounding in float32 reaches a twentieth of this."""
+"""Tolerance, relative to the effect of the extension; float32 rounding is 20 times smaller."""
 USUAL_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What YaRN takes where a config says nothing."""
+"""YaRN's defaults for keys that a config leaves out."""
 STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @functools.cache
 def read_table(path: Path) -> dict[str, Any]:
-    """What was found out about every model type on one runtime; a script made the file."""
+    """Read a runtime's table of measurements, one entry per model type, written by a script."""
     table: dict[str, Any] = json.loads(path.read_text())
     return table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What to tell another runtime.
+    """Flags that make another runtime serve an extension.
 
     Args:
         target: the name of the runtime.
-        flags: command-line arguments, one string each, to pass on as they are.
+        flags: command-line arguments, one string each, to pass on unchanged.
         notes: sentences that the person who deploys must know.
         exact: whether the target is known to compute the same positions as the model patched in place, at every
-            length; where it is not, a note says why.
+            length; if not, a note gives the reason.
         in_file: whether the flags are for a GGUF file that holds the extension, as ``export(gguf=...)`` writes it.
-        file: the file that was written, with the extension in it; None where none was asked for.
+        file: the file that was written, with the extension in it; None if no file was asked for.
     """
 
     target: str
@@ -52,7 +52,7 @@ class Export:
 
     @property
     def by_flag(self) -> dict[str, str]:
-        """The value that follows each flag."""
+        """Values by flag."""
         return dict(zip(self.flags[::2], self.flags[1::2], strict=True))
 
     def __str__(self) -> str:
@@ -62,17 +62,17 @@ class Export:
 
     @property
     def told(self) -> str:
-        """The flags in one line of a shell, and which file they are for where it is not any file of the model."""
+        """Flags in one line of a shell, with the file they are for if not every file of the model will do."""
         flags = shlex.join(self.flags) or "no flags, its files say it all"
         return f"{flags} (with a GGUF file that ctxext export --gguf writes)" if self.in_file else flags
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnALiBi:
-    """A model that was trained with ALiBi and is to read further, with the slopes that it has.
+    """A model that was trained with ALiBi and is extended with its own slopes.
 
     Args:
-        model_type: as its config says it.
+        model_type: the config's model type.
         target_length: tokens that the extended model is meant for.
         unsaid: config fields that the files to be served do not hold yet.
     """
@@ -84,19 +84,19 @@ class OwnALiBi:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionInConfig:
-    """An extension as its config says it, independent of what wrote it.
+    """An extension as a config describes it, whatever program wrote the config.
 
     Args:
         config: the extended config.
-        layer_type: the layer type whose positions were extended; None where all layers share them.
-        trained_length: tokens before the extension, where the config says so.
+        layer_type: the layer type whose positions were extended; None where all layers share positions.
+        trained_length: tokens before the extension, where the config gives them.
         target_length: tokens that the extended model is meant for.
-        windows: lengths that its weights may have been trained for, where the config leaves that open.
-        scale: what cos and sin are multiplied by.
-        pairs: how many frequencies there are, where the config scales them.
+        windows: lengths that the weights may have been trained for, where the config leaves that open.
+        scale: factor on cos and sin.
+        pairs: number of frequencies, where the config scales them.
         unsaid: config fields that the files to be served do not hold yet.
-        left_over: keys in the rope dict of those files that mean something to other programs alone.
-        guarded: whether those files keep out whoever reads the fields of transformers 4.
+        left_over: keys in the rope dict of those files that only other programs read.
+        guarded: whether those files stop programs that read the fields of transformers 4.
     """
 
     config: Any
@@ -112,73 +112,73 @@ class ExtensionInConfig:
 
     @property
     def text(self) -> Any:
-        """The part of the config that describes the decoder."""
+        """Part of the config that describes the decoder."""
         return self.config.get_text_config(decoder=True)
 
     @property
     def rope(self) -> dict[str, Any]:
-        """The rope dict that was extended."""
-        rope = dict(self._said)
-        if "factor" in rope and rope["factor"] is None:  # stock code then takes the ratio of the lengths
+        """Rope dict that was extended."""
+        rope = dict(self._stored_rope)
+        if "factor" in rope and rope["factor"] is None:  # transformers then takes the ratio of the lengths
             rope["factor"] = self.target_length / self.trained_length
         return rope
 
     @property
-    def _said(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.text.rope_parameters
-        return found if self.layer_type is None else dict(found[self.layer_type])
+    def _stored_rope(self) -> dict[str, Any]:
+        parameters: dict[str, Any] = self.text.rope_parameters
+        return parameters if self.layer_type is None else dict(parameters[self.layer_type])
 
     @property
     def leaves_factor_open(self) -> bool:
-        """Whether it is YaRN with a factor of null, which stock transformers alone fills in."""
-        return self.rope_type == "yarn" and self._said.get("factor") is None
+        """True for YaRN with a factor of null, which only transformers fills in."""
+        return self.rope_type == "yarn" and self._stored_rope.get("factor") is None
 
     @property
     def rope_type(self) -> str:
-        """What the config calls the scaling."""
-        name, _, _ = str(self.rope.get("rope_type", "default")).partition(":")  # ctxext's own end in a sentence
+        """Name of the scaling in the config."""
+        name, _, _ = str(self.rope.get("rope_type", "default")).partition(":")  # ctxext's types end in a sentence
         return name
 
     @property
     def stock(self) -> bool:
-        """Whether the rope type is one of stock transformers."""
+        """True if plain transformers knows the rope type."""
         return self.rope_type in STOCK_TYPES
 
     @property
     def length_note(self) -> str | None:
-        """What to know about the length to serve; None where the config leaves no doubt."""
+        """Note about the length to serve; None if the config leaves no doubt."""
         if not self.windows:
             return None
         return (
             f"This config does not say which length its weights were trained for: "
-            f"{' or '.join(map(str, self.windows))} tokens. The runtimes that were read take {self.target_length}; "
-            f"serve less where the weights know less."
+            f"{' or '.join(map(str, self.windows))} tokens. Runtimes take {self.target_length}; "
+            f"serve less if the weights were trained for less."
         )
 
     @property
     def loses_factor(self) -> bool:
-        """Whether its factor is one that no runtime here looks at."""
+        """True if no runtime here reads the factor."""
         return self.rope_type == "proportional" and self.rope.get("factor", 1.0) != 1.0
 
     @property
     def scales_scores(self) -> bool:
-        """Whether YaRN's temperature multiplies whole scores of latent attention instead of cos and sin."""
+        """True if YaRN's temperature multiplies whole scores of latent attention instead of cos and sin."""
         return bool(self.rope.get("mscale_all_dim")) and hasattr(self.text, "kv_lora_rank")
 
     @property
     def method(self) -> str:
-        """The method's name, or the rope type where ctxext did not make the extension."""
+        """Name of the method, or the rope type where ctxext did not make the extension."""
         saved = getattr(self.config, "ctxext", None)
         return str(saved["method"]["method"]) if saved else self.rope_type
 
 
 class Runtime(ABC):
-    """A program that serves checkpoints, and how it is told of an extension.
+    """A program that serves checkpoints.
 
     Attributes:
-        name: as ``ctxext.export`` takes it.
-        length_flag: the argument that sets the longest text; None where there is none.
-        files_only: whether it learns of an extension from the checkpoint's files alone, and no argument tells it.
+        name: name for ``ctxext.export``.
+        length_flag: the argument that sets the longest text; None if there is none.
+        files_only: whether the program reads an extension from the checkpoint's files only, and not from arguments.
     """
 
     name: ClassVar[str]
@@ -187,28 +187,28 @@ class Runtime(ABC):
 
     @abstractmethod
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
-        """The command that starts it, before the flags of an export; it serves ``checkpoint``, or the file ``gguf``."""
+        """Return the command that serves ``checkpoint``, or the file ``gguf``, without the flags of an export."""
 
     @abstractmethod
     def export(self, extended: ExtensionInConfig) -> Export:
-        """What to tell it of an extension of rotary positions.
+        """Return the flags that serve an extension of rotary positions.
 
         Raises:
-            IncompatibleError: if it cannot run the extension, or would silently compute something else.
+            IncompatibleError: if the runtime cannot run the extension, or would silently compute something else.
         """
 
     def needs_files(self, extended: ExtensionInConfig) -> IncompatibleError:
-        """What to say of an extension that is not in the files yet, where these are all that is read."""
+        """Build the error for an extension that is not in the files yet, where the runtime reads only those."""
         return IncompatibleError(
-            f"{self.name} has no setting that extends a {extended.text.model_type}; it reads config.json alone. Write "
+            f"{self.name} has no setting that extends a {extended.text.model_type}; it reads config.json only. Write "
             f"the extended checkpoint (ctxext patch SOURCE NEW), and export that one."
         )
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
-        """What to tell it of a model that has ALiBi of its own and keeps its slopes.
+        """Return the flags that serve a model trained with ALiBi, which keeps its slopes.
 
         Raises:
-            IncompatibleError: if it is not known that it computes the same slopes; of most runtimes it is not.
+            IncompatibleError: unless the runtime is known to compute the same slopes; most are not.
         """
         raise IncompatibleError(
             f"{self.name} was not seen to run the ALiBi of a {extended.model_type}. Serve it with vLLM or llama.cpp "
@@ -217,10 +217,10 @@ class Runtime(ABC):
 
 
 def without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
-    """A factor that stops all rotation as one divisor for each frequency.
+    """Rewrite a linear factor that stops all rotation as longrope, with one divisor for each frequency.
 
-    The linear scaling of vLLM and SGLang makes a table with as many rows as max_position_embeddings times the factor,
-    and would not start (vLLM: linear_scaling_rope.py, _compute_cos_sin_cache).
+    The linear scaling of vLLM and SGLang builds a table with max_position_embeddings times the factor rows, and would
+    not start (vLLM: linear_scaling_rope.py, _compute_cos_sin_cache).
     """
     if extended.rope_type != "linear" or extended.rope["factor"] < NEVER or extended.pairs is None:
         return extended
@@ -238,46 +238,46 @@ def without_endless_table(extended: ExtensionInConfig) -> ExtensionInConfig:
 
 
 def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:
-    """For runtimes that refuse every rope type but those of stock transformers.
+    """Refuse every rope type that plain transformers does not know.
 
     Raises:
-        IncompatibleError: the config holds another.
+        IncompatibleError: if the config holds another rope type.
     """
     if not extended.stock:
         raise IncompatibleError(
-            f"{runtime} cannot run {extended.method!r}: the config says rope_type={extended.rope_type!r}, which "
-            f"{runtime} refuses as unknown, and it has no setting that computes the same. Extend the checkpoint by a "
-            f"method with a stock form instead (ctxext methods lists them), or serve it with transformers."
+            f"{runtime} cannot run {extended.method!r}: the config's rope_type={extended.rope_type!r} is unknown to "
+            f"{runtime}, and no setting computes the same. Extend the checkpoint by a method that plain transformers "
+            f"can express (see ctxext methods), or serve it with transformers."
         )
 
 
 def is_close(error: Any, matters: float) -> bool:
-    """Whether a difference in nats is rounding, beside what the extension changes; what stopped is not close."""
+    """Return whether a difference in nats is rounding, beside the effect of the extension; a crash (a text) is not."""
     return isinstance(error, float) and error <= CLOSE * matters
 
 
 def longest(extended: ExtensionInConfig) -> int:
-    """The longest text that the config promises."""
+    """Return the longest text, in tokens, that the config promises."""
     return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
 
 
 def longrope_scale(extended: ExtensionInConfig) -> float:
-    """What vLLM and SGLang compute where the config says nothing else: they look at the lengths only."""
+    """Compute the longrope scale that vLLM and SGLang take from the two lengths where the config gives none."""
     return longrope_scale_of(max(longest(extended), extended.target_length), extended.trained_length)
 
 
 def longrope_scale_of(length: int, original: int) -> float:
-    """What longrope multiplies cos and sin by, computed from the two lengths in tokens."""
+    """Compute longrope's factor on cos and sin from the two lengths in tokens."""
     return 1.0 if length <= original else math.sqrt(1 + math.log(length / original) / math.log(original))
 
 
 def whole(extended: ExtensionInConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` complete, since an override replaces the whole dictionary."""
+    """Complete ``rope_parameters`` with the other layer types, since an override replaces the whole dictionary."""
     return rope if extended.layer_type is None else dict(extended.text.rope_parameters) | {extended.layer_type: rope}
 
 
 def nested(extended: ExtensionInConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Overrides at the place of the decoder's config inside a composite one."""
+    """Move overrides to the place of the decoder's config inside a composite config."""
     if extended.text is extended.config:
         return overrides
     parts = [name for name in extended.config.sub_configs if getattr(extended.config, name, None) is extended.text]

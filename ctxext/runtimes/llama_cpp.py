@@ -1,16 +1,17 @@
-"""What llama.cpp must be told, and what it then computes, as found by running its converter and itself.
+"""Export for llama.cpp, known by running its converter and llama.cpp itself.
 
-``llama_cpp.json`` beside this file says for every model type which class of the converter writes its GGUF and how far
-a real llama.cpp was from the patched model, per rope type; ``scripts/llama_cpp_table.py`` makes it. The flags say the
-whole scaling every time, because converters leave out what they do not know and llama.cpp never reads some keys that
-they do write (``yarn_beta_fast``, ``yarn_beta_slow``); flags replace what a GGUF holds, so that repeating it is safe.
+``llama_cpp.json`` beside this file holds, for every model type, the class of the converter that writes its GGUF and,
+for every rope type, the distance of a real llama.cpp from the patched model; ``scripts/llama_cpp_table.py`` measures
+it. The flags always hold the whole scaling, because converters leave out keys that they do not know, and llama.cpp
+never reads some keys that they write (``yarn_beta_fast``, ``yarn_beta_slow``). Flags replace the keys of a GGUF, so
+repeating a key is safe.
 
-What no flag says can stand in the file: some architectures load a tensor of divisors, one for each frequency, and that
-expresses any frequencies. Beside it ``rope.scaling.type`` is "none", so that nothing else divides;
-``rope.scaling.attn_factor`` multiplies cos and sin. Other architectures refuse to load a file with one tensor too many;
-their files can hold what flags say, in the keys that llama.cpp starts from where no flag is given.
+A file can hold scalings that flags cannot express: some architectures load a tensor of divisors, one for each
+frequency, which expresses any frequencies. With such a tensor ``rope.scaling.type`` is "none", so that nothing else
+divides; ``rope.scaling.attn_factor`` multiplies cos and sin. Other architectures refuse a file with an unknown tensor;
+their files can hold the content of flags, in the keys that llama.cpp starts from where no flag is given.
 
-BLOOM has ALiBi there, with slopes that nothing changes.
+BLOOM has ALiBi there, with slopes that no setting changes.
 
 Source: llama.cpp 0c1e57098 as vendored by llama_cpp_python 0.3.36 (conversion/, common/arg.cpp,
     src/llama-context.cpp:114-214, src/llama-model.cpp:1406-1432 and :2329-2350; for ALiBi src/models/bloom.cpp:18,
@@ -40,14 +41,14 @@ from ctxext.runtimes.base import (
 from ctxext.surgery.windows import window_of
 
 TABLE = Path(__file__).with_name("llama_cpp.json")
-# The model types whose ALiBi it computes and its converter knows; their names are those of their architectures.
+# The model types whose ALiBi llama.cpp computes and its converter knows, named as their architectures.
 ALIBI = ("bloom",)
-# The architectures of the table that have sliding windows; phi3 reads its key and switches them off.
+# The architectures of the table that have sliding windows; phi3 reads the key and switches its windows off.
 WINDOWED = (
     *("afmoe", "cohere2moe", "exaone-moe", "exaone4", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss"),
     *("granite_swa", "laguna", "lfm2", "olmo2"),
 )
-# The tensor of divisors, half as many as dimensions rotate, in float32.
+# The tensor of divisors: float32, one for each pair of rotated dimensions.
 DIVISORS = "rope_freqs.weight"
 
 
@@ -61,12 +62,12 @@ class LlamaCpp(Runtime):
         return "llama-server", "-m", gguf
 
     def export(self, extended: ExtensionInConfig) -> Export:
-        """Flags for ``llama-server`` and ``llama-cli``, with a GGUF converted by ``convert_hf_to_gguf.py``.
+        """Return flags for ``llama-server`` and ``llama-cli``, with a GGUF converted by ``convert_hf_to_gguf.py``.
 
-        Where flags do not say it all, and a copy of the GGUF file does, the flags are for such a copy.
+        Where flags cannot express the extension, and a copy of the GGUF file can, the flags are for such a copy.
 
         Raises:
-            IncompatibleError: if llama.cpp would run the model without the extension, or with another one.
+            IncompatibleError: if llama.cpp would run the model without the extension, or with another extension.
         """
         _refuse(extended)
         line = _line(extended)
@@ -78,7 +79,7 @@ class LlamaCpp(Runtime):
         return next((way for way in ways if way.exact), ways[0])
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
-        """Flags for a model that has ALiBi of its own and keeps its slopes.
+        """Return the flags for a model trained with ALiBi, which keeps its slopes.
 
         Raises:
             IncompatibleError: if llama.cpp knows the model's rotary form only, or not at all.
@@ -92,8 +93,8 @@ class LlamaCpp(Runtime):
         if extended.unsaid:
             flags = ("--override-kv", f"{extended.model_type}.context_length=int:{extended.target_length}", *flags)
         note = (
-            "Its slopes are the checkpoint's own and distances are exact. With flash attention they would be rounded "
-            "to float16, so to even numbers from 2,048 tokens on."
+            "The slopes are the checkpoint's own and distances are exact. With flash attention distances would be "
+            "rounded to float16, so to even numbers from 2,048 tokens on."
         )
         return Export(target=self.name, flags=flags, notes=(note,))
 
@@ -104,71 +105,71 @@ def _to_copy(extended: ExtensionInConfig) -> Export:
 
 
 def in_file(extended: ExtensionInConfig) -> Export:
-    """Flags for a GGUF file that holds the extension, in a tensor of divisors or in keys; see ``keys_of``.
+    """Return the flags for a GGUF file that holds the extension, in a tensor of divisors or in keys; see ``keys_of``.
 
     Raises:
         IncompatibleError: if llama.cpp does not load such a file for this model, or was not seen to.
     """
     _refuse(extended)
-    by_keys = [] if holds_divisors(extended) else _why_no_keys(extended)
-    if by_keys:
-        why = f"{_why_no_divisors(extended)}; and keys do not say it, because {by_keys[0]}"
+    problems = [] if holds_divisors(extended) else _why_no_keys(extended)
+    if problems:
+        why = f"As a tensor: {_why_no_divisors(extended)}. As keys: {problems[0].rstrip('.')}"
         raise IncompatibleError(
-            f"A GGUF file of this {extended.config.model_type} cannot hold the extension: {why}. Leave --gguf out to "
-            f"see what flags say."
+            f"A GGUF file of this {extended.config.model_type} cannot hold the extension. {why}. Leave --gguf out to "
+            f"get flags instead."
         )
     notes, exact = _differences(extended)
     if extended.length_note:
         notes.append(extended.length_note)
     if abs(extended.scale - 1) > 1e-6:
         notes.append(
-            "Leave llama-server's --context-shift off: it would multiply the keys that it moves by the attention "
-            "factor once more (read in its src/llama-kv-cache.cpp, not run)."
+            "Leave llama-server's --context-shift off: it would multiply shifted keys by the attention factor once "
+            "more (read in its src/llama-kv-cache.cpp, not run)."
         )
     flags = ("-c", str(extended.target_length))
     return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact, in_file=True)
 
 
 def holds_divisors(extended: ExtensionInConfig) -> bool:
-    """Whether the file gets a tensor of divisors, and not the keys that flags stand for."""
+    """Return whether the file gets a tensor of divisors, instead of the keys that flags stand for."""
     return _why_no_divisors(extended) is None
 
 
 def _why_no_keys(extended: ExtensionInConfig) -> list[str]:
-    """What speaks against saying the extension in keys of the file; nothing where they mean what proven flags mean."""
+    """Return why keys of the file cannot express the extension; empty if they mean the same as proven flags."""
     rope, kind = extended.rope, extended.rope_type
     if extended.layer_type is not None:
-        return ["they serve all layers, and only some are extended"]
+        return ["keys serve all layers, and only some are extended"]
     if kind not in ("default", "linear", "yarn") or rope.get("truncate") is False or extended.scales_scores:
-        return [f"they have no word for this {kind}"]
+        return [f"GGUF keys cannot express this {kind} with these parameters"]
     if kind == "yarn" and (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1) != (32, 1):
-        return ["llama.cpp reads beta_fast and beta_slow from flags alone"]
+        return ["llama.cpp reads beta_fast and beta_slow from flags only"]
     proven, why = verdict(_line(extended), _form(extended), from_original=True)
     return [] if proven else [why]
 
 
 def _why_no_divisors(extended: ExtensionInConfig) -> str | None:
-    """What speaks against a tensor of divisors in the GGUF file of a model type; None where it was seen to be right.
+    """Return why the GGUF file of a model type cannot use a tensor of divisors; None if it was proven to work.
 
-    One tensor expresses all frequencies, so that one proof for a model type is one for every method.
+    One tensor expresses all frequencies, so one proof for a model type holds for every method.
     """
     if extended.layer_type is not None:
         return f"one {DIVISORS} serves all layers, and only some are extended"
-    found = _line(extended).get("written", {})
-    error = found.get("error", "this model type was not tried")
-    if "matters" in found and is_close(error, found["matters"]):
+    measured = _line(extended).get("written", {})
+    error = measured.get("error", "this model type was not tried")
+    if "matters" in measured and is_close(error, measured["matters"]):
         return None
-    said = error if isinstance(error, str) else f"{error:g} nats from the patched model"
-    return f"{_version()} was not seen to load {DIVISORS} for this model type ({said})"
+    reason = error if isinstance(error, str) else f"{error:g} nats from the patched model"
+    return f"{_version()} was not seen to load {DIVISORS} for this model type ({reason})"
 
 
 def architecture_of(extended: ExtensionInConfig) -> str:
-    """llama.cpp's name for the model, which stands before the keys of its GGUF file."""
+    """Return llama.cpp's name for the architecture, the prefix of the keys of its GGUF file."""
     return str(_line(extended)["architecture"])
 
 
 def keys_of(extended: ExtensionInConfig, architecture: str) -> dict[str, str | int | float]:
-    """What a GGUF file says beside the tensor of divisors, or in its place."""
+    """Return the keys of a GGUF file that go with the tensor of divisors, or replace it."""
     keys: dict[str, str | int | float] = {
         "context_length": extended.target_length,
         "rope.scaling.type": "none",
@@ -179,15 +180,15 @@ def keys_of(extended: ExtensionInConfig, architecture: str) -> dict[str, str | i
         if extended.rope_type != "default":
             keys["rope.scaling.type"] = extended.rope_type
             keys["rope.scaling.factor"] = float(extended.rope["factor"])
-        if extended.rope_type == "yarn":  # whose own scale llama.cpp computes from the factor
+        if extended.rope_type == "yarn":  # llama.cpp computes YaRN's default scale from the factor itself
             keys["rope.scaling.original_context_length"] = extended.trained_length
             keys["rope.scaling.attn_factor"] = float(attention_factor(extended))
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
 def is_scaling(key: str) -> bool:
-    """Whether a key of a GGUF file scales positions, and must not do so beside a tensor of divisors."""
-    # ``finetuned`` is kept: of some architectures it says whether they rotate at all.
+    """Return whether a key of a GGUF file scales positions, and so must go where a tensor of divisors does."""
+    # ``finetuned`` is kept: for some architectures it tells whether they rotate at all.
     return key.partition(".")[2].startswith(("rope.scaling.", "rope.scale_linear")) and not key.endswith(".finetuned")
 
 
@@ -215,7 +216,7 @@ def _by_flags(extended: ExtensionInConfig, line: dict[str, Any]) -> Export:
 
 
 def _is_capped(extended: ExtensionInConfig) -> bool:
-    """Whether the GGUF names a shorter length, beyond which llama-server serves nothing."""
+    """Return whether the GGUF names a shorter length, at which llama-server stops."""
     return bool(extended.unsaid) or extended.target_length > longest(extended)
 
 
@@ -233,16 +234,16 @@ _CONVERT_FIRST = (
     "patch) and convert that one; the flags are for that GGUF."
 )
 _COPY = (
-    "Flags do not say all of it. Give the same command --gguf IN.gguf OUT.gguf: it writes a copy of the model's GGUF "
-    "file with the extension in it, and these flags are for that copy."
+    "Flags alone cannot express this extension. Add --gguf IN.gguf OUT.gguf to the same command: it writes a copy of "
+    "the model's GGUF file with the extension in it. These flags are for that copy."
 )
 # Read in its tools/completion/completion.cpp at 0af8217; not run.
 _OWN = {
     "self_extend": "Its llama-completion has a Self-Extend of its own, for a GGUF of the unextended checkpoint: "
     "-c TARGET --grp-attn-n GROUP --grp-attn-w WINDOW, the window a multiple of the group. There the window moves in "
-    "steps of its own width, so results differ from ctxext's; llama-server has none. "
+    "steps of its own width, so results differ from ctxext's. llama-server has no Self-Extend. "
 }
-_OTHERWISE = "Choose a static method that it knows: yarn, pi (linear), or ntk and abf (another base)."
+_OTHERWISE = "Choose a static method that llama.cpp knows: yarn, pi (linear), or ntk and abf (another base)."
 
 
 def _version() -> str:
@@ -250,46 +251,47 @@ def _version() -> str:
 
 
 def _line(extended: ExtensionInConfig) -> dict[str, Any]:
-    """What was found out about this model type; empty where it was not looked at.
+    """Return the table's entry for this model type; empty if there is none.
 
-    Of a model of several parts its text model says nothing: Mistral3's is a mistral, and its GGUF is none.
+    The outer model type counts, not that of the text part: Mistral3's text part is a mistral, but its GGUF is not.
     """
-    found: dict[str, Any] = read_table(TABLE)["types"].get(extended.config.model_type, {})
-    return found
+    line: dict[str, Any] = read_table(TABLE)["types"].get(extended.config.model_type, {})
+    return line
 
 
 def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bool | None, str]:
-    """Whether a real llama.cpp with all flags computed what the patched model does; None where that was not seen.
+    """Return whether a real llama.cpp with all flags computed the same as the patched model; None if not measured.
 
     Args:
         line: the model type's entry in the table.
         form: the rope type, as the table names it.
-        from_original: from the GGUF of the original checkpoint instead of that of the extended one.
+        from_original: whether to start from the GGUF of the original checkpoint, not of the extended checkpoint.
 
     Returns:
-        The verdict, and the reason where it is not True.
+        The verdict, and the reason if it is not True.
     """
-    found = line.get("forms", {}).get(form, {})
-    result = found.get("original" if from_original else "extended")
-    if form in ("llama3", "longrope") and found.get("tensors") == []:
-        return False, f"The converter of {_version()} writes no factors for this model type, and no flag says them."
+    measured = line.get("forms", {}).get(form, {})
+    result = measured.get("original" if from_original else "extended")
+    if form in ("llama3", "longrope") and measured.get("tensors") == []:
+        return False, f"The converter of {_version()} writes no factors for this model type, and no flag sets them."
     if not isinstance(result, float) or math.isnan(result):
         missing = "this model type was not tried" if not line else f"rope_type {form!r} was not tried"
-        reasons = (line.get("aborts"), line.get("fails"), line.get("not_run"), found.get("refused"), found.get("fails"))
-        why = next((reason for reason in (*reasons, result) if isinstance(reason, str)), missing)
+        of_line, of_form = ("aborts", "fails", "not_run"), ("refused", "fails")
+        reasons = (*(line.get(key) for key in of_line), *(measured.get(key) for key in of_form), result)
+        why = next((reason for reason in reasons if isinstance(reason, str)), missing)
         return None, f"Not proven for {_version()}: {why}"
-    if is_close(result, found["matters"]):
+    if is_close(result, measured["matters"]):
         return True, ""
-    if not _runs_right(line) or result <= found["matters"] / 10:
-        return None, f"Not proven for {_version()}: tiny models of this type differ there without any extension."
+    if not _runs_right(line) or result <= measured["matters"] / 10:
+        return None, f"Not proven for {_version()}: tiny models of this type differ there even without extension."
     return False, (
-        f"{_version()} computes other positions for this model type, whatever the flags: {result:g} nats from the "
-        f"patched model, when the unextended one is {found['matters']:g} away."
+        f"{_version()} computes other positions for this model type, whatever the flags. It was {result:g} nats from "
+        f"the patched model; the unextended model is {measured['matters']:g} away."
     )
 
 
 def _runs_right(line: dict[str, Any]) -> bool:
-    """Whether llama.cpp computes this model type as transformers does, in any form."""
+    """Return whether llama.cpp computes this model type as transformers does, in any form."""
     forms = [form for form in line["forms"].values() if isinstance(form.get("matters"), float)]
     results = [(form.get(route), form["matters"]) for form in forms for route in ("extended", "original")]
     results += [(line.get("noise"), form["matters"]) for form in forms]
@@ -297,7 +299,7 @@ def _runs_right(line: dict[str, Any]) -> bool:
 
 
 def _form(extended: ExtensionInConfig) -> str:
-    """The name under which the table holds this scaling."""
+    """Return the name of this scaling in the table."""
     kind = extended.rope_type
     if kind != "yarn":
         return "default" if kind == "proportional" else kind
@@ -306,7 +308,7 @@ def _form(extended: ExtensionInConfig) -> str:
 
 
 def attention_factor(extended: ExtensionInConfig) -> float:
-    """What YaRN's scale is, as a multiple of the one that llama.cpp computes from the factor."""
+    """Compute YaRN's scale as a multiple of the scale that llama.cpp computes from the factor."""
     return extended.scale / (0.1 * math.log(extended.rope["factor"]) + 1)
 
 
@@ -319,7 +321,7 @@ def _refuse(extended: ExtensionInConfig) -> None:
         )
     if kind == "dynamic":
         raise IncompatibleError(
-            f"llama.cpp has no dynamic scaling: its converter drops rope_type 'dynamic' and the GGUF would run "
+            f"llama.cpp has no dynamic scaling: its converter drops rope_type 'dynamic', and the GGUF would run "
             f"unextended. {_OTHERWISE}"
         )
     if extended.loses_factor:
@@ -344,14 +346,14 @@ def _other_positions(extended: ExtensionInConfig) -> IncompatibleError:
 
 
 def flags_of(extended: ExtensionInConfig) -> tuple[str, ...]:
-    """The whole scaling as flags, those that a GGUF may hold already included."""
+    """Return the whole scaling as flags, including values that a GGUF may hold already."""
     rope, kind = extended.rope, extended.rope_type
     base = ("--rope-freq-base", _number(rope["rope_theta"]))
     if kind in ("default", "proportional"):
         return ("--rope-scaling", "none", *base)
     if kind == "linear":
         return ("--rope-scaling", "linear", "--rope-scale", _number(rope["factor"]), *base)
-    if kind != "yarn":  # a tensor in the GGUF holds what is left
+    if kind != "yarn":  # a tensor in the GGUF holds the rest
         return base
     return (
         *("--rope-scaling", "yarn", "--rope-scale", _number(rope["factor"])),
@@ -367,19 +369,19 @@ def _number(value: float | int) -> str:
 
 
 def _overrides(extended: ExtensionInConfig, line: dict[str, Any]) -> str:
-    """Metadata of the GGUF that have no flag of their own."""
-    arch, found = line.get("architecture"), []
+    """Return the value of --override-kv: keys of the GGUF that have no flag of their own."""
+    arch, keys = line.get("architecture"), []
     if arch and _is_capped(extended):
-        found.append(f"{arch}.context_length=int:{extended.target_length}")
+        keys.append(f"{arch}.context_length=int:{extended.target_length}")
     if arch and _form(extended) == "yarn_attention":
-        found.append(f"{arch}.rope.scaling.attn_factor=float:{_number(attention_factor(extended))}")
+        keys.append(f"{arch}.rope.scaling.attn_factor=float:{_number(attention_factor(extended))}")
     if arch and extended.rope_type == "longrope" and abs(extended.scale - _baked(extended)) > 1e-6:
-        found.append(f"{arch}.rope.scaling.attn_factor=float:{_number(extended.scale)}")
-    return ",".join(found)
+        keys.append(f"{arch}.rope.scaling.attn_factor=float:{_number(extended.scale)}")
+    return ",".join(keys)
 
 
 def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
-    """What llama.cpp computes otherwise, and whether that leaves it exact."""
+    """Return notes on values that flags cannot carry, and whether llama.cpp is exact nevertheless."""
     rope, kind = extended.rope, extended.rope_type
     losses, exact = _differences(extended)
     if kind == "yarn":
@@ -394,8 +396,8 @@ def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
         if _form(extended) == "yarn_attention":
             losses.append(
                 f"llama.cpp replaces the attention factor {extended.scale:.6g} by YaRN's default, whatever the GGUF "
-                f"and --yarn-attn-factor say; rope.scaling.attn_factor={attention_factor(extended):.9g} in the GGUF "
-                f"(--override-kv) multiplies it back."
+                f"and --yarn-attn-factor say. rope.scaling.attn_factor={attention_factor(extended):.9g} in the GGUF "
+                f"(--override-kv) corrects the default."
             )
     if kind == "longrope" and abs(extended.scale - _baked(extended)) > 1e-6:
         losses.append(
@@ -406,19 +408,19 @@ def _losses(extended: ExtensionInConfig) -> tuple[list[str], bool]:
 
 
 def _baked(extended: ExtensionInConfig) -> float:
-    """The attention factor that the converter writes for longrope, whatever the config says."""
+    """Return the attention factor that the converter writes for longrope, whatever the config says."""
     return longrope_scale_of(extended.text.max_position_embeddings, extended.trained_length)
 
 
 def _differences(extended: ExtensionInConfig) -> tuple[list[str], bool]:
-    """What llama.cpp computes otherwise whatever it is told, and whether that leaves it exact."""
-    rope, found = extended.rope, []
+    """Return notes on differences that neither flags nor keys remove, and whether there are none."""
+    rope, notes = extended.rope, []
     if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
-        found.append(
+        notes.append(
             f"llama.cpp chooses between short_factor and long_factor once, by -c (above {extended.trained_length} "
-            f"long_factor), and a copy that --gguf writes holds long_factor alone: short texts get it too."
+            f"long_factor). A copy that --gguf writes holds long_factor only, for short texts too."
         )
     window, architecture = window_of(extended.text), _line(extended).get("architecture")
     if window and window < extended.target_length and architecture and architecture not in WINDOWED:
-        found.append(f"llama.cpp has no sliding window for this architecture: it attends beyond the {window} tokens.")
-    return found, not found
+        notes.append(f"llama.cpp has no sliding window for this architecture: it attends beyond the {window} tokens.")
+    return notes, not notes

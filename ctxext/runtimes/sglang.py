@@ -1,9 +1,9 @@
-"""What SGLang must be told, for the model classes that were read.
+"""Export for SGLang, known from its source for the model classes named here; it was not run.
 
-It takes ``rope_parameters`` as transformers 5 has them, and reads YaRN's attention factor under another name
-(``attn_factor``, a multiple of its own) and longrope's as ``short_mscale`` and ``long_mscale``. An override of
-``rope_parameters`` is merged into what the files say. Classes differ: Gemma's hands on the base and no scaling at all,
-so that only what was read is called exact. It was not run.
+SGLang takes ``rope_parameters`` in the form of transformers 5, but reads YaRN's attention factor under another name
+(``attn_factor``, a multiple of its default) and longrope's as ``short_mscale`` and ``long_mscale``. An override of
+``rope_parameters`` is merged into those of the files. Classes differ: Gemma's passes on the base and no scaling at all,
+so only classes that were read are called exact.
 
 Source: sglang 0.5.23 (srt/layers/rotary_embedding/factory.py:125-443, yarn.py:91-181 and rope_variant.py:37-130 there;
     srt/utils/hf_transformers/common.py:501 and :677, config.py:405-422; srt/models/llama.py:322, mistral.py,
@@ -32,9 +32,9 @@ from ctxext.runtimes.base import (
 from ctxext.surgery.windows import window_of
 
 VERSION = "0.5.23"
-# Model types whose classes hand the config's rope parameters on as they are.
+# Model types whose classes pass the config's rope parameters on unchanged.
 READ = ("llama", "mistral", "qwen2", "qwen3")
-# Those that hand on the base alone.
+# Model types whose classes pass on the base only.
 BASE_ONLY = ("gemma",)
 
 
@@ -48,7 +48,7 @@ class SGLang(Runtime):
         return "python", "-m", "sglang.launch_server", "--model-path", checkpoint
 
     def export(self, extended: ExtensionInConfig) -> Export:
-        """Arguments for ``python -m sglang.launch_server``.
+        """Return the arguments for ``python -m sglang.launch_server``.
 
         Raises:
             IncompatibleError: if SGLang refuses the rope type, or would drop the scaling.
@@ -67,23 +67,23 @@ class SGLang(Runtime):
         elif extended.target_length > _promised(extended):
             overrides["max_position_embeddings"] = extended.target_length
         if extended.leaves_factor_open or (extended.rope_type == "yarn" and "rope_parameters" in overrides):
-            rope = USUAL_YARN | rope  # said, since an override leaves what it does not say as the files have it
+            rope = USUAL_YARN | rope  # in full, since an override keeps the files' value of every key it leaves out
             overrides["rope_parameters"] = whole(extended, rope)
-        if said := _scale(extended):
-            overrides["rope_parameters"] = whole(extended, rope | said)
-            notes.append(f"SGLang does not read attention_factor; {' and '.join(said)} carry it.")
+        if scale := _scale(extended):
+            overrides["rope_parameters"] = whole(extended, rope | scale)
+            notes.append(f"SGLang does not read attention_factor; {' and '.join(scale)} replace it.")
         if (stays := _neutral(extended)) and "rope_parameters" in overrides:
-            overrides["rope_parameters"] = whole(extended, rope | stays | said)
+            overrides["rope_parameters"] = whole(extended, rope | stays | scale)
         if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
             notes.append(
-                f"SGLang chooses between short_factor and long_factor once for all texts that are computed together: "
-                f"one position above {extended.trained_length} gives long_factor to all."
+                f"SGLang chooses between short_factor and long_factor once per batch: one position above "
+                f"{extended.trained_length} gives long_factor to all texts in it."
             )
             exact = False
         window = window_of(extended.text)
         if extended.config.model_type not in READ or extended.layer_type is not None:
             notes.append(
-                f"Not proven: what SGLang {VERSION} does for {extended.config.model_type} was not read, only for "
+                f"Not proven: SGLang {VERSION}'s code for {extended.config.model_type} was not read, only that for "
                 f"{', '.join(READ)}."
             )
             exact = False
@@ -100,24 +100,24 @@ def _refuse(extended: ExtensionInConfig) -> None:
     require_known_type("SGLang", extended)
     if extended.loses_factor or (model_type in BASE_ONLY and extended.rope_type != "default"):
         raise IncompatibleError(
-            f"SGLang {VERSION} would run this {model_type} unextended: it reads the base of it and no factor. Extend "
-            f"it by another base (ntk or abf), or serve it with transformers."
+            f"SGLang {VERSION} would run this {model_type} unextended: it reads the base and no factor. Extend the "
+            f"checkpoint by another base (ntk or abf), or serve it with transformers."
         )
     if extended.rope_type == "dynamic" and extended.target_length > _end_of_dynamic(extended):
         raise IncompatibleError(
-            f"SGLang {VERSION} does not serve {extended.target_length} tokens of this {model_type}: for rope_type "
-            f"'dynamic' it reads {_end_of_dynamic(extended)} at most, max_position_embeddings times the factor, and "
-            f"stretches for as many. Give --factor the whole stretch, or choose a static method (yarn or ntk)."
+            f"SGLang {VERSION} does not serve {extended.target_length} tokens of this {model_type}. For rope_type "
+            f"'dynamic' the limit is {_end_of_dynamic(extended)} tokens (max_position_embeddings times the factor). "
+            f"Give --factor the whole stretch, or choose a static method (yarn or ntk)."
         )
 
 
 def _end_of_dynamic(extended: ExtensionInConfig) -> int:
-    """The length that dynamic scaling is made static for."""
+    """Return the length in tokens at which SGLang fixes dynamic scaling."""
     return math.floor(extended.trained_length * float(extended.rope["factor"]) + 1e-6)
 
 
 def _promised(extended: ExtensionInConfig) -> int:
-    """The longest text that SGLang takes a config to allow."""
+    """Return the longest text, in tokens, that SGLang derives from a config."""
     rope = extended.rope
     scales = extended.layer_type is None and extended.rope_type != "llama3"
     scales &= "original_max_position_embeddings" not in rope
@@ -125,21 +125,21 @@ def _promised(extended: ExtensionInConfig) -> int:
 
 
 def _neutral(extended: ExtensionInConfig) -> dict[str, Any]:
-    """Values that undo what the files say in keys that an override leaves as they are."""
+    """Return values that neutralise keys of the files which a merged override would keep."""
     values = {"attn_factor": 1.0, "extrapolation_factor": 1.0}
     values |= dict.fromkeys(("short_mscale", "long_mscale"), extended.scale)
     return {name: value for name, value in values.items() if name in extended.left_over}
 
 
 def _scale(extended: ExtensionInConfig) -> dict[str, Any]:
-    """The keys under which SGLang reads the scale of cos and sin, where its own would be another one."""
+    """Return the keys that give SGLang the scale of cos and sin, if its default would differ."""
     rope = extended.rope
     if extended.rope_type == "longrope" and abs(longrope_scale(extended) - extended.scale) > 1e-6:
         return {"short_mscale": extended.scale, "long_mscale": extended.scale}
     if extended.rope_type != "yarn":
         return {}
-    own = 0.1 * math.log(max(rope["factor"], 1.0)) + 1
+    default = 0.1 * math.log(max(rope["factor"], 1.0)) + 1
     if rope.get("mscale") is not None and rope.get("mscale_all_dim") is not None:
         above, below = (0.1 * rope[name] * math.log(rope["factor"]) + 1 for name in ("mscale", "mscale_all_dim"))
-        own = above / below
-    return {"attn_factor": extended.scale / own} if abs(extended.scale / own - 1) > 1e-6 else {}
+        default = above / below
+    return {"attn_factor": extended.scale / default} if abs(extended.scale / default - 1) > 1e-6 else {}

@@ -1,8 +1,8 @@
-"""What vLLM must be told, and which of its model classes compute something else whatever they are told.
+"""Export for vLLM, with the model classes that compute other positions whatever the flags.
 
-``vllm.json`` beside this file says for every model type which class vLLM runs, and what that class puts in the place
-of the config's rope parameters; ``scripts/vllm_table.py`` makes it by parsing vLLM's source. ``CLASSES`` holds what
-those classes then do.
+``vllm.json`` beside this file holds for every model type the class that vLLM runs, and the class's replacements of the
+config's rope parameters; ``scripts/vllm_table.py`` makes it by parsing vLLM's source. ``CLASSES`` holds the effect of
+those replacements.
 
 Source: vLLM 0.33.0 (vllm/config/model.py:2545-2684, vllm/model_executor/layers/rotary_embedding, and the places that
     vllm.json names).
@@ -34,11 +34,11 @@ from ctxext.runtimes.base import (
 
 TABLE = Path(__file__).with_name("vllm.json")
 
-# Model types whose slopes vLLM computes as the checkpoint was trained with them.
-ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and not looked at
+# Model types for which vLLM computes the slopes of the checkpoint's training.
+ALIBI = ("bloom",)  # MPT and Falcon with ALiBi: removed from vLLM in 0.28, and not examined
 # vLLM multiplies max_position_embeddings by `factor` for these, although the config already holds the new length.
 MULTIPLIED = ("linear", "dynamic")
-# The rope types for which get_rope looks at mrope_section; its other classes take one row of positions.
+# The rope types for which get_rope reads mrope_section; its other classes take one row of positions.
 SEVERAL_AXES = ("default", "yarn")
 
 
@@ -52,53 +52,53 @@ class VLLM(Runtime):
         return "vllm", "serve", checkpoint
 
     def export(self, extended: ExtensionInConfig) -> Export:
-        """Flags for ``vllm serve``.
+        """Return the flags for ``vllm serve``.
 
         Raises:
-            IncompatibleError: if vLLM refuses the rope type, or its model class would compute another one.
+            IncompatibleError: if vLLM refuses the rope type, or its model class would compute other positions.
         """
         require_known_type("vLLM", extended)
         if extended.loses_factor:
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
-                f"{extended.rope_type!r}. Extend it by another base (ntk or abf), or serve it with transformers."
+                f"{extended.rope_type!r}. Extend the checkpoint by another base (ntk or abf), or serve it with "
+                f"transformers."
             )
         if extended.rope.get("mrope_section") and extended.rope_type not in SEVERAL_AXES:
             raise IncompatibleError(
-                f"vLLM would run this {extended.text.model_type} with other positions: they have several axes "
-                f"(mrope_section), which it knows for rope_type {' and '.join(SEVERAL_AXES)} alone, and here it is "
-                f"{extended.rope_type!r}. Extend it by yarn, ntk or abf, or serve it with transformers."
+                f"vLLM would run this {extended.text.model_type} with other positions. Positions have several axes "
+                f"(mrope_section), which vLLM reads for rope_type {' and '.join(SEVERAL_AXES)} only, not for "
+                f"{extended.rope_type!r}. Extend the checkpoint by yarn, ntk or abf, or serve it with transformers."
             )
         startable = without_endless_table(extended)
         doubt = _model_class(startable)
         overrides, notes, exact = _overrides(startable)
         if startable is not extended:
             notes.append(
-                "Without these overrides vLLM does not start: its linear scaling makes a table of factor times the "
-                "length, and this factor is the one that stops all rotation. As longrope it divides each frequency by "
-                "it."
+                "Without these overrides vLLM does not start: its linear scaling builds a table of factor times the "
+                "length, and this factor, which stops all rotation, is huge. The overrides use longrope instead."
             )
         extended = startable
         if doubt:
             notes.append(doubt)
             exact = False
         if not overrides:
-            notes.insert(0, "config.json says it all; the flag only sets the length to serve.")
+            notes.insert(0, "config.json is enough; the flag only sets the length to serve.")
         notes += _notes(extended)
         flags = ("--hf-overrides", json.dumps(nested(extended, overrides))) if overrides else ()
         flags = (*flags, self.length_flag, str(extended.target_length))
         return Export(target=self.name, flags=flags, notes=tuple(notes), exact=exact)
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
-        """Flags for a model that has ALiBi of its own and keeps its slopes.
+        """Return the flags for a model trained with ALiBi, which keeps its slopes.
 
         Raises:
-            IncompatibleError: if it is not known that vLLM computes the same slopes.
+            IncompatibleError: unless vLLM is known to compute the same slopes.
         """
         if extended.model_type not in ALIBI:
             raise IncompatibleError(
-                f"What vLLM does with the ALiBi of a {extended.model_type} was not looked at, only with that of "
-                f"{', '.join(ALIBI)}. Serve it with transformers."
+                f"vLLM was not seen to run the ALiBi of a {extended.model_type}, only that of {', '.join(ALIBI)}. "
+                f"Serve it with transformers."
             )
         flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
         note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
@@ -106,7 +106,7 @@ class VLLM(Runtime):
 
 
 def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:
-    """Config fields that vLLM needs to see otherwise than the files say, what to know about it, and whether exact."""
+    """Return config fields to override for vLLM, notes about them, and whether vLLM is exact with them."""
     rope, overrides = extended.rope, dict(extended.unsaid)
     if extended.rope_type not in MULTIPLIED and extended.target_length > longest(extended):
         overrides["max_position_embeddings"] = extended.target_length  # vLLM serves no more than this
@@ -124,7 +124,7 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
             [
                 f"Dynamic scaling is static in vLLM: every text, short ones included, gets the base that transformers "
                 f"uses at {extended.target_length} tokens. Without these overrides vLLM would not stretch at all.",
-                "max_trained_positions is read by vLLM 0.33.0; older versions compute yet another base.",
+                "vLLM 0.33.0 reads max_trained_positions; older versions compute a different base.",
             ],
             False,
         )
@@ -134,7 +134,7 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
     if abs(longrope_scale(extended) - extended.scale) > 1e-6:
         rope |= {"short_mscale": extended.scale, "long_mscale": extended.scale}
         overrides["rope_parameters"] = whole(extended, rope)
-        notes.append("vLLM does not read attention_factor for longrope; short_mscale and long_mscale carry it.")
+        notes.append("vLLM does not read attention_factor for longrope; short_mscale and long_mscale replace it.")
     exact = rope["short_factor"] == rope["long_factor"]
     if not exact:
         notes.append(
@@ -145,7 +145,7 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
 
 
 def _model_class(extended: ExtensionInConfig) -> str | None:
-    """Why it is not known what vLLM's class for this model does with the extension; None where it is right.
+    """Return why vLLM's class for this model is not known to compute the extension; None if it does.
 
     Raises:
         IncompatibleError: if the class computes other positions.
@@ -155,12 +155,12 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
     whole_type = extended.config.model_type
     model_type = next((kind for kind in (whole_type, extended.text.model_type) if kind in types), None)
     if model_type is None:
-        return f"Not proven: what vLLM {version} does for this model type was not looked at."
+        return f"Not proven: vLLM {version}'s code for this model type was not examined."
     line = types[model_type]
     if line["class"] is None:
         return (
-            f"Not proven: vLLM {version} has no class of its own for {model_type}. It runs transformers' modelling "
-            f"code, which reads this config rightly, or refuses to start."
+            f"Not proven: vLLM {version} has no class of its own for {model_type}. It either runs transformers' "
+            f"modelling code, which reads this config correctly, or refuses to start."
         )
     rule = CLASSES.get(model_type, _scores_unscaled)
     if problem := rule(extended):
@@ -170,21 +170,21 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
         )
     if line["interleaved"] and extended.rope_type == "longrope":
         raise IncompatibleError(
-            f"vLLM {version} cannot run longrope on this {model_type}: it computes that for half-split rotation only "
-            f"(Llama's layout). {_OTHERWISE}"
+            f"vLLM {version} cannot run longrope on this {model_type}: it supports longrope for half-split rotation "
+            f"(Llama's layout) only. {_OTHERWISE}"
         )
     if line["otherwise"] and model_type not in CLASSES:
         return f"Not proven: vLLM's class for {model_type} changes the rope parameters ({line['class']})."
     if model_type != whole_type:
-        return f"Not proven: what vLLM {version} does for {whole_type} was not looked at, only for its {model_type}."
+        return f"Not proven: vLLM {version}'s code for {whole_type} was not examined, only that for its {model_type}."
     return None
 
 
-_OTHERWISE = "Extend it by a method that the class computes, or serve it with transformers."
+_OTHERWISE = "Extend the checkpoint by a method that the class computes, or serve it with transformers."
 
 
 def _scores_unscaled(extended: ExtensionInConfig) -> str | None:
-    """Classes that pass the config on never put YaRN's temperature on whole scores of latent attention."""
+    """Return the problem of classes that never apply YaRN's temperature to whole scores of latent attention."""
     if extended.rope.get("mscale_all_dim") and hasattr(extended.text, "kv_lora_rank"):
         return "does not apply mscale_all_dim to the attention scores"
     return None
@@ -195,12 +195,12 @@ def _as_it_is(extended: ExtensionInConfig) -> str | None:
 
 
 def _as_yarn(extended: ExtensionInConfig) -> str | None:
-    """DeepSeek's class and those built on it."""
+    """Return the problem of DeepSeek's class and the classes built on it."""
     rope, kind = extended.rope, extended.rope_type
     if kind == "default":
         return None
     if kind != "yarn":
-        return f"turns rope_type {kind!r} into DeepSeek's YaRN; yarn, ntk and abf are right"
+        return f"turns rope_type {kind!r} into DeepSeek's YaRN; yarn, ntk and abf work"
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:
         return "computes DeepSeek's YaRN, which reads neither attention_factor nor truncate"
     if (rope.get("mscale") is None) != (rope.get("mscale_all_dim") is None):
@@ -210,7 +210,7 @@ def _as_yarn(extended: ExtensionInConfig) -> str | None:
 
 def _only_yarn(extended: ExtensionInConfig) -> str | None:
     if extended.rope_type != "yarn":
-        return f"computes YaRN whatever the config says, here rope_type {extended.rope_type!r}; yarn is right"
+        return f"always computes YaRN, whatever the rope_type, here {extended.rope_type!r}; yarn works"
     if abs(extended.scale - (0.1 * math.log(extended.rope["factor"]) + 1)) > 1e-6:
         return "does not read attention_factor"
     return None
@@ -225,14 +225,14 @@ def _base_by_layer(extended: ExtensionInConfig) -> str | None:
     return "takes each layer's base from layer_rope_theta" if changed else None
 
 
-# What the classes do that put something in the place of the config's rope parameters, read at the places in vllm.json.
+# The effect of classes that replace the config's rope parameters, read at the places in vllm.json.
 CLASSES: dict[str, Callable[[ExtensionInConfig], str | None]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _as_yarn),
     **dict.fromkeys(("glm_moe_dsa", "kimi_linear", "longcat_flash"), _as_yarn),
     **dict.fromkeys(("dbrx", "mimo_v2_flash"), _own_base),
     **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _base_by_layer),
     "gpt_oss": _only_yarn,
-    # These only add how much of a head rotates, or treat layers that are not extended apart.
+    # These only add the rotated share of a head, or treat layers that are not extended separately.
     **dict.fromkeys(("falcon_h1", "gptj", "minimax_m2", "olmo_hybrid", "laguna"), _as_it_is),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), _as_it_is),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _as_it_is),
@@ -244,14 +244,14 @@ def _notes(extended: ExtensionInConfig) -> list[str]:
     read_late = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if extended.rope.get(key) is not None]
     if extended.rope_type == "yarn" and read_late:
         notes.append(
-            f"{' and '.join(read_late)}: read by vLLM from PR #56446 on (merged 2026-09-11); older versions drop it "
-            f"and scale attention by the default."
+            f"{' and '.join(read_late)}: read by vLLM from PR #56446 on (merged 2026-09-11); older versions scale "
+            f"attention by the default."
         )
     multiplied = extended.rope_type in MULTIPLIED and "gemma3" not in extended.text.model_type  # as vLLM excepts it
     if multiplied and extended.target_length <= longest(extended):
         notes.append(
-            f"--max-model-len is needed: vLLM multiplies max_position_embeddings by factor for rope_type "
-            f"{extended.rope_type!r} and would otherwise promise a length {extended.rope['factor']:g} times too long."
+            f"--max-model-len is needed: for rope_type {extended.rope_type!r} vLLM multiplies max_position_embeddings "
+            f"by the factor, and would otherwise promise a length {extended.rope['factor']:g} times too long."
         )
     if extended.rope_type == "longrope":
         notes.append("--max-model-len is needed: vLLM may otherwise serve the trained length only.")

@@ -99,5 +99,5 @@ def test_what_was_not_read_or_is_not_there() -> None:
             }
         }
     )  # fmt: skip
-    with pytest.raises(IncompatibleError, match=r"another attention factor: 1\.13863, .* and not 1\."):
+    with pytest.raises(IncompatibleError, match=r"another attention factor: 1\.13863 .* and not 1\."):
         export_config(scaled, to="exllamav3")

@@ -199,9 +199,9 @@ def test_keys_say_what_flags_would(
 @pytest.mark.parametrize(
     ("method", "parameters", "message"),
     [
-        ("yarn", {"beta_fast": 16.0}, "reads beta_fast and beta_slow from flags alone"),
-        ("yarn", {"truncate": False}, "no word for this yarn"),
-        ("llama3", {}, "no word for this llama3"),
+        ("yarn", {"beta_fast": 16.0}, "reads beta_fast and beta_slow from flags only"),
+        ("yarn", {"truncate": False}, "keys cannot express this yarn"),
+        ("llama3", {}, "keys cannot express this llama3"),
     ],
     ids=["betas", "truncate", "llama3"],
 )

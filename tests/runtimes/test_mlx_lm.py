@@ -94,7 +94,7 @@ def test_a_class_that_reads_the_base_alone_is_refused_for_all_else() -> None:
     [
         (of("yarn", attention_factor=1.3), "does not read all of this yarn"),
         (of("yarn", truncate=False), "does not read all of this yarn"),
-        (of("self_extend"), "rope_type='ctxext_rope', which mlx-lm refuses"),
+        (of("self_extend"), "rope_type='ctxext_rope' is unknown to mlx-lm"),
         (of("longrope", short_factor=(1.0,) * 8, long_factor=(2.0,) * 8), "stops on this llama"),
     ],
     ids=["attention", "truncate", "remapping", "longrope"],
