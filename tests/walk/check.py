@@ -36,7 +36,7 @@ FIRST_TOKEN = 40  # below are special tokens (images, audio, ends of text) in so
 OTHER_KERNEL = 1e-4
 FACTOR = 2.0  # of tables: their longest text is read to its end, so it is kept short
 # What ``describe`` says of short texts.
-KEPT, MOVED = "are read exactly as before", "are read at other positions than before"
+KEPT, MOVED = "are read exactly as before", "Positions of short texts change too"
 
 
 @dataclass(frozen=True)
