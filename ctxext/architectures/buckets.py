@@ -171,7 +171,7 @@ def _prove(rebuild: Rebuild, spec: BucketSpec, max_distance: int) -> None:
         if isinstance(table, nn.Embedding) and not isinstance(getattr(module, FIELD, None), int):
             raise IncompatibleError(
                 f"This {kind} has buckets of relative distances ({path}) whose largest distance is in its code and not "
-                f"in its config, so a reload would not stretch them."
+                f"in its config. A reload would not stretch them."
             )
     for path, module, table in _tables(rebuild.whole):
         parameters = inspect.signature(module.compute_bias).parameters  # type: ignore[arg-type]

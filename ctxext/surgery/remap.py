@@ -349,9 +349,8 @@ def _is_interleaved(model: PreTrainedModel, site: RotarySite, attend: RemapAtten
     best = min(errors, key=lambda way: errors[way])
     if not errors[best] < ROTATION_ERROR:
         raise IncompatibleError(
-            f"{refusal}: no rotation in halves or in pairs maps the query of a token at one position to that at "
-            f"another (they differ by {errors[best]:.2g} of their size). ctxext cannot change such positions inside "
-            f"attention."
+            f"{refusal}: no rotation in halves or in pairs maps a token's query at one position to its query at "
+            f"another. They differ by {errors[best]:.2g} of their size, so attention cannot change such positions."
         )
     return best
 
