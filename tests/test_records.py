@@ -46,6 +46,7 @@ def _shapes_unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_shapes_unchecked")
 @pytest.mark.parametrize("name", CASES)
 def test_a_command_gives_what_it_gave(name: str) -> None:
@@ -69,7 +70,7 @@ def test_there_is_a_record_of_every_case_and_no_other() -> None:
 def test_a_record_sees_the_last_digit_of_every_number(name: str) -> None:
     report = stored(name)["report"]
     assert list(differences(report, copy.deepcopy(report))) == []
-    for place in floats(report)[::29]:
+    for place in floats(report)[::67]:
         value = report
         for part in place:
             value = value[part]
