@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import pytest
 
 from tests._records import CASES, FOLDER, arithmetic, differences, measured, results, stored
@@ -38,16 +36,7 @@ def changed(report: Any, place: tuple[Any, ...], value: Any) -> Any:
     return whole
 
 
-@pytest.fixture
-def _shapes_unchecked() -> Iterator[None]:
-    """Half of the time would go into shapes, which other tests see checked."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_shapes_unchecked")
 @pytest.mark.parametrize("name", CASES)
 def test_a_command_gives_what_it_gave(name: str) -> None:
     if name == "passages":
