@@ -23,7 +23,7 @@ from ctxext.architectures.sinusoid import Sinusoids, usable_methods
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
-from ctxext.methods import METHODS, Method
+from ctxext.methods import Method, known_methods
 from tests._models import on_recent
 from tests._tokenizer import make_tokenizer
 from tests.walk.check import State, Stock
@@ -505,7 +505,7 @@ def test_every_method_is_served_or_refused_by_name() -> None:
     model = build("MarianForCausalLM")
     spec = Sinusoids().spec(model)
     assert (spec.rotary_dim, spec.base) == (WIDTH, 10000.0)
-    served = [method.name for method in METHODS.values() if _is_served(model, method.example(spec))]
+    served = [method.name for method in known_methods().values() if _is_served(model, method.example(spec))]
     assert sorted(served) == sorted(usable_methods())
 
 
