@@ -163,7 +163,7 @@ def test_many_kinds_of_calls_follow_each_other(layouts: list[str], limit: int, m
         (Need(device="mps"), "CPU and CUDA"),
         (Need(dtype=torch.float64), "float32, bfloat16 and float16"),
         (Need(order="external"), "engine around the kernel"),
-        (Need(device="cuda", training=True, query_length=130, key_length=130), "pad 130 and 130"),
+        (Need(device="cuda", training=True, query_length=130, key_length=130), "Pad the lengths 130 and 130"),
         (Need(device="cuda", head_dim=8), "at least 16, found 8"),
     ],
 )
