@@ -1,4 +1,4 @@
-"""What a training recipe needs beside the Trainer."""
+"""Parts of a training recipe beside the Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkedLoss", "ExtensionCallback", "Memory", "chunk_loss", "reference", "return_freed_memory"]
 
-# They bring transformers' Trainer and all that it needs along, which whoever only extends a model must not wait for.
+# These import transformers' Trainer and all its dependencies, which a user who only extends a model must not wait for.
 MODULES = {
     "ChunkedLoss": "loss",
     "ExtensionCallback": "checkpoints",
@@ -25,7 +25,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for."""
+    """Import a public name at its first use."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The same measurement before and after training: does the model use its window, and what did that cost it inside?"""
+"""Measure a model before and after training: whether it uses its window, and the cost inside the trained window."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from ctxext.training.settings import Settings
 
 
 class BeforeAndAfter:
-    """Measures a model that is being trained, as ``settings.evaluation`` says.
+    """Measurements of a model in training, set by ``settings.evaluation``.
 
     Args:
-        checkpoint: as it came, before it is extended: it reads the reference inside the trained window here.
-        settings: of the run.
+        checkpoint: the checkpoint before it is extended, which gives the baseline inside the trained window.
+        settings: settings of the run.
 
     Raises:
-        IncompatibleError: something is to be measured under DeepSpeed ZeRO-3.
-        CtxextError: what is to be measured cannot be: texts too short, a length beyond the window, ...
+        IncompatibleError: if a measurement is set under DeepSpeed ZeRO-3.
+        CtxextError: if a measurement is impossible: texts too short, a length beyond the window, ...
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
@@ -74,10 +74,10 @@ class BeforeAndAfter:
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, Any]:
-        """What was asked for, as plain JSON values: ``perplexity`` (with its ``answer``) and ``passkey``.
+        """Measure as the settings say; return plain JSON values: ``perplexity`` (with its ``answer``) and ``passkey``.
 
         Args:
-            model: extended; it is in evaluation mode afterwards.
+            model: an extended model; it is in evaluation mode afterwards.
         """
         evaluation = self.settings.evaluation
         model.eval()
@@ -104,7 +104,7 @@ class BeforeAndAfter:
         return found
 
     def _plan(self) -> PerplexityPlan:
-        """The extension is made once to see how far it reaches, and taken off again; later the model brings it."""
+        """Plan the perplexity: patch once to learn the extension's length, and undo; later the model has it."""
         evaluation, extension = self.settings.evaluation, self.settings.extension
         lengths = [*evaluation.lengths, *([evaluation.window] if evaluation.window else [])]
         model = self.checkpoint.model
@@ -122,36 +122,36 @@ class BeforeAndAfter:
         )
 
     def _arithmetic(self) -> torch.autocast:
-        """What is trained is held in float32: it computes in the model's own dtype under autocast, as in training."""
+        """Return the autocast of training: trained weights are float32 and compute in the model's own dtype."""
         dtype = self.settings.dtype
         device = base_model(self.checkpoint.model).device.type
         return torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
 
 
 def _bar(total: float) -> StageBar:
-    """The first process shows it; the others measure too, since engines that share weights need all of them."""
+    """Build a progress bar that only the first process shows; all measure, since engines may share weights."""
     return StageBar(terminal(stderr=True, quiet=not PartialState().is_main_process), total)
 
 
 def summary(found: dict[str, Any]) -> str:
-    """A measurement in a few sentences; empty where nothing was measured."""
-    said = []
+    """Summarise a measurement in a few sentences; return an empty text if nothing was measured."""
+    sentences = []
     if "perplexity" in found:
         extension = PerplexityResult.from_dict(found["perplexity"]).extension
-        said.append(found["perplexity"]["answer"])
+        sentences.append(found["perplexity"]["answer"])
         if extension is not None and extension.in_window is not None:
-            said.append(
+            sentences.append(
                 f"Inside the trained window it differs from the checkpoint as it came by {extension.in_window}."
             )
     if "passkey" in found:
-        said.append(f"Passkeys found: {found['passkey']['accuracy']:.0%}.")
-    return " ".join(said)
+        sentences.append(f"Passkeys found: {found['passkey']['accuracy']:.0%}.")
+    return " ".join(sentences)
 
 
 def gain(found: dict[str, Any]) -> Gain:
-    """What a measurement says of the loss minus the best truncation's, by positions; empty where it says nothing."""
+    """Return the loss minus the best truncation's, by positions; empty if it was not measured."""
     if "perplexity" not in found:
         return []
     extension = PerplexityResult.from_dict(found["perplexity"]).extension
     scores = extension.at(POSITIONS) if extension is not None else ()
-    return [((one.start, one.stop), one.versus_truncation) for one in scores if one.versus_truncation is not None]
+    return [((span.start, span.stop), span.versus_truncation) for span in scores if span.versus_truncation is not None]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which of them are whole, and whether the run that wrote them is the one that goes on."""
+"""Checkpoints of a run: find the last whole one, and check that a run resumes with the settings it began with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 SETTINGS = "settings.json"
 UNWRITTEN = (OSError, SafetensorError)
-# What may change between the two parts of a run without changing its losses.
+# Settings that may change between the two parts of a run without changing its losses.
 FREE = (
     "output=",
     "merge=",
@@ -38,31 +38,31 @@ FREE = (
 
 
 class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
-    """Marks a checkpoint once all of it is written; ``last_checkpoint`` takes no other."""
+    """Marks a checkpoint after all its files are written; ``last_checkpoint`` takes marked checkpoints only."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Put the mark into the checkpoint that was just written."""
+        """Mark the checkpoint that was just written."""
         if state.is_world_process_zero:
             (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
 
 def last_checkpoint(output: str | Path) -> Path | None:
-    """The newest checkpoint in a run's directory that was written whole, None where there is none.
+    """Return the newest checkpoint in a run's directory that was written whole, None if there is none.
 
     A run that was killed, or whose disk was full, while it saved leaves a part of a checkpoint behind, which the
     Trainer itself would take for the newest.
     """
-    found = [path for path in Path(output).glob("checkpoint-*") if (path / COMPLETE).is_file()]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    complete = [path for path in Path(output).glob("checkpoint-*") if (path / COMPLETE).is_file()]
+    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def resume_point(settings: Settings, *, resume: bool) -> Path | None:
-    """The checkpoint that a run begins from, None for a new run; a new run leaves its settings in its directory.
+    """Return the checkpoint to resume from, None for a new run, which writes its settings into its directory.
 
     Raises:
-        PatchStateError: the directory holds a run already, and ``resume`` is false.
-        CheckpointError: nothing to resume from.
-        InvalidParameterError: the run to resume had other settings; the message names each of them.
+        PatchStateError: if the directory holds a run already, and ``resume`` is false.
+        CheckpointError: if there is nothing to resume from.
+        InvalidParameterError: if the run to resume had other settings; the message names each of them.
     """
     output = Path(settings.output)
     checkpoint, stored = last_checkpoint(output), output / SETTINGS
@@ -80,22 +80,22 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
     earlier = checked_settings(json.loads(stored.read_text(encoding="utf-8")), str(stored))
     before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
-    other = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
-    other = [line for line in other if not line.startswith(FREE)]
-    if other:
+    changes = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
+    changes = [change for change in changes if not change.startswith(FREE)]
+    if changes:
         raise InvalidParameterError(
-            f"The run in {output} had other settings: {'; '.join(other)}. Resume with the same ones, or start a new "
-            f"run in another --output."
+            f"The run in {output} had other settings: {'; '.join(changes)}. Resume with the same settings, or start a "
+            f"new run in another --output."
         )
     return checkpoint
 
 
 @contextlib.contextmanager
 def saving(output: str | Path) -> Iterator[None]:
-    """What is written inside goes to a run's directory.
+    """Turn errors of writing inside the block into a CheckpointError that names the last whole checkpoint.
 
     Raises:
-        CheckpointError: it could not be; the message names the checkpoint from which the run can go on.
+        CheckpointError: if a file could not be written.
     """
     try:
         yield
@@ -110,12 +110,12 @@ def saving(output: str | Path) -> Iterator[None]:
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names to values."""
-    found: dict[str, Any] = {}
+    """Map dotted names to values."""
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
         nested = isinstance(value, dict) and key != "parameters"
-        found |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
 
 
 class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -141,8 +141,8 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._model = model
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer stores in ``trainer_state.json``."""
-        if self._model is not None:  # it may have been extended further since
+        """Return the state that the Trainer stores in ``trainer_state.json``."""
+        if self._model is not None:  # the model may have been extended further since
             self.extension = _extension(self._model)
             self.encoding = encoding_digest(self._model)
         return {"args": {}, "attributes": {"extension": self.extension, "encoding": self.encoding}}

@@ -23,7 +23,7 @@ from ctxext.training.settings import ExtensionSettings, Settings
 
 
 def stages_of(settings: Settings) -> list[tuple[int, ExtensionSettings, int]]:
-    """Steps, extension and tokens of a sequence, of each part of a run; the last is the settings' own."""
+    """Return the steps, extension and sequence length of each stage of a run; the last stage is the settings' own."""
     left = settings.training.steps - sum(stage.steps for stage in settings.stages)
     given = settings.extension.model_dump() | {"factor": None, "target_length": None}
     early = [
@@ -38,16 +38,16 @@ def stages_of(settings: Settings) -> list[tuple[int, ExtensionSettings, int]]:
 
 
 def sequences_of(settings: Settings, documents: TokenisedDocuments, per_step: int, trained_length: int) -> Sequences:
-    """What a run reads, in all its stages.
+    """Build the training sequences of a run, all its stages together.
 
     Args:
-        settings: of the run.
-        documents: tokenised.
-        per_step: sequences that a step takes, in all processes together.
+        settings: settings of the run.
+        documents: tokenised documents.
+        per_step: sequences per step, in all processes together.
         trained_length: tokens that the checkpoint was trained for.
 
     Raises:
-        InvalidParameterError: sequences beyond a stage's window, or documents that do not fill one.
+        InvalidParameterError: if sequences exceed a stage's window, or the documents do not fill one sequence.
     """
     data = settings.data
     parts: list[Sequences] = []
@@ -69,10 +69,10 @@ def sequences_of(settings: Settings, documents: TokenisedDocuments, per_step: in
 
 
 class StagedSequences(Sequences):
-    """The sequences of one stage after those of the other.
+    """Sequences of several stages, one stage after the other.
 
     Args:
-        parts: of each stage, in order.
+        parts: sequences of each stage, in order.
     """
 
     def __init__(self, parts: Sequence[Sequences]) -> None:
@@ -83,7 +83,7 @@ class StagedSequences(Sequences):
         return self._stops[-1]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """An item of the part that the index lies in."""
+        """Return the item of the stage that the index lies in."""
         part, place = self._place(index)
         item = part[place]
         return item | {"index": item["index"] + (index - place)}
@@ -93,12 +93,12 @@ class StagedSequences(Sequences):
         return part.length_of(place)
 
     def origin_of(self, index: int) -> str:
-        """Which texts an item holds, and which of its stage it is."""
+        """Name the stage of an item, and the texts that the item holds."""
         part, place = self._place(index)
         return f"stage {self.parts.index(part) + 1}, {part.origin_of(place)}"
 
     def __str__(self) -> str:
-        """A line for each stage."""
+        """Return a line for each stage."""
         return "\n".join(f"stage {number}: {part}" for number, part in enumerate(self.parts, start=1))
 
     def _place(self, index: int) -> tuple[Sequences, int]:
@@ -108,21 +108,21 @@ class StagedSequences(Sequences):
 
 
 class Curriculum(TrainerCallback):  # type: ignore[misc]
-    """Gives the model the extension of the stage that each step belongs to; weights and optimiser go on as they are.
+    """Gives the model the extension of each step's stage; weights and optimiser state stay.
 
-    At the end of training the model has the last stage's extension. It comes before ``ExtensionCallback``, so that a
-    checkpoint on the border of two stages carries the extension that training goes on with.
+    At the end of training the model has the last stage's extension. Put this callback before ``ExtensionCallback``, so
+    that a checkpoint on the border of two stages carries the extension of the next step.
 
     Args:
-        model: extended as in the last stage.
-        stages: from ``stages_of``.
-        memory: how the model holds its activations; what it put on the model is taken off for the change, since it may
-            stand on what the extension put there.
-        held: what ``memory.apply(model)`` returned.
+        model: a model extended as in the last stage.
+        stages: result of ``stages_of``.
+        memory: how the model holds its activations; its edits are undone for a change of stages, since they may wrap
+            those of the extension.
+        held: result of ``memory.apply(model)``.
 
     Raises:
-        IncompatibleError: stages of a dynamic method, whose positions follow the length of the text by themselves, or
-            of an encoding with weights, which a change of stages would drop.
+        IncompatibleError: for stages of a dynamic method, whose positions follow the length of the text already, or of
+            an encoding with weights, which a change of stages would drop.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin, or go on, in the right stage."""
+        """Set the extension of the first step's stage, also after a resume."""
         self._extend(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Get ready for the next step, before a checkpoint is written."""
+        """Set the extension of the next step, before a checkpoint is written."""
         self._extend(state.global_step)
 
     def _extend(self, step: int) -> None:

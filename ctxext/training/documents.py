@@ -20,13 +20,13 @@ from ctxext.texts.folders import say_left_out
 
 
 class TokenisedDocuments:
-    """The tokens of each document, without anything in front.
+    """Tokens of each document, without a prefix.
 
     Args:
         rows: a ``datasets.Dataset`` (or anything with ``rows[i]["input_ids"]``) in Arrow format.
-        names: of the documents, to show.
-        lengths: tokens of each.
-        prefix: token ids that stand in front of every text the model reads (a BOS token, or nothing).
+        names: names of the documents, for messages.
+        lengths: tokens of each document.
+        prefix: token ids in front of every text that the model reads (a BOS token, or nothing).
     """
 
     def __init__(self, rows: Any, names: Sequence[str], lengths: Sequence[int], prefix: Sequence[int]) -> None:
@@ -36,8 +36,8 @@ class TokenisedDocuments:
         return len(self.lengths)
 
     def tokens(self, document: int, start: int, stop: int) -> Int[Tensor, " tokens"]:
-        """A stretch of one document."""
-        # Arrow's own slice: only what is asked for is read from the disk.
+        """Read a stretch of one document."""
+        # Arrow's own slice reads only these tokens from the disk.
         column = self.rows.data.column("input_ids")
         stretch = column[document].values.slice(start, stop - start)
         return torch.from_numpy(stretch.to_numpy().copy()).long()
@@ -97,7 +97,7 @@ class TokenisedDocuments:
 
 
 def _rows(tokenizer: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row per document."""
+    """Yield one row per document."""
     total = 0
     for document in read_documents(asked["sources"], split=asked["split"], column=asked["column"]):
         ids = tokenise(document, tokenizer, prefix=[]).input_ids[0]
@@ -110,7 +110,7 @@ def _rows(tokenizer: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _fingerprint(asked: dict[str, Any], tokenizer: Any) -> str:
-    """Changes with the files, what is read of them, and the tokenizer."""
+    """Compute a hash of the files, the options of reading, and the tokenizer."""
     files = []
     for source in asked["sources"]:
         for file in _files(Path(source), asked["column"]):

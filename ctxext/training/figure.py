@@ -1,4 +1,4 @@
-"""The figure of a training run: its loss, its learning rate, and what was gained; needs matplotlib."""
+"""Figure of a training run: loss, learning rate, and gain over truncation; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHARE = 0.1
 
 
 def smoothed(losses: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
-    """The mean of the past, each entry weighing less the longer ago it was; no start value pulls at the first ones.
+    """Compute the exponentially weighted running mean, without the bias of a start value.
 
     Args:
-        losses: in order.
-        weights: how much each entry counts, the steps that it is the mean of; default all the same.
+        losses: losses in order.
+        weights: weight of each entry, the number of steps that it averages; by default all equal.
     """
     decay = 1 - 1 / max(1.0, SHARE * len(losses))
     total, mass, means = 0.0, 0.0, []
@@ -92,10 +92,10 @@ def _draw_learning_rate(axes: Any, entries: Sequence[Mapping[str, Any]]) -> None
 
 
 def _draw_gains(axes: Any, gains: Mapping[str, Gain]) -> None:
-    """Means with 95 percent intervals, before and after side by side."""
+    """Draw means with 95 percent intervals, before and after side by side."""
     spans = [span for span, _ in next(iter(gains.values()))]
     looks = [Look(f"{name} training", (BEFORE, AFTER)[place % 2]) for place, name in enumerate(gains)]
-    groups = [(look, [found for _, found in gain]) for look, gain in zip(looks, gains.values(), strict=True)]
+    groups = [(look, [change for _, change in gain]) for look, gain in zip(looks, gains.values(), strict=True)]
     draw_differences(axes, spans, groups, width=0.24, title="Loss minus its own best truncation's")
     axes.margins(y=0.2)
     axes.legend(frameon=False, fontsize=9, loc="best", handletextpad=0.2, labelcolor="linecolor")

@@ -139,37 +139,35 @@ def reattach_lora(model: nn.Module, directory: Path) -> Any:
 
 
 def linear_layers(model: nn.Module, targets: Sequence[Target]) -> list[str]:
-    """Names, as PEFT takes them, of the linear layers inside the decoder layers: ``q_proj``, ``mlp.c_proj``, ...
+    """Return the names, for PEFT, of the linear layers inside the decoder layers: ``q_proj``, ``mlp.c_proj``, ...
 
     Raises:
-        IncompatibleError: there are none of a kind asked for.
+        IncompatibleError: if there are no layers of one of the kinds in ``targets``.
     """
-    found: dict[str, set[str]] = {"attention": set(), "mlp": set()}
+    layers: dict[str, set[str]] = {"attention": set(), "mlp": set()}
     for name, module in model.named_modules():
         if _is_linear(module) and IN_A_LAYER.search(name):
-            parent, _, own = name.rpartition(".")
+            parent, _, last = name.rpartition(".")
             holder = model.get_submodule(parent)
             kind: Any = type(holder)  # mypy thinks that a class of modules has no hash
-            if own not in _read_past(kind) and not _puts_out_more(module, holder):
-                found["attention" if "att" in f"{parent}{kind.__name__}".lower() else "mlp"].add(name)
+            if last not in _read_past(kind) and not _puts_out_more(module, holder):
+                layers["attention" if "att" in f"{parent}{kind.__name__}".lower() else "mlp"].add(name)
     chosen: set[str] = set()
     for target in targets:
-        if not found[target] and not (target == "mlp" and expert_weights(model)):
+        if not layers[target] and not (target == "mlp" and expert_weights(model)):
             raise IncompatibleError(f"{type(model).__name__} has no linear layers of the kind {target!r} to adapt.")
-        chosen |= found[target]
+        chosen |= layers[target]
     return _endings(model, chosen)
 
 
 def expert_weights(model: nn.Module) -> list[str]:
-    """Names, as PEFT takes them, of weights that hold a matrix for each expert: ``experts.down_proj``, ..."""
-    found = [
-        (name, weight) for name, weight in model.named_parameters() if weight.ndim == 3 and IN_A_LAYER.search(name)
-    ]
-    return sorted({".".join(name.split(".")[-2:]) for name, _ in found if "expert" in name})
+    """Return the names, for PEFT, of weights that hold a matrix for each expert: ``experts.down_proj``, ..."""
+    names = [name for name, weight in model.named_parameters() if weight.ndim == 3 and IN_A_LAYER.search(name)]
+    return sorted({".".join(name.split(".")[-2:]) for name in names if "expert" in name})
 
 
 def norm_layers(model: nn.Module) -> list[str]:
-    """Full names of the layers that normalise: no layers inside, vectors for weights, and called a norm."""
+    """Return the full names of normalisation layers: no inner layers, vectors for weights, "norm" in the class name."""
     return [
         name
         for name, module in model.named_modules()
@@ -180,7 +178,7 @@ def norm_layers(model: nn.Module) -> list[str]:
 
 
 def encodings(model: nn.Module) -> list[str]:
-    """Full names of the encodings that a method brought along, where they have weights."""
+    """Return the full names of a method's encodings that have weights."""
     return [
         name
         for name, module in model.named_modules()
@@ -189,7 +187,7 @@ def encodings(model: nn.Module) -> list[str]:
 
 
 def merged(adapted: Any) -> PreTrainedModel:
-    """The model with its adapter merged into its weights, in its own dtype; the adapter is gone afterwards.
+    """Merge the adapter into the weights and return the model, in its own dtype; the adapter is gone afterwards.
 
     Args:
         adapted: a ``peft.PeftModel``.
@@ -200,23 +198,23 @@ def merged(adapted: Any) -> PreTrainedModel:
 
 
 def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Round what a module puts out, each of several tensors where it puts out more than one."""
+    """Convert a module's output, or each tensor of several outputs, to ``dtype``."""
     if isinstance(output, tuple):
         return tuple(_in_dtype(dtype, module, inputs, part) for part in output)
     return output.to(dtype) if isinstance(output, Tensor) and output.is_floating_point() else output
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, also one that a quantiser put in its place, or GPT-2's transposed one."""
+    """Return whether a module is a linear layer, a quantiser's replacement, or GPT-2's transposed layer."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 @functools.lru_cache(maxsize=256)  # Python parses a whole file to find one class in it
 def _read_past(kind: Any) -> frozenset[str]:
-    """Names of the layers whose weights a class multiplies by itself, so that an adapter on them would do nothing.
+    """Return the names of layers whose weights a class multiplies itself, so that an adapter on them has no effect.
 
-    The fused kernels of state spaces (Mamba and hybrids with it) are handed ``self.out_proj.weight``; PEFT refuses an
-    adapter there for the model types that it knows of.
+    The fused kernels of state spaces (Mamba and its hybrids) take ``self.out_proj.weight``; PEFT refuses an adapter
+    there for the model types that it knows.
     """
     functions = [value for base in own_bases(kind) for value in vars(base).values() if inspect.isfunction(value)]
     code = [source_of(function) for function in functions]
@@ -224,16 +222,16 @@ def _read_past(kind: Any) -> frozenset[str]:
 
 
 def _puts_out_more(module: nn.Module, holder: nn.Module) -> bool:
-    """Whether a linear layer of a class of the model's own is no plain one: a router that chooses, or one of groups."""
+    """Return whether a linear layer of the model's own class does more than a product: a router, or groups."""
     if type(module).__module__ != type(holder).__module__ or type(module).forward is nn.Linear.forward:
         return False
     weights = {name: torch.empty_like(weight, device="meta") for name, weight in module.named_parameters()}
     weight = weights["weight"]
     try:
-        found = torch.func.functional_call(module, weights, (torch.empty(2, weight.shape[1]).to(weight),))
-    except (RuntimeError, ValueError, TypeError):  # it takes another form
+        output = torch.func.functional_call(module, weights, (torch.empty(2, weight.shape[1]).to(weight),))
+    except (RuntimeError, ValueError, TypeError):  # the layer takes another input
         return True
-    return not isinstance(found, Tensor) or found.shape != (2, weight.shape[0])
+    return not isinstance(output, Tensor) or output.shape != (2, weight.shape[0])
 
 
 def _tied(model: PreTrainedModel) -> bool:
@@ -242,7 +240,7 @@ def _tied(model: PreTrainedModel) -> bool:
 
 
 def _endings(model: nn.Module, chosen: set[str]) -> list[str]:
-    """The shortest endings of names by which PEFT finds these modules and no others."""
+    """Return the shortest endings of names by which PEFT finds these modules and no others."""
     others = [name for name, _ in model.named_modules() if name not in chosen]
     for parts in (1, 2):
         short = {".".join(name.split(".")[-parts:]) for name in chosen}
@@ -256,6 +254,6 @@ def _ends_in(name: str, endings: Sequence[str]) -> bool:
 
 
 def trained_weights(adapted: Any) -> str:
-    """How much of a ``peft.PeftModel`` is trained."""
+    """Return in words how many weights of a ``peft.PeftModel`` are trained."""
     some, total = adapted.get_nb_trainable_parameters()  # counts weights of 4 bits, too
     return f"{some:,} of {total:,} weights are trained"

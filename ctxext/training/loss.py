@@ -1,9 +1,9 @@
 """Cross-entropy over hidden states, a chunk at a time, so that tokens x vocabulary never exists.
 
-At 32K tokens and a vocabulary of 128K the stock loss holds logits of 8 GiB in bfloat16, a float32 copy of 16 GiB, and
-gradients of the same sizes. Here one chunk's logits are made, turned into their own gradient in place, pushed back
-through the head, and dropped, all during the forward pass; what stays is the gradient by the hidden states, as large
-as these, and the gradient of the head's own weights where it is trained.
+At 32K tokens and a vocabulary of 128K the loss of plain transformers holds logits of 8 GiB in bfloat16, a float32 copy
+of 16 GiB, and gradients of the same sizes. Here one chunk's logits are computed, turned into their own gradient in
+place, pushed back through the head, and dropped, all during the forward pass. Only the gradient by the hidden states
+stays, as large as these, and the gradient of the head's weights where the head is trained.
 
 Measured on 2 CPU cores against recomputing every chunk in the backward pass (torch.utils.checkpoint): one product with
 the head's weight less. Under engines that shard the head's weights a chunk *is* recomputed, since these attach their
@@ -36,7 +36,7 @@ from ctxext.training.sequences import IGNORED
 
 
 def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
-    """Let a model compute its loss in chunks from now on, whoever calls it: any Trainer, or a loop of your own.
+    """Let a model compute its loss in chunks from now on, in any Trainer or in your own loop.
 
     Whenever the model is called with ``labels`` it returns a loss, and gradients, equal to its own up to rounding, and
     no logits. Called without labels it is as before. Call this before the model is handed to a Trainer or wrapped for
@@ -73,7 +73,7 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
 
 
 class ChunkedLoss:
-    """What ``chunk_loss`` did to a model, and how to undo it."""
+    """Handle of ``chunk_loss``, which undoes it."""
 
     def __init__(self, causal: PreTrainedModel, chunk: int) -> None:
         self._owner, self._name = _innermost(causal)
@@ -103,7 +103,7 @@ class ChunkedLoss:
 
 
 def _innermost(causal: PreTrainedModel) -> tuple[Any, str]:
-    """Where the class's own forward is called: below everything that was put around it."""
+    """Return the owner and name of the class's own forward, below all overrides."""
     owner, name = (causal, "_old_forward") if "_hf_hook" in causal.__dict__ else (causal, "forward")
     while isinstance(current := vars(owner).get(name), ForwardOverride):
         if isinstance(current, ChunkedForward):
@@ -193,14 +193,14 @@ class Pieces:
         return output
 
     def logits(self, hidden: Tensor) -> Float[Tensor, "batch piece vocab"]:
-        """What the head and all that follows it make of a piece of the hidden states."""
+        """Compute the logits of a piece of the hidden states: the head and all that follows it."""
         self.replay.hidden = hidden
         logits: Tensor = self._run(**{self.source: self.inputs[:, : hidden.shape[1]]}, use_cache=False).logits
         return logits
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def at_once(self, size: int) -> Float[Tensor, ""]:
-        """The summed loss; its gradients are computed here already, and handed out in the backward pass."""
+        """Compute the summed loss, and its gradients, which the backward pass then returns."""
         total = torch.zeros((), device=self.hidden.device)
         wanted = torch.is_grad_enabled()
         by_hidden = torch.zeros_like(self.hidden) if wanted else None
@@ -219,10 +219,10 @@ class Pieces:
                 leaves = [leaf for leaf in _leaves(logits) if leaf is not hidden]
                 # In float32: sums of 16-bit numbers over chunks lose what one large product keeps.
                 by_leaves = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves]
-            found = torch.autograd.grad(logits, [hidden, *leaves], by_logits)
+            by_piece, *by_each_leaf = torch.autograd.grad(logits, [hidden, *leaves], by_logits)
             del logits, by_logits
-            by_hidden[:, piece] = found[0]
-            for sum_, part in zip(by_leaves, found[1:], strict=True):
+            by_hidden[:, piece] = by_piece
+            for sum_, part in zip(by_leaves, by_each_leaf, strict=True):
                 sum_ += part
         if by_hidden is None or leaves is None:
             return total
@@ -233,7 +233,7 @@ class Pieces:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def recomputed(self, size: int) -> Float[Tensor, ""]:
-        """The summed loss, as autograd sees it; the backward pass makes each piece's logits again."""
+        """Compute the summed loss under autograd; the backward pass computes each piece's logits again."""
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             logits = self.logits(hidden)
@@ -251,7 +251,7 @@ def cross_entropy_and_gradient(
     targets: Int[Tensor, "batch piece"],
     weights: Float[Tensor, "batch piece"] | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "batch piece vocab"]]:
-    """The sum over the targets that count of -log p(target), and its gradient by the logits, in their dtype.
+    """Compute the sum of -log p(target) over targets that count, and its gradient by the logits, in their dtype.
 
     Args:
         logits: of the model.
@@ -279,15 +279,15 @@ def _ignoring(targets: Tensor, index: int) -> Tensor:
 
 
 def _counting(targets: Tensor, size: int) -> list[int]:
-    """Where the pieces start in which some target counts; the first one if there is none."""
+    """Return the starts of the pieces in which some target counts; the first piece's if there is none."""
     starts = range(0, targets.shape[1], size)
     counts = torch.stack([(targets[:, start : start + size] != IGNORED).any() for start in starts]).tolist()
     return [start for start, some in zip(starts, counts, strict=True) if some] or [0]
 
 
 def _leaves(logits: Tensor) -> list[Tensor]:
-    """The tensors that ``logits`` were computed from and that a backward pass would give gradients to."""
-    found: dict[Any, Tensor] = {}
+    """Return the leaves of the graph of ``logits``, the tensors to which a backward pass would give gradients."""
+    leaves: dict[Any, Tensor] = {}
     seen: set[Any] = set()
     nodes = [logits.grad_fn]
     while nodes:
@@ -296,12 +296,12 @@ def _leaves(logits: Tensor) -> list[Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found[node] = node.variable
+            leaves[node] = node.variable
         nodes += [following for following, _ in node.next_functions]
-    for leaf in found.values():
+    for leaf in leaves.values():
         if isinstance(leaf, FlatParameter):
             raise IncompatibleError("The first version of FSDP flattens the head's weights. Set fsdp_version to 2.")
-    return list(found.values())
+    return list(leaves.values())
 
 
 class WithGradients(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Sequences whose masked tokens are to be filled in, for models that read to both sides.
 
-Which tokens are masked is a function of the seed and the sequence's number alone, as everything about sequences: a run
-that is resumed masks the same. What becomes of them is transformers' ``DataCollatorForLanguageModeling``'s business:
-80 percent are masked, 10 percent replaced by any other token, 10 percent left.
+The masked tokens depend on the seed and the sequence's number alone, as everything about sequences: a resumed run masks
+the same tokens. Transformers' ``DataCollatorForLanguageModeling`` then masks 80 percent of them, replaces 10 percent by
+any other token, and leaves 10 percent.
 
 Source: Devlin et al., arXiv:1810.04805, section 3.1.
 """
@@ -27,17 +27,17 @@ READ = 16  # tokens that show at which positions a model reads
 
 
 class MaskedSequences(Sequences):
-    """The sequences of ``whole``, with what the tokenizer puts behind a text at their ends, and tokens masked.
+    """The sequences of ``whole``, with the tokenizer's suffix at their ends, and tokens masked.
 
     Args:
         whole: sequences of text, each in one piece or, with skip-wise positions, two.
         tokenizer: a transformers tokenizer with a mask token.
-        share: of the tokens that are to be filled in, above 0 and below 1.
-        seed: decides which.
-        shift: added to the positions, from ``shift_of``; None leaves positions to the model.
+        share: share of the tokens to fill in, above 0 and below 1.
+        seed: seed of the choice.
+        shift: offset of the positions, from ``shift_of``; None leaves positions to the model.
 
     Raises:
-        InvalidParameterError: a tokenizer without a mask token.
+        InvalidParameterError: for a tokenizer without a mask token.
     """
 
     def __init__(self, whole: Sequences, tokenizer: Any, *, share: float, seed: int, shift: int | None = None) -> None:
@@ -55,7 +55,7 @@ class MaskedSequences(Sequences):
         return len(self.whole)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids``, ``labels``, ``attention_mask``, where there is a shift ``position_ids``, and its ``index``."""
+        """Return ``input_ids``, ``labels``, ``attention_mask``, ``index``, and with a shift ``position_ids``."""
         item = self.whole[index]
         ids = item["input_ids"].clone()
         last = len(ids) - len(self.back)
@@ -64,15 +64,15 @@ class MaskedSequences(Sequences):
         special[self.front : last] = False
         drawn = np.random.default_rng([self.seed, 3, index])
         self.masking.generator = torch.Generator().manual_seed(int(drawn.integers(2**62)))
-        masked, labels = self.masking.torch_mask_tokens(ids[None].clone(), special_tokens_mask=special[None])
-        inputs, labels = masked[0], labels[0]
+        inputs, labels = self.masking.torch_mask_tokens(ids[None].clone(), special_tokens_mask=special[None])
+        inputs, labels = inputs[0], labels[0]
         if bool((labels == IGNORED).all()):  # a short sequence may be spared, and would have no loss
             place = int(drawn.integers(self.front, last))
             inputs[place], labels[place] = self.mask, ids[place]
-        found = {"input_ids": inputs, "labels": labels, "attention_mask": torch.ones_like(ids), "index": item["index"]}
+        masked = {"input_ids": inputs, "labels": labels, "attention_mask": torch.ones_like(ids), "index": item["index"]}
         if self.shift is not None:
-            found["position_ids"] = item["position_ids"] + self.shift
-        return found
+            masked["position_ids"] = item["position_ids"] + self.shift
+        return masked
 
     def length_of(self, index: int) -> int:
         return self.whole.length_of(index)
@@ -81,37 +81,39 @@ class MaskedSequences(Sequences):
         return self.whole.origin_of(index)
 
     def __str__(self) -> str:
-        """For a report: what is read, and how much of it is to be filled in."""
+        """Describe the sequences and the share of masked tokens, for a report."""
         return f"{self.whole}; {self.share:.0%} of the tokens are to be filled in"
 
 
 @torch.no_grad()
 def shift_of(model: nn.Module) -> int:
-    """What to add to positions counted from 0 so that a model reads a text at those that it would choose itself.
+    """Find the offset between positions counted from 0 and the positions that a model chooses itself.
 
-    RoBERTa's count from behind the id of padding, BERT's from 0, and not every model can be told positions.
+    RoBERTa counts from behind the id of padding, BERT from 0, and not every model accepts positions.
 
     Args:
-        model: in evaluation mode, extended.
+        model: an extended model in evaluation mode.
 
     Raises:
-        IncompatibleError: a model that cannot be told positions, or takes no notice of them.
+        IncompatibleError: if the model accepts no positions, or ignores them.
     """
     base = base_model(model)
     architecture = find_architecture(base)
-    firsts = [one.first for one in architecture.tables(base)] if isinstance(architecture, LearnedTable) else []
+    firsts = [table.first for table in architecture.tables(base)] if isinstance(architecture, LearnedTable) else []
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, base.get_input_embeddings().weight.shape[0], (1, READ), generator=generator).to(base.device)
-    own = base(input_ids=ids).logits
-    near = 1e-4 * own.abs().max().item()
+    chosen = base(input_ids=ids).logits
+    near = 1e-4 * chosen.abs().max().item()
     positions = torch.arange(READ, device=base.device)[None]
     gap = (positions >= READ // 2) * READ
     for shift in dict.fromkeys([0, *firsts]):
         try:
-            told, moved = (base(input_ids=ids, position_ids=one + shift).logits for one in (positions, positions + gap))
+            given, moved = (base(input_ids=ids, position_ids=at + shift).logits for at in (positions, positions + gap))
         except (TypeError, IndexError, RuntimeError):
             continue
-        if torch.allclose(told, own, rtol=0.0, atol=near) and not torch.allclose(moved, own, rtol=0.0, atol=near):
+        if torch.allclose(given, chosen, rtol=0.0, atol=near) and not torch.allclose(
+            moved, chosen, rtol=0.0, atol=near
+        ):
             return shift
     raise IncompatibleError(
         f"{type(base).__name__} cannot be told at which positions its tokens stand, so that it has no skip-wise ones. "

@@ -1,4 +1,4 @@
-"""What a training step keeps in memory, computes again, or moves to the host."""
+"""Choose which activations a training step keeps, computes again, or moves to the host."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOST_KEPT = 32 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How the activations of a training step are held. The defaults are right up to some 100K tokens on 80 GB.
+    """Storage of the activations of a training step. The defaults suit up to some 100K tokens on 80 GB.
 
     What each saves for Llama-3.1-8B in bfloat16 (computed; 290 KiB per token stay when all are on but ``offload``):
     ``loss_chunk`` 1.5 MiB per token, ``checkpointing`` some 10 MiB, ``offload`` 256 KiB, ``mlp_tile`` 200 KiB.
@@ -159,7 +159,7 @@ class TiledForward(ForwardOverride):
     tile: int = 1
 
     def __call__(self, *args: Tensor) -> Tensor:
-        """The module's result for tensors of shape ``[batch, positions, width]``."""
+        """Return the module's output for a tensor ``[batch, positions, width]``."""
         batch, positions = args[0].shape[:2]
         size = max(1, self.tile // batch)
         if positions <= size or not torch.is_grad_enabled():
@@ -191,14 +191,14 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
 
 @dataclass
 class RecomputedForward(ForwardOverride):
-    """Stands in for a layer's ``forward``: keeps its input alone, and computes it again in the backward pass.
+    """Stands in for a layer's ``forward``: keeps only the input, and computes the layer again in the backward pass.
 
-    What transformers has for that takes a model in training mode, whose dropout is noise, and it is a setting of the
-    model that belongs to whoever trains it.
+    Transformers' own checkpointing needs a model in training mode, whose dropout is noise, and is a setting of the
+    model that belongs to the user's training.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's result."""
+        """Return the layer's output."""
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         return checkpoint(self.run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -1,4 +1,4 @@
-"""What spreads a run over processes, and what of it an engine cannot carry: said before the first step.
+"""Check before the first step that the engine which spreads a run over processes can carry it.
 
 Two engines let several processes share a sequence: torch's context parallelism (ring attention) hands keys and values
 round; DeepSpeed's Ulysses gives each process all tokens of some heads while attention is computed. Everywhere else a
@@ -25,17 +25,17 @@ CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each process holds a part of the weights: FSDP 2, or DeepSpeed ZeRO-3."""
+    """Return whether each process holds only a part of the weights: FSDP 2, or DeepSpeed ZeRO-3."""
     return is_fsdp(model) or is_zero3(model)
 
 
 def is_fsdp(model: nn.Module) -> bool:
-    """Whether FSDP 2 holds the weights."""
+    """Return whether FSDP 2 holds the weights."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def launched_parallelism() -> Any:
-    """The ``accelerate.ParallelismConfig`` that ``accelerate launch`` was given; all its sizes are 1 for none."""
+    """Return the ``accelerate.ParallelismConfig`` of ``accelerate launch``, all sizes 1 if there is none."""
     from accelerate import ParallelismConfig
 
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
@@ -85,11 +85,11 @@ def require_carried(
 
 
 def whole_sequence(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What a patched model must be told of the sequences that context parallelism is about to cut into shards.
+    """Return the arguments that tell a patched model the length of sequences before context parallelism shards them.
 
     Args:
         model: patched or not, with adapters or without.
-        inputs: of a forward pass, not cut yet: the same on all processes that share it.
+        inputs: inputs of a forward pass, not sharded yet: the same on all processes that share it.
 
     Returns:
         Further arguments of the forward pass.
@@ -209,7 +209,7 @@ def _is_ours(base: PreTrainedModel) -> bool:
 
 
 def _windows(base: PreTrainedModel) -> list[str]:
-    """Types of layers that do not see everything before them."""
+    """Return the types of layers that do not see all earlier tokens."""
     text = base.config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:

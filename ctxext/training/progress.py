@@ -1,4 +1,4 @@
-"""How far a training run is: loss, tokens per second, time left."""
+"""Progress of a training run: loss, tokens per second, time left."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed of training, saving included, in all parts of a resumed run; NaN before the first step."""
+        """Speed of training, saving included, in all parts of a resumed run; NaN before the first step."""
         return self.total_tokens / self.total_seconds if self.total_seconds else float("nan")
 
     @property
     def total_seconds(self) -> float:
-        """How long training took up to the last step, in all parts of a resumed run."""
+        """Seconds of training up to the last step, in all parts of a resumed run."""
         return self._earlier_seconds + self.seconds
 
     @property
     def total_tokens(self) -> int:
-        """How much was read up to the last step, in all parts of a resumed run and by all processes."""
+        """Tokens of training up to the last step, in all parts of a resumed run and by all processes."""
         return self._earlier_tokens + self.tokens
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer stores in ``trainer_state.json``."""
+        """Return the state that the Trainer stores in ``trainer_state.json``."""
         return {"args": {}, "attributes": {"total_seconds": self.total_seconds, "total_tokens": self.total_tokens}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -74,7 +74,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._bar.update(self._bar.task_ids[0], completed=state.global_step, said=self._said(state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Say where training is."""
+        """Write a line with the state of training, where no bar shows it."""
         if logs is None or "loss" not in logs:
             return
         self.loss = logs["loss"]
@@ -87,7 +87,7 @@ class TrainingProgress(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.close()
 
     def close(self) -> None:
-        """Take the bar away; also after an error or an interrupt."""
+        """Remove the bar; also after an error or an interrupt."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -38,7 +38,7 @@ ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\u061f", "\u06d4", "\u0964
 CLOSING = " \"'\u201d\u2019)\u00bb\u300d\u300f\uff09"  # what may stand behind them
 
 Insertion = tuple[int, Int[Tensor, " _"]]
-"""Before which token of the text, and what."""
+"""Index of the token before which to insert, and the tokens to insert."""
 
 
 class RetrievalSequences(Sequences):
@@ -57,9 +57,9 @@ class RetrievalSequences(Sequences):
     Args:
         whole: sequences of one text each, in one piece or, with skip-wise positions, two.
         tokenizer: a transformers tokenizer.
-        share: of the sequences, from 0 to 1.
-        kinds: of those, which, in equal parts.
-        seed: decides which and what.
+        share: share of the sequences with something to find, from 0 to 1.
+        kinds: kinds of things to find, in equal parts.
+        seed: seed of all choices.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RetrievalSequences(Sequences):
         return len(self.whole)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """An item of ``whole``, its ``input_ids`` and ``labels`` with what is to be found."""
+        """Return an item of ``whole``, with something to find in its ``input_ids`` and ``labels``."""
         item = self.whole[index]
         return item | (self._found(index, item) or {})
 
@@ -86,18 +86,18 @@ class RetrievalSequences(Sequences):
         return self.whole.origin_of(index) + (f", with {kind} to find" if is_there else "")
 
     def __str__(self) -> str:
-        """For a report: what is read, and how much of it holds something to find."""
+        """Describe the sequences and the share with something to find, for a report."""
         kinds = ", ".join(self.kinds)
         return f"{self.whole}; {self.share:.0%} of the sequences, where there is room, hold {kinds} to find again"
 
     def _drawn(self, index: int) -> tuple[Retrieval | None, np.random.Generator]:
-        """What is to be found in a sequence, and what decides all else about it."""
+        """Draw the kind of thing to find in a sequence (None for none); return it with the generator of the rest."""
         random = np.random.default_rng([self.seed, 4, index])
         chosen, kind = random.random() < self.share, int(random.integers(len(self.kinds)))
         return self.kinds[kind] if chosen else None, random
 
     def _found(self, index: int, item: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        """Ids and labels with something to find; None where nothing is to be, or there is no room for it."""
+        """Build ids and labels with something to find; return None if the sequence has none, or no room for it."""
         kind, random = self._drawn(index)
         ids = item["input_ids"]
         if kind is None or len(ids) - self.front < NEAR:
@@ -108,27 +108,27 @@ class RetrievalSequences(Sequences):
     def _keys(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
         count = int(random.integers(1, LOCKERS, endpoint=True))
         names, numbers = self._names(count, random), random.integers(10_000, 100_000, size=count).tolist()
-        told = [self._tokens(f" The locker of {name} opens with {n}.") for name, n in zip(names, numbers, strict=True)]
+        facts = [self._tokens(f" The locker of {name} opens with {n}.") for name, n in zip(names, numbers, strict=True)]
         places = self._places(ids, count, random)
         wanted = int(random.integers(count))
         asked = self._tokens(f"\n\nWhich number opens the locker of {names[wanted]}? It is")
-        return list(zip(places, told, strict=True)), asked, self._tokens(f" {numbers[wanted]}.")
+        return list(zip(places, facts, strict=True)), asked, self._tokens(f" {numbers[wanted]}.")
 
     def _chains(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
         links = int(random.integers(1, LINKS, endpoint=True))
         names = self._names(CHAINS * (links + 1), random)
         numbers = random.integers(10_000, 100_000, size=CHAINS).tolist()
-        told: list[Insertion] = []
+        insertions: list[Insertion] = []
         for chain, number in enumerate(numbers):
-            own = names[chain * (links + 1) : (chain + 1) * (links + 1)]
-            said = [f" {own[0]} was given the number {number}."]
-            said += [f" {giver} told {taker} the same number." for giver, taker in itertools.pairwise(own)]
-            places = sorted(self._places(ids, len(said), random))
-            told += zip(places, map(self._tokens, said), strict=True)
+            people = names[chain * (links + 1) : (chain + 1) * (links + 1)]
+            sentences = [f" {people[0]} was given the number {number}."]
+            sentences += [f" {giver} told {taker} the same number." for giver, taker in itertools.pairwise(people)]
+            places = sorted(self._places(ids, len(sentences), random))
+            insertions += zip(places, map(self._tokens, sentences), strict=True)
         wanted = int(random.integers(CHAINS))
         last = names[wanted * (links + 1) + links]
         asked = self._tokens(f"\n\nWhich number does {last} know in the end? It is")
-        return sorted(told, key=lambda one: one[0]), asked, self._tokens(f" {numbers[wanted]}.")
+        return sorted(insertions, key=lambda insertion: insertion[0]), asked, self._tokens(f" {numbers[wanted]}.")
 
     def _copies(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
         size = int(random.integers(*PASSAGE, endpoint=True))
@@ -141,18 +141,18 @@ class RetrievalSequences(Sequences):
         return [], torch.cat([lead, passage[:BEGINNING]]), passage[BEGINNING:]
 
     def _placed(
-        self, item: dict[str, Tensor], told: Sequence[Insertion], asked: Tensor, answer: Tensor
+        self, item: dict[str, Tensor], insertions: Sequence[Insertion], asked: Tensor, answer: Tensor
     ) -> dict[str, Tensor] | None:
-        """Ids and labels with all of that in them, as many as before; None where there is no room."""
+        """Build ids and labels of the same length with insertions, question and answer; return None without room."""
         ids, labels = item["input_ids"], item["labels"]
         jumps = (item["position_ids"].diff() != 1).nonzero().flatten().tolist()
         border = jumps[0] + 1 if jumps else len(ids)
         pieces = [(self.front, border), (border, len(ids))] if jumps else [(self.front, border)]
-        found = {"input_ids": [ids[: self.front]], "labels": [labels[: self.front]]}
+        columns = {"input_ids": [ids[: self.front]], "labels": [labels[: self.front]]}
         for number, (start, stop) in enumerate(pieces):
             is_last = number == len(pieces) - 1
             tail = torch.cat([asked, answer]) if is_last else ids[:0]
-            here = [(place, what) for place, what in told if start <= place < stop]
+            here = [(place, what) for place, what in insertions if start <= place < stop]
             taken = len(tail) + sum(len(what) for _, what in here)
             if taken > MOST * (stop - start):
                 return None
@@ -160,31 +160,31 @@ class RetrievalSequences(Sequences):
             done = start
             for place, what in here:
                 place = min(place, kept)
-                found["input_ids"] += [ids[done:place], what]
-                found["labels"] += [labels[done:place], torch.full_like(what, IGNORED)]
+                columns["input_ids"] += [ids[done:place], what]
+                columns["labels"] += [labels[done:place], torch.full_like(what, IGNORED)]
                 done = place
-            found["input_ids"] += [ids[done:kept], tail]
+            columns["input_ids"] += [ids[done:kept], tail]
             quiet = len(asked) if is_last else 0
-            found["labels"] += [labels[done:kept], torch.cat([torch.full_like(tail[:quiet], IGNORED), tail[quiet:]])]
-        joined = {name: torch.cat(parts) for name, parts in found.items()}
-        if jumps:  # what stands behind the border may have gone on from text that has given way
+            columns["labels"] += [labels[done:kept], torch.cat([torch.full_like(tail[:quiet], IGNORED), tail[quiet:]])]
+        joined = {name: torch.cat(parts) for name, parts in columns.items()}
+        if jumps:  # the token behind the border may continue text that was replaced
             joined["labels"][border] = IGNORED
         return joined
 
     def _places(self, ids: Tensor, count: int, random: np.random.Generator) -> list[int]:
-        """Where sentences begin, as near behind places drawn at random as one does; in ascending order."""
+        """Return the nearest beginnings of sentences behind places drawn at random, in ascending order."""
         drawn = sorted(random.integers(self.front + 1, len(ids), size=count).tolist())
         return [self._sentence_from(ids, place) for place in drawn]
 
     def _sentence_from(self, ids: Tensor, place: int) -> int:
         near = ids[place - 1 : place - 1 + NEAR].tolist()
-        found = place + next((number for number, token in enumerate(near) if self._ends_sentence(token)), 0)
-        return min(found, len(ids) - 1)
+        beginning = place + next((number for number, token in enumerate(near) if self._ends_sentence(token)), 0)
+        return min(beginning, len(ids) - 1)
 
     def _ends_sentence(self, token: int) -> bool:
         if token not in self._ends:
-            said: str = self.tokenizer.decode([token])
-            self._ends[token] = "\n" in said or said.rstrip(CLOSING).endswith(ENDS)
+            text: str = self.tokenizer.decode([token])
+            self._ends[token] = "\n" in text or text.rstrip(CLOSING).endswith(ENDS)
         return self._ends[token]
 
     def _names(self, count: int, random: np.random.Generator) -> list[str]:

@@ -1,4 +1,4 @@
-"""Training sequences cut from documents: which tokens stand in which, and at which positions.
+"""Training sequences cut from documents, with their positions.
 
 Sequence ``i`` is a function of the documents, the seed and ``i`` alone. So a run that is resumed, or spread over more
 processes, sees the same sequences in the same order, and nothing about the data has to be stored in a checkpoint.
@@ -23,7 +23,7 @@ from ctxext.surgery.wrappers import base_model
 from ctxext.training.documents import TokenisedDocuments
 
 IGNORED = -100
-"""The label that counts for nothing, as everywhere in transformers."""
+"""Label of a token without a loss, as everywhere in transformers."""
 
 Positions = Literal["consecutive", "pose"]
 
@@ -33,7 +33,7 @@ LEAST = 2
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """What a run reads: a known number of items, each a function of its number alone."""
+    """Data of a run: a known number of items, each a function of its number alone."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -44,18 +44,18 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
     @abstractmethod
     def length_of(self, index: int) -> int:
-        """Tokens of an item."""
+        """Return the number of tokens of an item."""
 
     @abstractmethod
     def origin_of(self, index: int) -> str:
-        """Which texts an item holds, for an error message."""
+        """Name the texts of an item, for an error message."""
 
     def describe(self, indices: Sequence[int]) -> str:
-        """Which texts these items hold, for an error message."""
+        """Name the texts of these items, for an error message."""
         return "; ".join(map(self.origin_of, indices))
 
     def require_index(self, index: int) -> None:
-        """Raise ``IndexError``, at which a loop over the items ends, where there is no such item."""
+        """Raise ``IndexError``, which ends a loop over the items, if there is no such item."""
         if not 0 <= index < len(self):
             raise IndexError(f"Sequence {index} of {len(self)}.")
 
@@ -77,7 +77,7 @@ class RemainingSequences(Sequences):
         return self.whole.length_of(self.start + index)
 
     def origin_of(self, index: int) -> str:
-        """Which texts the item holds that has this ``index``, its number in the whole."""
+        """Name the texts of the item with this ``index``, its number in the whole."""
         return self.whole.origin_of(index)
 
 
@@ -190,7 +190,7 @@ class TrainingSequences(CutSequences):
         }
 
     def plan(self, index: int) -> tuple[int, int, int, int, int]:
-        """Document, first token, tokens in the first piece, gap in the text, gap in the positions."""
+        """Return document, first token, tokens in the first piece, gap in the text, gap in the positions."""
         self.require_index(index)
         epoch, place = divmod(index, self.per_epoch)
         document, start = self._epoch(epoch)[place].tolist()
@@ -204,10 +204,10 @@ class TrainingSequences(CutSequences):
         return document, min(start, room - text_gap), split, text_gap, gap
 
     def origin_of(self, index: int) -> str:
-        """The document, where in it the sequence begins, and what is left out."""
+        """Name the document, the sequence's first token in it, and the gap."""
         document, start, split, text_gap, gap = self.plan(index)
-        said = f"sequence {index}: {self.documents.names[document]!r} from token {start:,}"
-        return said + (f", {split:,} tokens before a gap of {gap:,} ({text_gap:,} in the text)" if gap else "")
+        origin = f"sequence {index}: {self.documents.names[document]!r} from token {start:,}"
+        return origin + (f", {split:,} tokens before a gap of {gap:,} ({text_gap:,} in the text)" if gap else "")
 
     def __str__(self) -> str:
         """For a report: how much there is to read, and how often it will be read."""
@@ -225,7 +225,7 @@ class TrainingSequences(CutSequences):
 
 @lru_cache(maxsize=2)
 def _cut(lengths: tuple[int, ...], read: int, seed: int, epoch: int) -> Int[np.ndarray, "per_epoch 2"]:
-    """Document and first token of every sequence of one epoch, in the order in which they are read."""
+    """Return document and first token of every sequence of one epoch, in reading order."""
     random = np.random.default_rng([seed, 0, epoch])
     rows = []
     for document, length in enumerate(lengths):
@@ -283,7 +283,7 @@ class PackedSequences(CutSequences):
         return {name: torch.cat(parts) for name, parts in columns.items()} | {"index": torch.tensor(index)}
 
     def plan(self, index: int) -> list[Stretch]:
-        """The stretches of one sequence, in order."""
+        """Return the stretches of one sequence, in order."""
         self.require_index(index)
         while index >= self._starts[-1]:
             self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1)))
@@ -291,16 +291,16 @@ class PackedSequences(CutSequences):
         return self._epoch(epoch)[index - self._starts[epoch]]
 
     def origin_of(self, index: int) -> str:
-        """The first of its documents, and where in them it begins."""
+        """Name the first three documents of the sequence, and its first token in each."""
         names = self.documents.names
-        said = [f"{names[document]!r} from token {start:,}" for document, start, _ in self.plan(index)]
-        more = f" and {len(said) - 3} more" if len(said) > 3 else ""
-        return f"sequence {index}: {', '.join(said[:3])}{more}"
+        origins = [f"{names[document]!r} from token {start:,}" for document, start, _ in self.plan(index)]
+        more = f" and {len(origins) - 3} more" if len(origins) > 3 else ""
+        return f"sequence {index}: {', '.join(origins[:3])}{more}"
 
     def __str__(self) -> str:
         """For a report: how much there is to read, and how often it will be read."""
         first = self._epoch(0)
-        whole = sum(len(one) == 1 for one in first)
+        whole = sum(len(stretches) == 1 for stretches in first)
         return (
             f"{self.count:,} sequences of {self.length:,} tokens, documents packed, each at positions of its own, "
             f"{self.count / len(first):.2f} times through {sum(self.lengths):,} tokens in "
@@ -313,7 +313,7 @@ class PackedSequences(CutSequences):
 
 @lru_cache(maxsize=2)
 def _packed(lengths: tuple[int, ...], length: int, prefix: int, seed: int, epoch: int) -> list[list[Stretch]]:
-    """The sequences of one epoch, in the order in which they are read."""
+    """Return the sequences of one epoch, in reading order."""
     random = np.random.default_rng([seed, 2, epoch])
     read = length - prefix
     whole: list[list[Stretch]] = []
@@ -331,7 +331,7 @@ def _packed(lengths: tuple[int, ...], length: int, prefix: int, seed: int, epoch
 
 
 def _filled(stretches: Sequence[Stretch], length: int, prefix: int) -> list[list[Stretch]]:
-    """Stretches one after the other, cut where a sequence is full; the last sequence is left out if it is not."""
+    """Fill sequences with stretches one after the other; drop the last sequence if it is not full."""
     sequences: list[list[Stretch]] = []
     current: list[Stretch] = []
     room = length
@@ -348,22 +348,22 @@ def _filled(stretches: Sequence[Stretch], length: int, prefix: int) -> list[list
 
 @torch.no_grad()
 def require_separate(model: nn.Module) -> None:
-    """Make sure that a model keeps packed documents apart, by changing one and looking at the other.
+    """Check that a model keeps packed documents apart, by changing the first and comparing the second.
 
     Args:
         model: a causal language model in evaluation mode, extended.
 
     Raises:
-        IncompatibleError: the second of two documents changed with the first.
+        IncompatibleError: if the logits of the second document change with the first.
     """
     base = base_model(model)
     generator = torch.Generator().manual_seed(0)
     size = base.get_input_embeddings().weight.shape[0]
-    first, other, second = torch.randint(0, size, (3, 16), generator=generator).to(base.device)
+    first, changed, second = torch.randint(0, size, (3, 16), generator=generator).to(base.device)
     positions = torch.arange(16, device=base.device).repeat(2)[None]
     ours, theirs = (
         base(torch.cat([before, second])[None], position_ids=positions, use_cache=False).logits[0, 16:]
-        for before in (first, other)
+        for before in (first, changed)
     )
     if not torch.allclose(ours, theirs, rtol=0.0, atol=1e-3 * ours.abs().max().item()):
         raise IncompatibleError(

@@ -41,7 +41,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_as_a_number(cls, value: Any, field: Any) -> Any:
-        """Pydantic takes true for 1, and a key on the command line whose value was forgotten is true."""
+        """Reject booleans for numbers: pydantic coerces true to 1, and ``--key`` without a value parses as true."""
         if isinstance(value, bool) and cls.model_fields[field.field_name].annotation is not bool:
             raise ValueError("input should not be true or false")
         return value
@@ -54,7 +54,7 @@ def _factor_or_length(section: Any) -> Any:
 
 
 class ExtensionSettings(Section):
-    """What ``ctxext.patch`` is given.
+    """Arguments of ``ctxext.patch``.
 
     Args:
         method: the name of a method; ``ctxext methods`` lists them. Or the path of a choice (``choice.json`` of
@@ -82,22 +82,22 @@ class ExtensionSettings(Section):
     def _chosen(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not is_choice(given.get("method")):
             return given
-        own = [key for key in ("factor", "target_length", "parameters") if given.get(key)]
-        if own:
-            raise ValueError(f"{given['method']} holds a method with its parameters: leave out {', '.join(own)}")
-        found = method_in(given["method"])
-        parameters = {key: value for key, value in found.to_dict().items() if key != "method" and value is not None}
-        return given | {"method": found.name, "factor": parameters.pop("factor", None), "parameters": parameters}
+        doubled = [key for key in ("factor", "target_length", "parameters") if given.get(key)]
+        if doubled:
+            raise ValueError(f"{given['method']} holds a method with its parameters: leave out {', '.join(doubled)}")
+        method = method_in(given["method"])
+        parameters = {key: value for key, value in method.to_dict().items() if key != "method" and value is not None}
+        return given | {"method": method.name, "factor": parameters.pop("factor", None), "parameters": parameters}
 
     _one_of_both = model_validator(mode="after")(_factor_or_length)
 
     def arguments(self) -> dict[str, Any]:
-        """What ``ctxext.patch`` takes beside model and method."""
+        """Return the arguments of ``ctxext.patch`` beside model and method."""
         return {**self.model_dump(exclude={"method", "parameters"}, exclude_none=True), **self.parameters}
 
 
 class Data(Section):
-    """Which documents are trained on, and how sequences are cut from them.
+    """Training documents, and the sequences cut from them.
 
     Args:
         train: text, parquet, JSONL or CSV files, folders, or data sets on the hub (OWNER/NAME[:CONFIG]); one or a list.
@@ -157,7 +157,7 @@ class Stage(Section):
 
 
 class Lora(Section):
-    """Which weights are trained, unless it is the table of positions.
+    """Trained weights, unless only the table of positions is trained.
 
     Args:
         rank: the rank of LoRA's updates.
@@ -218,7 +218,7 @@ class TrainingSettings(Section):
 
 
 class MemorySettings(Section):
-    """How a training step holds memory: what ``ctxext.training.Memory`` is given (explained there), and one more.
+    """Memory of a training step: the arguments of ``ctxext.training.Memory`` (explained there), and one more.
 
     Args:
         loss_chunk: tokens whose logits exist at a time; None computes the loss as the model does, as it is always done
@@ -246,7 +246,7 @@ class MemorySettings(Section):
 
 
 class Evaluation(Section):
-    """What is measured before and after training, with the adapter at its start and at its end; nothing by default.
+    """Measurements before and after training, with the adapter at its start and at its end; none by default.
 
     With ``text``: the loss by position, against the same model that sees only the last tokens, and inside the trained
     window against the checkpoint as it came. With ``passkey_lengths``: whether a key is found in so long a text.
@@ -383,7 +383,7 @@ class Settings(Section):
         return self
 
 
-# Where a setting stood in configs and in stored runs before it had its present place.
+# Former places of settings, in configs and in stored runs, with the present ones.
 MOVED = {("training", "activation_checkpointing"): ("memory", "checkpointing")}
 
 
@@ -414,15 +414,15 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def checked_settings(values: dict[str, Any], source: str) -> Settings:
-    """Settings out of nested dictionaries, perhaps written by an earlier version.
+    """Build settings from nested dictionaries, perhaps written by an earlier version.
 
     Args:
-        values: by name.
-        source: where they come from, to show.
+        values: values by name.
+        source: origin of the values, for messages.
 
     Raises:
-        UnknownNameError: a key that does not exist, with a suggestion.
-        InvalidParameterError: a missing, ill-typed or contradictory value.
+        UnknownNameError: for a key that does not exist, with a suggestion.
+        InvalidParameterError: for a missing, ill-typed or contradictory value.
     """
     for (section, name), (new_section, new_name) in MOVED.items():
         old, new = values.get(section), values.get(new_section) or {}
@@ -442,8 +442,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for twice in {key for key in keys if keys.count(key) > 1}:
             raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is set twice", node.start_mark)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 _Loader.add_implicit_resolver(
@@ -452,7 +452,7 @@ _Loader.add_implicit_resolver(
 
 
 def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The pairs of a command line, values read as YAML."""
+    """Yield the keys and values of a command line, values parsed as YAML."""
     words = list(overrides)
     while words:
         word = words.pop(0)
@@ -463,42 +463,40 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         while not given and words and not words[0].startswith("--"):
             texts.append(words.pop(0))
         try:
-            found = [yaml.load(text, _Loader) for text in texts]
+            values = [yaml.load(text, _Loader) for text in texts]
         except yaml.YAMLError as error:
             quoted = " ".join(f"'{json.dumps(text, ensure_ascii=False)}'" for text in texts)
             raise InvalidParameterError(
                 f"--{key} {' '.join(texts)} is not valid YAML: {error}\nText with signs that mean something to YAML "
                 f"stands in quotes inside the shell's: --{key} {quoted}"
             ) from error
-        yield key, found[0] if len(found) == 1 else found or True
+        yield key, values[0] if len(values) == 1 else values or True
 
 
 def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
-    """The full names on a command line with their values: of a list all that are given for it, of all else the one."""
-    found: dict[tuple[str, ...], Any] = {}
-    said: dict[tuple[str, ...], str] = {}
+    """Return the full names on a command line with their values, the values of a repeated list joined."""
+    values: dict[tuple[str, ...], Any] = {}
+    spelled: dict[tuple[str, ...], str] = {}
     for key, value in _parsed(overrides):
         path = tuple(_full_path(key))
-        for other in found:
-            contradicts = path[: len(other)] == other[: len(path)] or {path[-1], other[-1]} == {
-                "factor",
-                "target_length",
-            }
-            if not contradicts or (path == other and _takes_list(path)):
+        for earlier in values:
+            ends = {path[-1], earlier[-1]}
+            contradicts = path[: len(earlier)] == earlier[: len(path)] or ends == {"factor", "target_length"}
+            if not contradicts or (path == earlier and _takes_list(path)):
                 continue
-            if said[other] == key:
+            if spelled[earlier] == key:
                 raise InvalidParameterError(f"--{key} is given more than once, and takes one value. Give it once.")
             raise InvalidParameterError(
-                f"--{said[other]} and --{key} are both on the command line, and say the same. Give one of them."
+                f"--{spelled[earlier]} and --{key} are both on the command line, and say the same. Give one of them."
             )
-        if path in found:
-            value = [one for each in (found[path], value) for one in (each if isinstance(each, list) else [each])]
-        found[path], said[path] = value, key
-    return [(list(path), value) for path, value in found.items()]
+        if path in values:
+            value = [item for each in (values[path], value) for item in (each if isinstance(each, list) else [each])]
+        values[path], spelled[path] = value, key
+    return [(list(path), value) for path, value in values.items()]
 
 
 def _takes_list(path: Sequence[str]) -> bool:
-    """Whether a setting is a list."""
+    """Return whether a setting is a list."""
     section: Any = Settings
     for name in path:
         fields = getattr(section, "model_fields", {})
@@ -541,7 +539,7 @@ def _paths(section: type[BaseModel]) -> Iterator[list[str]]:
 
 
 def _explained(error: ValidationError, path: str) -> UnknownNameError | InvalidParameterError:
-    """The first unknown name with a suggestion; otherwise everything that is wrong, at once."""
+    """Build an error for the first unknown name, with a suggestion; without one, list all problems at once."""
     problems = []
     for problem in error.errors():
         place = [str(part) for part in problem["loc"]]
@@ -551,14 +549,14 @@ def _explained(error: ValidationError, path: str) -> UnknownNameError | InvalidP
         if problem["type"] == "missing":
             problems.append(f"{name} is missing; set it in the file or with --{name}")
         else:
-            said = problem["msg"].removeprefix("Value error, ")
-            said = f"{said[:1].lower()}{said[1:]}"
-            problems.append(f"{name}: {said}, found {problem['input']!r}" if name else said)
+            reason = problem["msg"].removeprefix("Value error, ")
+            reason = f"{reason[:1].lower()}{reason[1:]}"
+            problems.append(f"{name}: {reason}, found {problem['input']!r}" if name else reason)
     return InvalidParameterError(f"{path}: {'; '.join(problems)}.")
 
 
 def _siblings(place: Sequence[str]) -> list[str]:
-    """The dotted names that exist where an unknown one was found."""
+    """Return the dotted names that exist beside an unknown name."""
     section: Any = Settings
     for name in place[:-1]:
         of_items = typing.get_args(section)  # of a list of sections, whose names are numbers

@@ -74,19 +74,19 @@ class ShiftedAttention:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """This model's layers attend in groups, forward and backward; other models stay what they are."""
+        """Let this model's layers attend in groups, forward and backward; other models stay unchanged."""
         mine = set(map(id, self.layers))
-        interfaces = {id(one): one for one in map(_interface, self.layers)}.values()
-        before = [(one, one._local_mapping.get(self.name)) for one in interfaces]
-        for one, _ in before:
-            one[self.name] = self._instead_of(one[self.name], mine)
+        interfaces = {id(table): table for table in map(_interface, self.layers)}.values()
+        before = [(table, table._local_mapping.get(self.name)) for table in interfaces]
+        for table, _ in before:
+            table[self.name] = self._instead_of(table[self.name], mine)
         try:
             yield
         finally:
-            for one, local in before:
-                del one[self.name]  # an entry on top of transformers' own
+            for table, local in before:
+                del table[self.name]  # an entry on top of transformers' own
                 if local is not None:
-                    one[self.name] = local
+                    table[self.name] = local
 
     def _instead_of(self, attention: Attention, layers: set[int]) -> Attention:
         def attend(
@@ -99,14 +99,15 @@ class ShiftedAttention:
             given = {name: rest[name] for name in ("scaling", "dropout") if name in rest}
 
             def within(part: slice, count: int, *heads: Tensor) -> Tensor:
-                """Heads [batch, head, token, dim] in equal groups: [batch, token, head, dim]."""
+                """Attend in equal groups: heads [batch, head, token, dim] to [batch, token, head, dim]."""
                 batch = len(query)
-                folded = [_folded(one[:, :, part], count) for one in heads]
+                folded = [_folded(states[:, :, part], count) for states in heads]
                 out = attention(module, *folded, None, **given)[0]
                 return out.reshape(batch, -1, *out.shape[2:])
 
             parts = [
-                one.tensor_split([key.shape[1] // 2 * one.shape[1] // key.shape[1]], 1) for one in (query, key, value)
+                states.tensor_split([key.shape[1] // 2 * states.shape[1] // key.shape[1]], 1)
+                for states in (query, key, value)
             ]
             straight, shifted = zip(*parts, strict=True)
             half = query.shape[2] // (2 * self.groups)
@@ -137,12 +138,12 @@ class ShiftedAttention:
 
 
 def _interface(layer: nn.Module) -> Any:
-    """Where a layer's class looks up attention functions: models may have a table of their own."""
+    """Return the table in which a layer's class looks up attention functions; a model may have its own table."""
     return names_of(type(layer))["ALL_ATTENTION_FUNCTIONS"]
 
 
 def _folded(heads: Tensor, groups: int) -> Tensor:
-    """Heads [batch, head, token, dim] with their equal groups of tokens side by side in the batch."""
+    """Move equal groups of tokens of heads [batch, head, token, dim] into the batch dimension."""
     batch, count, tokens, size = heads.shape
     cut = heads.view(batch, count, groups, tokens // groups, size).transpose(1, 2)
     return cut.reshape(batch * groups, count, tokens // groups, size)

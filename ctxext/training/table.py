@@ -1,4 +1,4 @@
-"""The table of positions as all that is trained: all of it, or its new rows alone.
+"""Train the table of positions and nothing else: the whole table, or its new rows only.
 
 The weights around an extended table have never seen its new rows. To train these alone, and nothing else, costs least
 (it gained an embedding model of LongEmbed's 15 points, and a tiny BERT of ours nothing: docs/results/masked.md): the
@@ -69,7 +69,7 @@ class TrainedTable:
                 )
 
     def __str__(self) -> str:
-        """For a report: how many rows of which table are trained."""
+        """Return in words how many rows of which table are trained, for a report."""
         counts = [
             f"{int((~kept).sum()):,} of {len(kept):,} rows of {name} are trained" for name, kept in self.kept.items()
         ]
@@ -77,5 +77,5 @@ class TrainedTable:
 
 
 def _without(kept: Bool[Tensor, " rows"], gradient: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
-    """The gradient of the rows that are trained, and nothing for the others."""
+    """Set the gradient of the kept rows to 0."""
     return gradient.masked_fill(kept.to(gradient.device)[:, None], 0.0)

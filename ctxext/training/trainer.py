@@ -1,4 +1,4 @@
-"""The Trainer for long sequences: on any number of processes, and it stops at a loss that is no number."""
+"""Trainer for long sequences: runs on any number of processes, and stops at a loss that is no number."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **whole)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's own, with the embedding's weights in a group of their own."""
+        """Create the Trainer's optimizer, with the embedding's weights in a group of their own."""
         fresh = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         embedding = base_model(self.model).get_input_embeddings().weight
@@ -82,12 +82,12 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             for group in list(optimizer.param_groups):
                 if any(weight is embedding for weight in group["params"]):
                     group["params"] = [weight for weight in group["params"] if weight is not embedding]
-                    own = {"params": [embedding], "lr": self.embedding_learning_rate}
-                    optimizer.add_param_group({**group, **own})
+                    separate = {"params": [embedding], "lr": self.embedding_learning_rate}
+                    optimizer.add_param_group({**group, **separate})
         return optimizer
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        """The Trainer's own; afterwards the model can be measured, with masks and caches."""
+        """Train as the Trainer does; afterwards the model can be measured, with masks and caches."""
         parallelism = self.accelerator.parallelism_config
         if resume_from_checkpoint is not None and parallelism is not None and parallelism.sp_size > 1:
             # The Trainer cannot skip what was read already in the data loader that DeepSpeed puts around its own.
@@ -101,7 +101,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             release_attention(self.model)
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """The Trainer's own, and what a patched model must know of the whole sequence."""
+        """Prepare inputs as the Trainer does, and add the length of the whole sequence for a patched model."""
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and parallelism.cp_enabled:
             inputs = {**inputs, **whole_sequence(self.model, inputs)}
@@ -111,7 +111,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         return super()._prepare_context_parallel_inputs(model, inputs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """One forward and backward pass."""
+        """Run one forward and backward pass."""
         self._indices: list[int] = inputs.pop("index")
         # Around the backward pass, too: what checkpointing computes again must be what it computed.
         with contextlib.nullcontext() if self.shifted is None else self.shifted.on():
@@ -121,23 +121,23 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         return loss
 
     def _largest_gradient(self, model: nn.Module) -> float:
-        """The largest number in each process's gradients, summed, since a sum of several stays NaN where one is.
+        """Sum over processes the largest number in each process's gradients: NaN on one process makes the sum NaN.
 
         The host waits for the device once, and not for every weight.
         """
         whole = (weight.grad for weight in model.parameters() if weight.grad is not None)
-        own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in whole]
-        largest = get_total_norm([gradient for gradient in own if gradient.numel()], math.inf)
+        parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in whole]
+        largest = get_total_norm([gradient for gradient in parts if gradient.numel()], math.inf)
         among: Tensor = self.accelerator.reduce(largest.to(self.accelerator.device, torch.float32), "sum")
         return float(among)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, looked at before the backward pass: with DeepSpeed that one changes the weights too."""
-        found = super().compute_loss(*args, **kwargs)
-        loss = found[0] if isinstance(found, tuple) else found
+        """Compute the Trainer's loss and check it before the backward pass, which with DeepSpeed changes weights."""
+        result = super().compute_loss(*args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
         if not torch.isfinite(loss):
             raise self._not_a_number(f"The loss is {loss.item()}")
-        return found
+        return result
 
     def _not_a_number(self, wrong: str) -> NotANumberError:
         data = self.train_dataset
@@ -149,7 +149,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One batch of ``Sequences``. Its indices stay a list: engines that share sequences would cut a tensor."""
+    """Build a batch of ``Sequences``. The indices stay a list: engines that share sequences would shard a tensor."""
     indices = [int(row["index"]) for row in rows]
     tensors = default_data_collator([{key: row[key] for key in row if key != "index"} for row in rows])
     return {**tensors, "index": indices}
