@@ -65,13 +65,29 @@ def is_adapter(directory: str | os.PathLike[str]) -> bool:
     return True
 
 
+def base_of(directory: str | os.PathLike[str]) -> str:
+    """Return where an adapter says that its base checkpoint is.
+
+    Raises:
+        CheckpointError: it does not say it.
+    """
+    path = Path(directory) / ADAPTER_FILE
+    base = read_json(path).get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise CheckpointError(
+            f"{directory} does not say what its base checkpoint is. Write it into {ADAPTER_FILE}: "
+            f"base_model_name_or_path."
+        )
+    return base
+
+
 @dataclass(frozen=True)
 class SavedAdapter:
     """An adapter in a directory, with what was saved beside it.
 
     Args:
         directory: of the adapter.
-        extension: that its model had.
+        extension: that its model had; empty for none.
         config: its PEFT config, as it was before it was marked.
         encoding: the weights of its model's encoding that the adapter's own file does not hold, by name; None where
             none were saved beside it.
@@ -313,8 +329,12 @@ def read_beside(path: Path) -> dict[str, Any]:
     return saved
 
 
-def read_extension(directory: Path) -> SavedAdapter:
+def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
     """Read what was saved beside the weights of an adapter, or else what the config of its base says.
+
+    Args:
+        directory: of the adapter.
+        plain: take an adapter of a plain model too.
 
     Raises:
         CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
@@ -330,7 +350,7 @@ def read_extension(directory: Path) -> SavedAdapter:
             f"that file was not copied along. Copy it too, or save the adapter again with ctxext.save."
         )
     carried = None if path.is_file() else _carried_by_base(adapter)
-    if not path.is_file() and carried is None:
+    if not (path.is_file() or carried or plain):
         raise CheckpointError(
             f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. If it was trained "
             f"on a plain model, load it with PeftModel.from_pretrained(base, path); otherwise what it was trained with "
@@ -341,8 +361,8 @@ def read_extension(directory: Path) -> SavedAdapter:
             f"{directory} has no {ADAPTER_WEIGHTS}; ctxext reads adapters from safetensors only. Save it again with "
             f"ctxext.save."
         )
-    if carried is not None:
-        return SavedAdapter(directory, carried, PeftConfig.from_pretrained(directory), None)
+    if not path.is_file():
+        return SavedAdapter(directory, carried or {}, PeftConfig.from_pretrained(directory), None)
     saved = read_beside(path)
     if not all(_is_guarded(adapter.get(field)) for field in saved["guarded"]):
         raise CheckpointError(

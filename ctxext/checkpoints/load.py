@@ -41,6 +41,7 @@ from ctxext.errors import (
     PatchStateError,
     UnknownNameError,
     VerificationError,
+    require_package,
 )
 from ctxext.files import whole_files
 from ctxext.methods import Method, RopeMethod, known_methods, method_class, saved_class
@@ -128,8 +129,6 @@ def load(
         VerificationError: the restored model does not have the frequencies that were saved.
     """
     _refuse_arguments(path, loading)
-    where, loading = gguf_inside(path, loading)
-    place = checked_path(where, loading)
     known = method_class(method) if isinstance(method, str) else None
     parameters = {field.name for field in fields(known)} if known is not None else set[str]()
     own = {name: loading.pop(name) for name in list(loading) if name in parameters}
@@ -147,42 +146,13 @@ def load(
     )
     if method is None:
         _refuse_without_method(arguments)
+        return load_saved(path, base=base, attention=attention, auto_class=auto_class, **loading)
+    where, loading = gguf_inside(path, loading)
+    place = checked_path(where, loading)
     if is_adapter(place):
-        if method is not None:
-            raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
-        return _load_adapter(Path(place), base, attention, loading, auto_class)
-    if base is not None:
-        given = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
-        raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
-    if method is None:
-        return _restored(path, place, attention, loading, auto_class)
+        raise CheckpointError(f"{place} is an adapter and was trained for its own extension; leave method out.")
+    _refuse_base(base, place)
     return _extended(place, arguments, loading, auto_class)
-
-
-def _restored(
-    path: Any, place: str, attention: str | None, loading: dict[str, Any], auto_class: Any
-) -> PreTrainedModel:
-    """Load a checkpoint with the extension that it was saved with."""
-    config = _read_config(place, loading)
-    if saved_extension(config, place) is None:
-        scaling_there = already_extended(config)
-        if loading.get("gguf_file") and scaling_there is not None:
-            raise CheckpointError(
-                f"{place} carries no extension to restore. Its GGUF file scales positions ({scaling_there}), which "
-                f"transformers passes over. Say which method to add to them, as in "
-                f"ctxext.load({str(path)!r}, method='yarn', factor=4, scaling='extend')."
-            )
-        file = f", gguf_file={loading['gguf_file']!r}" if loading.get("gguf_file") else ""
-        raise CheckpointError(
-            f"{place} carries no extension to restore. Say which one to apply, as in "
-            f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with "
-            f"AutoModelForCausalLM.from_pretrained({place!r}{file})."
-        )
-    model = _read_model(place, config, loading, auto_class, restored=True)
-    leads_to_it = model.config._name_or_path
-    attached(model, place, attention)
-    model.config._name_or_path = leads_to_it
-    return model
 
 
 def _extended(
@@ -205,6 +175,66 @@ def _extended(
         if not replaces_weights(model, extended.ctxext):
             return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
     return extend(_read_model(place, written, loading, auto_class), arguments)
+
+
+def load_saved(
+    path: str | os.PathLike[str],
+    *,
+    plain_class: Any = None,
+    base: Any = None,
+    attention: str | None = None,
+    auto_class: Any = None,
+    **loading: Any,
+) -> Any:
+    """Load a checkpoint or an adapter as it was saved: with the extension that it carries, or plain if it has none.
+
+    Args:
+        path: as for ``load``.
+        plain_class: the class of transformers that reads a checkpoint without an extension, also as the base of an
+            adapter; no weight may be missing. None refuses such a checkpoint.
+        base: as for ``load``.
+        attention: the backend that an extension is restored on; None for the one that was saved.
+        auto_class: as for ``load``; it reads a checkpoint that carries an extension.
+        **loading: arguments of ``from_pretrained``.
+
+    Raises:
+        CheckpointError: as ``load``.
+        UnknownNameError: as ``load``.
+        VerificationError: as ``load``.
+    """
+    where, loading = gguf_inside(path, loading)
+    place = checked_path(where, loading)
+    if is_adapter(place):
+        return _load_adapter(Path(place), base, attention, loading, auto_class, plain_class)
+    _refuse_base(base, place)
+    config = _read_config(place, loading)
+    if saved_extension(config, place) is not None:
+        model = _read_model(place, config, loading, auto_class, restored=True)
+        leads_to_it = model.config._name_or_path
+        attached(model, place, attention)
+        model.config._name_or_path = leads_to_it
+        return model
+    if plain_class is not None:
+        return _read_model(place, config, loading, plain_class, complete=True)
+    scaling_there = already_extended(config)
+    if loading.get("gguf_file") and scaling_there is not None:
+        raise CheckpointError(
+            f"{place} carries no extension to restore. Its GGUF file scales positions ({scaling_there}), which "
+            f"transformers passes over. Say which method to add to them, as in "
+            f"ctxext.load({str(path)!r}, method='yarn', factor=4, scaling='extend')."
+        )
+    file = f", gguf_file={loading['gguf_file']!r}" if loading.get("gguf_file") else ""
+    raise CheckpointError(
+        f"{place} carries no extension to restore. Say which one to apply, as in "
+        f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with "
+        f"AutoModelForCausalLM.from_pretrained({place!r}{file})."
+    )
+
+
+def _refuse_base(base: Any, place: str) -> None:
+    if base is not None:
+        given = type(base).__name__ if isinstance(base, nn.Module) else repr(base)
+        raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
 
 
 def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bool:
@@ -254,14 +284,30 @@ def _refuse_without_method(arguments: ExtensionArguments) -> None:
 
 
 def _read_config(place: str, loading: dict[str, Any]) -> Any:
+    if loading.get("gguf_file"):
+        require_package("gguf", "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
     location = {key: loading[key] for key in LOCATION if key in loading}
     return read_any_config(place, trust_remote_code=bool(loading.get("trust_remote_code", False)), **location)
 
 
 def _read_model(
-    place: str, config: PreTrainedConfig, loading: dict[str, Any], auto_class: Any = None, *, restored: bool = False
+    place: str,
+    config: PreTrainedConfig,
+    loading: dict[str, Any],
+    auto_class: Any = None,
+    *,
+    restored: bool = False,
+    complete: bool = False,
 ) -> PreTrainedModel:
-    """Load the weights into the model that ``config`` says, with those of its own encoding where it was saved so.
+    """Load the weights into the model that ``config`` says.
+
+    Args:
+        place: as ``from_pretrained`` takes it.
+        config: of the checkpoint.
+        loading: arguments of ``from_pretrained``.
+        auto_class: as for ``model_class``.
+        restored: with the weights of its own encoding where it was saved so.
+        complete: refuse weights that lack tensors also where ``auto_class`` was asked for, which may have a new head.
 
     Raises:
         CheckpointError: no safetensors weights there, or unreadable ones.
@@ -276,7 +322,7 @@ def _read_model(
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
             check_weights(Path(place) / loading.get("subfolder", ""))
-    telling = {"output_loading_info": True} if auto_class is None else {}
+    telling = {"output_loading_info": True} if complete or auto_class is None else {}
     try:
         with restoring(), running_code(f"a {config.model_type}"):
             found = chosen.from_pretrained(place, config=config, **telling, **loading)
@@ -290,10 +336,11 @@ def _read_model(
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
     model: PreTrainedModel = found[0] if telling else found
     as_plain(model)
-    if not telling:  # a class that was asked for may have a head that is new
-        return model
-    said = found[1]
-    refuse_lacking(place, model, sorted(said["missing_keys"]))
+    if telling:
+        refuse_lacking(place, model, sorted(found[1]["missing_keys"]))
+    file = Path(place, loading.get("gguf_file") or "")
+    if file.is_file():  # adapters will look for their base in this file, not in its directory
+        model.name_or_path = str(file)
     return model
 
 
@@ -570,13 +617,14 @@ def _load_adapter(
     base: str | os.PathLike[str] | nn.Module | None,
     attention: str | None,
     loading: dict[str, Any],
-    auto_class: Any = None,
+    auto_class: Any,
+    plain_class: Any,
 ) -> Any:
     for_adapter = {name: loading.pop(name) for name in ADAPTER if name in loading}
     name = for_adapter.get("adapter_name", "default")
     if not isinstance(name, str) or not name or "." in name:  # it becomes a part of the names of weights
         raise InvalidParameterError(f"adapter_name must be a name without a dot, found {name!r}.")
-    adapter = read_extension(directory)  # it says so where PEFT is missing
+    adapter = read_extension(directory, plain=plain_class is not None)  # it says so where PEFT is missing
     if isinstance(base, nn.Module):
         given = {"attention": attention, "auto_class": auto_class}
         extra = [*loading, *(name for name, value in given.items() if value is not None)]
@@ -587,12 +635,17 @@ def _load_adapter(
     else:
         place = os.fspath(base) if base is not None else adapter.config.base_model_name_or_path
         if not place:
-            raise CheckpointError(f"{directory} does not say what its base checkpoint is; pass base=...")
+            raise CheckpointError(
+                f"{directory} does not say what its base checkpoint is. Pass base=..., or write it into {ADAPTER_FILE}."
+            )
         if base is None and adapter.config.revision is not None:
             loading.setdefault("revision", adapter.config.revision)
         if auto_class is not None:
             loading["auto_class"] = auto_class
-        model, drawn = _load_base(adapter, place, attention, loading, named=base is None)
+        if adapter.extension:
+            model, drawn = _load_base(adapter, place, attention, loading, named=base is None)
+        else:
+            model, drawn = load_saved(place, plain_class=plain_class, **loading), False
     patched = patched_state(base_model(model))
     return put_adapter(model, adapter, Edits() if patched is None else patched.edits, drawn=drawn, **for_adapter)
 
@@ -621,7 +674,7 @@ def _load_base(
     carried = saved_extension(config, place)
     restored = carried is not None and not differences(saved, carried)
     if restored:
-        model: PreTrainedModel = load(place, attention=attention, **loading)
+        model: PreTrainedModel = load_saved(place, attention=attention, **loading)
     elif carried is None or named:  # trained on what that one's weights are, with its own extension in its place
         model = _extended(place, arguments_of(saved, attention), loading, loading.pop("auto_class", None))
     else:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from ctxext.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, EXTENSION_FILE, is_adapter
-from ctxext.checkpoints.load import load, model_class, refuse_lacking, require_language_model
+from ctxext.adapters import base_of, is_adapter
+from ctxext.checkpoints.load import load_saved, model_class, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
@@ -26,9 +26,7 @@ from ctxext.errors import (
     InvalidParameterError,
     UnknownNameError,
     printable,
-    require_package,
 )
-from ctxext.files import read_json
 from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
 from ctxext.texts.documents import package_folders
@@ -70,6 +68,7 @@ def load_checkpoint(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     masked: bool = False,
+    **loading: Any,
 ) -> Checkpoint:
     """Load a language model and its tokenizer, from safetensors or GGUF, without remote code unless allowed.
 
@@ -83,6 +82,8 @@ def load_checkpoint(
         device: where to put the model; default the first CUDA device, else the CPU.
         trust_remote_code: run Python code that the checkpoint brings along.
         masked: load a model that fills in masked tokens (BERT and its kin), not one that predicts the next.
+        **loading: arguments of ``from_pretrained``, such as ``quantization_config``; a ``device_map`` decides in the
+            place of ``device``.
 
     Raises:
         CheckpointError: nothing there, or nothing that transformers can load as such a model.
@@ -91,29 +92,23 @@ def load_checkpoint(
     """
     if dtype not in ("auto", *DTYPES):
         raise UnknownNameError.of("dtype", dtype, ["auto", *DTYPES])
-    path = _installed_checkpoint() if source is None else Path(source)
-    if source is not None and not path.exists():
-        if path.suffix == ".gguf":
-            raise CheckpointError(f"No checkpoint at {source!r}. Give a directory, a .gguf file or a name on the hub.")
-        checked_path(source, {})
-    if masked and path.suffix == ".gguf":
+    path = str(_installed_checkpoint() if source is None else source)
+    if path.endswith(".gguf") and not Path(path).exists():
+        raise CheckpointError(f"No checkpoint at {path!r}. Give a directory, a .gguf file or a name on the hub.")
+    if path.endswith(".gguf") and masked:
         raise CheckpointError(f"{path} cannot be read as a masked language model: GGUF files hold causal ones.")
+    if not Path(path).exists():
+        checked_path(path, {})
     place = checked_device(device)
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         with _quiet():
-            if path.suffix == ".gguf":
-                name, loaded = path.name.split(".")[0], _load_gguf(path, dtype, place)
-            else:
-                name = path.name if path.exists() else str(source)
-                loaded = _load(str(source), dtype, place, trust, masked)
+            return _load(path, dtype, place, masked, trust, loading)
     except CtxextError:
         raise
     except (OSError, ValueError, ImportError) as error:
         kind = "masked" if masked else "causal"
-        raise CheckpointError(f"Cannot load a {kind} language model from {source or path}: {error}") from error
-    model, tokenizer, note = loaded
-    return Checkpoint(name, model.to(place).eval(), tokenizer, note)
+        raise CheckpointError(f"Cannot load a {kind} language model from {path}: {error}") from error
 
 
 def checked_device(device: str | torch.device | None) -> torch.device:
@@ -178,86 +173,47 @@ def _sample(tensor: Tensor) -> bytes:
     return bytes(picked.view(torch.uint8).numpy())
 
 
-def _load_gguf(path: Path, dtype: str, device: torch.device) -> tuple[nn.Module, Any, str]:
-    require_package("gguf", "demo", f"Reading {path} needs", CheckpointError)
-    where, inside = gguf_inside(path, {})
-    chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(None, device)
-    why = "weights dequantised from GGUF" if dtype == "auto" and chosen == "bf16" else why
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=path.name)
-    config = read_any_config(where, gguf_file=path.name)  # with the scaling in the file, which transformers passes over
-    model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=DTYPES[chosen], **inside)
-    model.name_or_path = str(path)  # where adapters will look for their base: not in the directory, in this file of it
-    return model, tokenizer, f"{chosen} ({why})"
-
-
 def _load(
-    source: str, dtype: str, device: torch.device, trust: dict[str, Any], masked: bool = False
-) -> tuple[nn.Module, Any, str]:
-    if is_adapter(source):
-        if masked:
-            raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
-        return _load_adapter(source, dtype, device, trust)
-    checked_path(source, {})
-    config = read_any_config(source, **trust)
-    if not masked:
-        require_language_model(config, source)
-    chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
-    options: dict[str, Any] = {"dtype": DTYPES[chosen], **trust}
+    source: str, dtype: str, device: torch.device, masked: bool, trust: dict[str, Any], loading: dict[str, Any]
+) -> Checkpoint:
+    """Load a model in the dtype that is safe for what is stored, and the tokenizer that lies beside it."""
+    adapted = is_adapter(source)
+    if adapted and masked:
+        raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
+    where, inside = gguf_inside(base_of(source) if adapted else source, {})
+    file = {"gguf_file": inside["gguf_file"]} if inside else {}
+    checked_path(where, file)
+    config = None if file else read_any_config(where, **trust)  # a GGUF file takes seconds, and says no dtype
     if masked:
-        model = _load_masked(source, config, options)
-    elif saved_extension(config, source) is not None:
-        model = load(source, **options)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True, **options)
-    return model, AutoTokenizer.from_pretrained(source, config=config, **trust), f"{chosen} ({why})"
+        _require_masked(config, source)
+    elif config is not None:
+        require_language_model(config, where)
+    chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
+    if file and (dtype, chosen) == ("auto", "bf16"):
+        why = "weights dequantised from GGUF"
+    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    model = load_saved(source, plain_class=kind, dtype=DTYPES[chosen], **trust, **loading)
+    if "device_map" not in loading:
+        model.to(device)
+    if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        where, file = source, {}
+    tokenizer = AutoTokenizer.from_pretrained(where, config=config, **file, **trust)
+    name = Path(source).name if Path(source).exists() else source
+    return Checkpoint(
+        name.split(".")[0] if name.endswith(".gguf") else name, model.eval(), tokenizer, f"{chosen} ({why})"
+    )
 
 
-def _load_masked(source: str, config: Any, options: dict[str, Any]) -> nn.Module:
-    """A model with the head that fills in masked tokens, of which no weight is missing."""
+def _require_masked(config: Any, source: str) -> None:
+    """Raise ``CheckpointError`` for a checkpoint that was saved extended without a head that fills in masked tokens."""
     if saved_extension(config, source) is None:
-        loading = {"use_safetensors": True, "output_loading_info": True, **options}
-        model, said = AutoModelForMaskedLM.from_pretrained(source, **loading)
-        refuse_lacking(source, model, sorted(said["missing_keys"]))
-        found: nn.Module = model
-        return found
+        return
     chosen, known = model_class(config), AutoModelForMaskedLM._model_mapping
     if type(config) not in known or chosen is not known[type(config)]:
         raise CheckpointError(
             f"{source} was saved extended as a {chosen.__name__} (architectures in config.json), which fills in no "
             f"masked tokens. Extend the masked language model itself, and save that."
         )
-    extended: nn.Module = load(source, **options)
-    return extended
-
-
-def _load_adapter(source: str, dtype: str, device: torch.device, trust: dict[str, Any]) -> tuple[nn.Module, Any, str]:
-    """An adapter on its base model, with its extension where it was saved with one."""
-    base = read_json(Path(source) / ADAPTER_FILE).get("base_model_name_or_path")
-    if not base:
-        raise CheckpointError(f"{source} does not say what its base checkpoint is; write it into {ADAPTER_FILE}.")
-    where, inside = gguf_inside(base, {})
-    checked_path(where, inside)
-    stored = None if inside else getattr(read_any_config(base, **trust), "dtype", None)
-    chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(stored, device)
-    options: dict[str, Any] = {"dtype": DTYPES[chosen], **trust}
-    if (Path(source) / EXTENSION_FILE).is_file():
-        model = load(source, **options)
-    elif not (Path(source) / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{source} has no {ADAPTER_WEIGHTS}; other formats can run code when they are read.")
-    else:
-        require_package("peft", "train", f"{source} is an adapter; reading it takes", CheckpointError)
-        from peft import PeftModel
-
-        plain = _load_gguf(Path(base), chosen, device) if inside else _load(base, chosen, device, trust)
-        model = PeftModel.from_pretrained(plain[0], source)
-    own = any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    named = {"gguf_file": inside["gguf_file"]} if inside else {}
-    tokenizer = (
-        AutoTokenizer.from_pretrained(source, **trust)
-        if own
-        else AutoTokenizer.from_pretrained(where, **named, **trust)
-    )
-    return model, tokenizer, f"{chosen} ({why})"
 
 
 def _installed_checkpoint() -> Path:
