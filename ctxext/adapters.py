@@ -75,8 +75,8 @@ def base_of(directory: str | os.PathLike[str]) -> str:
     base = read_json(path).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise CheckpointError(
-            f"{directory} does not say what its base checkpoint is. Write it into {ADAPTER_FILE}: "
-            f"base_model_name_or_path."
+            f"{directory} does not say what its base checkpoint is; pass base=... to ctxext.load, or write it into "
+            f"{ADAPTER_FILE} (base_model_name_or_path)."
         )
     return base
 

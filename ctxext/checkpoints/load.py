@@ -6,7 +6,6 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ctxext.adapters import (
     ENCODING_FILE,
     EXTENSION_FILE,
     SavedAdapter,
+    base_of,
     is_adapter,
     put_adapter,
     read_extension,
@@ -190,17 +190,15 @@ def load_saved(
 
     Args:
         path: as for ``load``.
-        plain_class: the class of transformers that reads a checkpoint without an extension, also as the base of an
-            adapter; no weight may be missing. None refuses such a checkpoint.
+        plain_class: the class that reads a checkpoint without an extension, also as the base of an adapter; None
+            refuses such a checkpoint. Where a class is given, weights that lack any of its tensors are refused.
         base: as for ``load``.
         attention: the backend that an extension is restored on; None for the one that was saved.
         auto_class: as for ``load``; it reads a checkpoint that carries an extension.
         **loading: arguments of ``from_pretrained``.
 
     Raises:
-        CheckpointError: as ``load``.
-        UnknownNameError: as ``load``.
-        VerificationError: as ``load``.
+        CheckpointError: as ``load``, whose other errors are raised too.
     """
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
@@ -209,7 +207,8 @@ def load_saved(
     _refuse_base(base, place)
     config = _read_config(place, loading)
     if saved_extension(config, place) is not None:
-        model = _read_model(place, config, loading, auto_class, restored=True)
+        complete = plain_class is not None
+        model = _read_model(place, config, loading, auto_class, restored=True, complete=complete)
         leads_to_it = model.config._name_or_path
         attached(model, place, attention)
         model.config._name_or_path = leads_to_it
@@ -299,15 +298,9 @@ def _read_model(
     restored: bool = False,
     complete: bool = False,
 ) -> PreTrainedModel:
-    """Load the weights into the model that ``config`` says.
+    """Load the weights into the model that ``config`` says, with those of its own encoding where it was saved so.
 
-    Args:
-        place: as ``from_pretrained`` takes it.
-        config: of the checkpoint.
-        loading: arguments of ``from_pretrained``.
-        auto_class: as for ``model_class``.
-        restored: with the weights of its own encoding where it was saved so.
-        complete: refuse weights that lack tensors also where ``auto_class`` was asked for, which may have a new head.
+    A class that was asked for may have a head that is new, unless the weights must be ``complete``.
 
     Raises:
         CheckpointError: no safetensors weights there, or unreadable ones.
@@ -315,9 +308,7 @@ def _read_model(
     """
     chosen = model_class(config, auto_class)
     config = config_of(config, chosen)
-    as_plain: Callable[[Any], None] = _as_it_is
-    if restored:
-        chosen, as_plain = building_encodings(chosen, config)
+    chosen, as_plain = building_encodings(chosen, config) if restored else (chosen, None)
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True} | loading
         if loading["use_safetensors"] and Path(place).is_dir():
@@ -335,17 +326,14 @@ def _read_model(
         names = {field.name for method in known_methods().values() for field in fields(method)}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
     model: PreTrainedModel = found[0] if telling else found
-    as_plain(model)
+    if as_plain is not None:
+        as_plain(model)
     if telling:
         refuse_lacking(place, model, sorted(found[1]["missing_keys"]))
     file = Path(place, loading.get("gguf_file") or "")
     if file.is_file():  # adapters will look for their base in this file, not in its directory
         model.name_or_path = str(file)
     return model
-
-
-def _as_it_is(model: Any) -> None:
-    """Leaves a model alone."""
 
 
 def refuse_lacking(place: str | os.PathLike[str], model: PreTrainedModel, lacking: list[str]) -> None:
@@ -633,11 +621,7 @@ def _load_adapter(
         require_trained_on(adapter.extension, directory, base)
         model, drawn = base, False
     else:
-        place = os.fspath(base) if base is not None else adapter.config.base_model_name_or_path
-        if not place:
-            raise CheckpointError(
-                f"{directory} does not say what its base checkpoint is. Pass base=..., or write it into {ADAPTER_FILE}."
-            )
+        place = base_of(directory) if base is None else os.fspath(base)
         if base is None and adapter.config.revision is not None:
             loading.setdefault("revision", adapter.config.revision)
         if auto_class is not None:
@@ -653,14 +637,9 @@ def _load_adapter(
 def _load_base(
     adapter: SavedAdapter, place: str, attention: str | None, loading: dict[str, Any], *, named: bool
 ) -> tuple[nn.Module, bool]:
-    """The base model of an adapter, extended as it was trained on, and whether its encoding was drawn anew.
+    """Load the base of an adapter, extended as it was trained on, and tell whether its encoding was drawn anew.
 
-    Args:
-        adapter: as it was saved.
-        place: of the base checkpoint.
-        attention: the backend.
-        loading: arguments of ``from_pretrained``.
-        named: whether it is the adapter that says which its base is.
+    An extension that the base carries is replaced only where the adapter itself has ``named`` that base.
     """
     directory, saved = adapter.directory, adapter.extension
     place, loading = gguf_inside(place, loading)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -90,10 +89,9 @@ def plan(
         raise InvalidParameterError("Give --memory (80GiB), for the longest context, or --length, for what it takes.")
     require_package("peft", "train", "Training is planned with", CheckpointError)
 
-    from ctxext.adapters import is_adapter
+    from ctxext.adapters import base_of, is_adapter
     from ctxext.checkpoints.source import checked_path, read_any_config
     from ctxext.evaluation.forward import parse_bytes
-    from ctxext.files import read_json
     from ctxext.planning.plan import plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
@@ -107,7 +105,7 @@ def plan(
         mlp_tile=mlp_tile,
     )
     if is_adapter(checkpoint):
-        base = read_json(Path(checkpoint) / "adapter_config.json").get("base_model_name_or_path")
+        base = base_of(checkpoint)
         raise CheckpointError(f"{checkpoint} is an adapter. Plan its base model, {base}; --lora-rank says its size.")
     config = read_any_config(checked_path(checkpoint, {}), trust_remote_code=trust)
     chosen, name = _dtype(config, dtype)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 from transformers.utils import logging as transformers_logging
 
 from ctxext.adapters import base_of, is_adapter
-from ctxext.checkpoints.load import load_saved, model_class, require_language_model
+from ctxext.checkpoints.load import load_saved, require_language_model
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
@@ -27,7 +27,6 @@ from ctxext.errors import (
     UnknownNameError,
     printable,
 )
-from ctxext.saved import saved_extension
 from ctxext.surgery.wrappers import base_model, is_zero3
 from ctxext.texts.documents import package_folders
 
@@ -184,15 +183,15 @@ def _load(
     file = {"gguf_file": inside["gguf_file"]} if inside else {}
     checked_path(where, file)
     config = None if file else read_any_config(where, **trust)  # a GGUF file takes seconds, and says no dtype
-    if masked:
-        _require_masked(config, source)
-    elif config is not None:
+    if config is not None and not masked:
         require_language_model(config, where)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
     if file and (dtype, chosen) == ("auto", "bf16"):
         why = "weights dequantised from GGUF"
-    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    model = load_saved(source, plain_class=kind, dtype=DTYPES[chosen], **trust, **loading)
+    kind: dict[str, Any] = {"plain_class": AutoModelForCausalLM}  # what was saved extended knows its own class
+    if masked:
+        kind = dict.fromkeys(("plain_class", "auto_class"), AutoModelForMaskedLM)
+    model = load_saved(source, dtype=DTYPES[chosen], **kind, **trust, **loading)
     if "device_map" not in loading:
         model.to(device)
     if adapted and any((Path(source) / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
@@ -202,18 +201,6 @@ def _load(
     return Checkpoint(
         name.split(".")[0] if name.endswith(".gguf") else name, model.eval(), tokenizer, f"{chosen} ({why})"
     )
-
-
-def _require_masked(config: Any, source: str) -> None:
-    """Raise ``CheckpointError`` for a checkpoint that was saved extended without a head that fills in masked tokens."""
-    if saved_extension(config, source) is None:
-        return
-    chosen, known = model_class(config), AutoModelForMaskedLM._model_mapping
-    if type(config) not in known or chosen is not known[type(config)]:
-        raise CheckpointError(
-            f"{source} was saved extended as a {chosen.__name__} (architectures in config.json), which fills in no "
-            f"masked tokens. Extend the masked language model itself, and save that."
-        )
 
 
 def _installed_checkpoint() -> Path:

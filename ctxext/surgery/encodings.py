@@ -257,7 +257,7 @@ def building_encodings(chosen: Any, config: Any) -> tuple[Any, Callable[[Any], N
     if kind is None or not issubclass(kind, EncodingMethod):
         return chosen, lambda model: None
     method, trained_length = kind.from_dict(saved), config.ctxext["trained_length"]
-    plain = getattr(chosen, "_model_mapping", {type(config): chosen})[type(config)]
+    plain = getattr(chosen, "_model_mapping", {}).get(type(config), chosen)
 
     class WithEncodings(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
 from ctxext import patching
-from ctxext.adapters import ADAPTER_FILE, is_adapter
+from ctxext.adapters import base_of, is_adapter
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.errors import BackendUnavailableError, CheckpointError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint
-from ctxext.files import read_json
-from ctxext.saved import checked_trained_length, plain_config, saved_extension
+from ctxext.saved import checked_trained_length, saved_extension
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings
@@ -68,26 +67,14 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
             no trained length is given.
     """
     source = settings.checkpoint
-    config = None
     if source is not None and not source.endswith(".gguf"):
-        config = _config_of_whole(source, settings.extension.trained_length)
+        _require_whole(source, settings.extension.trained_length)
     if settings.quantisation is None:
         return _load_plain(settings, device)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            device_map={"": device},
-            use_safetensors=True,
-            quantization_config=BitsAndBytesConfig(**four_bits(settings.quantisation, dtype)),
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot load {source} in {settings.quantisation}: {error}") from error
-    name = Path(str(source)).name if Path(str(source)).exists() else str(source)
-    return Checkpoint(name, model.eval(), tokenizer, f"{settings.quantisation}, computed in {settings.dtype}")
+    packed = BitsAndBytesConfig(**four_bits(settings.quantisation, dtype))
+    loaded = _load_plain(settings, device, quantization_config=packed, device_map={"": device})
+    return replace(loaded, dtype_note=f"{settings.quantisation}, computed in {settings.dtype}")
 
 
 def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -105,30 +92,29 @@ def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def _load_plain(settings: Settings, device: torch.device | str) -> Checkpoint:
+def _load_plain(settings: Settings, device: torch.device | str, **loading: Any) -> Checkpoint:
     """Load the run's checkpoint, and take off the extension that it was saved with, if there is one."""
     dtype = settings.dtype if settings.table is None else "fp32"  # it is held in float32, as all that is trained
     masked = settings.data.masked is not None
-    checkpoint = load_checkpoint(settings.checkpoint, dtype=dtype, device=device, masked=masked)
+    checkpoint = load_checkpoint(settings.checkpoint, dtype=dtype, device=device, masked=masked, **loading)
     if patching.describe(checkpoint.model).method is None:
         return checkpoint
     patching.unpatch(checkpoint.model)
     return replace(checkpoint, sha256="")  # which counts the config too
 
 
-def _config_of_whole(source: str, trained_length: int | None) -> Any:
-    """The config, unextended, of what a run begins from; what it cannot begin from is refused before it is loaded."""
+def _require_whole(source: str, trained_length: int | None) -> None:
+    """Refuse what a run cannot begin from, before it is loaded: an adapter, or an extension that stays."""
     if is_adapter(source):
-        base = read_json(Path(source) / ADAPTER_FILE).get("base_model_name_or_path")
         raise CheckpointError(
-            f"{source} is an adapter on {base}, perhaps of another extension. A run begins from a whole checkpoint: "
-            f"name {base} itself, or merge the adapter into it first. To go on with the run that wrote it, --resume."
+            f"{source} is an adapter on {base_of(source)}, perhaps of another extension. A run begins from a whole "
+            f"checkpoint: name that one itself, or merge the adapter into it first. To go on with the run that wrote "
+            f"it, --resume."
         )
     checked_path(source, {})
-    config = read_any_config(source)
-    saved = saved_extension(config, source)
+    saved = saved_extension(read_any_config(source), source)
     if saved is None:
-        return config
+        return
     if trained_length is None:
         raise CheckpointError(
             f"{source} was saved extended by {saved['method']['method']}, and extensions are never stacked. Begin from "
@@ -136,7 +122,6 @@ def _config_of_whole(source: str, trained_length: int | None) -> Any:
             f"{saved['trained_length']}."
         )
     checked_trained_length(saved, trained_length)
-    return plain_config(config, saved)
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:

@@ -153,7 +153,7 @@ def test_a_masked_language_model(dtype: str, tmp_path: Path) -> None:
     require_masked(load_checkpoint(str(longer), device="cpu", dtype=dtype, masked=True).model, expected)
     require_masked(ctxext.load(longer, dtype=DTYPES[dtype]), expected)
     headless = saved(ctxext.patch(BertModel(expected.config.from_pretrained(place)), "pi", factor=2), tmp_path / "less")
-    with pytest.raises(CheckpointError, match="BertModel"):
+    with pytest.raises(CheckpointError, match="BertForMaskedLM"):
         load_checkpoint(str(headless), device="cpu", masked=True)
 
 
