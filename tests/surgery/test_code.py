@@ -102,7 +102,7 @@ def test_what_a_typed_class_reads_of_its_config_is_found_in_its_code(typed: Any,
     if is_read:
         assert ctxext.describe(ctxext.patch(model, "yarn", factor=2)).target_length == 2 * TRAINED_LENGTH
     else:
-        with pytest.raises(IncompatibleError, match="alibi=True, and Alibi does not read it"):
+        with pytest.raises(IncompatibleError, match="alibi=True, but Alibi does not read it"):
             ctxext.patch(model, "yarn", factor=2)
 
 
