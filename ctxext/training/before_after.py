@@ -54,23 +54,23 @@ class BeforeAndAfter:
                 self.inside = window_losses(checkpoint, self.corpus, self.plan, progress=progress)
 
     def before(self, model: nn.Module, path: Path) -> dict[str, Any]:
-        """``measure``, or what ``path`` holds of the same measurement from before the run was interrupted.
+        """Measure, or read the same measurement from ``path``, kept there before the run was interrupted.
 
         Args:
-            model: with its adapter as it begins.
-            path: where the result is kept.
+            model: the model with its adapter at the start.
+            path: file of the result.
         """
         asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
-        # A run that was killed before its first checkpoint leaves its directory to a new one, which may be another.
+        # A run that was killed before its first checkpoint leaves its directory to a new run, perhaps a different one.
         asked["of"] = self.settings.model_dump(include={"dtype", "quantisation", "seed", "extension"})
         asked["of"]["checkpoint"] = self.checkpoint.sha256
         if path.is_file() and (stored := json.loads(path.read_text(encoding="utf-8")))["evaluation"] == asked:
-            found: dict[str, Any] = stored["found"]
-            return found
-        found = self.measure(model)
+            earlier: dict[str, Any] = stored["found"]
+            return earlier
+        results = self.measure(model)
         if PartialState().is_main_process:
-            write_json(path, {"evaluation": asked, "found": found})
-        return found
+            write_json(path, {"evaluation": asked, "found": results})
+        return results
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, Any]:
@@ -81,12 +81,12 @@ class BeforeAndAfter:
         """
         evaluation = self.settings.evaluation
         model.eval()
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         if self.plan is not None:
             now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
             with self._arithmetic(), _bar(total_cost(self.checkpoint, self.corpus, self.plan)) as progress:
                 result = run(now, self.corpus, self.plan, inside=self.inside, name="extended", progress=progress)
-            found["perplexity"] = result.to_dict() | {"answer": result.sentence()}
+            results["perplexity"] = result.to_dict() | {"answer": result.sentence()}
         if evaluation.passkey_lengths:
             cells = len(evaluation.passkey_lengths) * len(evaluation.passkey_depths) * evaluation.passkey_trials
             with self._arithmetic(), _bar(float(cells)) as bar:
@@ -100,8 +100,8 @@ class BeforeAndAfter:
                     seed=self.settings.seed,
                     on_trial=lambda _: bar("passkey", 1.0),
                 )
-            found["passkey"] = {"accuracy": keys.accuracy, "cells": [asdict(cell) for cell in keys.cells]}
-        return found
+            results["passkey"] = {"accuracy": keys.accuracy, "cells": [asdict(cell) for cell in keys.cells]}
+        return results
 
     def _plan(self) -> PerplexityPlan:
         """Plan the perplexity: patch once to learn the extension's length, and undo; later the model has it."""
@@ -133,25 +133,25 @@ def _bar(total: float) -> StageBar:
     return StageBar(terminal(stderr=True, quiet=not PartialState().is_main_process), total)
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(measurement: dict[str, Any]) -> str:
     """Summarise a measurement in a few sentences; return an empty text if nothing was measured."""
     sentences = []
-    if "perplexity" in found:
-        extension = PerplexityResult.from_dict(found["perplexity"]).extension
-        sentences.append(found["perplexity"]["answer"])
+    if "perplexity" in measurement:
+        extension = PerplexityResult.from_dict(measurement["perplexity"]).extension
+        sentences.append(measurement["perplexity"]["answer"])
         if extension is not None and extension.in_window is not None:
             sentences.append(
                 f"Inside the trained window it differs from the checkpoint as it came by {extension.in_window}."
             )
-    if "passkey" in found:
-        sentences.append(f"Passkeys found: {found['passkey']['accuracy']:.0%}.")
+    if "passkey" in measurement:
+        sentences.append(f"Passkeys found: {measurement['passkey']['accuracy']:.0%}.")
     return " ".join(sentences)
 
 
-def gain(found: dict[str, Any]) -> Gain:
+def gain(measurement: dict[str, Any]) -> Gain:
     """Return the loss minus the best truncation's, by positions; empty if it was not measured."""
-    if "perplexity" not in found:
+    if "perplexity" not in measurement:
         return []
-    extension = PerplexityResult.from_dict(found["perplexity"]).extension
+    extension = PerplexityResult.from_dict(measurement["perplexity"]).extension
     scores = extension.at(POSITIONS) if extension is not None else ()
     return [((span.start, span.stop), span.versus_truncation) for span in scores if span.versus_truncation is not None]

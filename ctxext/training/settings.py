@@ -292,13 +292,13 @@ class Settings(Section):
         dtype: what the model computes in, ``bf16`` or ``fp32``; the weights that are trained are float32 either way.
         output: the directory for checkpoints, the adapter and ``run.json``.
         seed: the seed of the data's order and of the initial LoRA weights.
-        merge: also write the whole model with the adapter merged in, which stock transformers loads.
+        merge: also write the whole model with the adapter merged in, which plain transformers loads.
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one. A run that only makes sense on a GPU says
             ``cuda``, and is refused elsewhere.
         quantisation: ``nf4`` holds the weights that are not trained in 4 bits (QLoRA); CUDA and bitsandbytes.
         table: train the extended table of learned positions and nothing else, without an adapter: ``new_rows`` keeps
             the learned rows bit for bit, wherever the method put them, ``whole`` trains all. The result is ``model``, a
-            whole model in stock form. The section ``lora`` and ``merge`` then say nothing.
+            whole model that plain transformers loads. The section ``lora`` and ``merge`` then say nothing.
         stages: a length curriculum, trained before the extension that the settings end with; each stage has ``steps``,
             ``factor`` or ``target_length``, and ``length``.
     """
