@@ -40,7 +40,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
     @abstractmethod
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids``, ``labels``, ``position_ids``, each [length], and its ``index``."""
+        """Return ``input_ids``, ``labels``, ``position_ids``, each [length], and ``index``."""
 
     @abstractmethod
     def length_of(self, index: int) -> int:
@@ -167,7 +167,7 @@ class TrainingSequences(CutSequences):
             )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids``, ``labels``, ``position_ids``, ``attention_mask``, each [length], and its ``index``."""
+        """Return ``input_ids``, ``labels``, ``position_ids``, ``attention_mask``, each [length], and ``index``."""
         document, start, split, text_gap, gap = self.plan(index)
         tokens = self.documents.tokens
         first = tokens(document, start, start + split)
@@ -267,7 +267,7 @@ class PackedSequences(CutSequences):
         self._starts = [0]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids``, ``labels``, ``position_ids``, each [length], and its ``index``."""
+        """Return ``input_ids``, ``labels``, ``position_ids``, each [length], and ``index``."""
         front = torch.tensor(self.documents.prefix, dtype=torch.long)
         ids, labels, positions = [], [], []
         for document, start, stop in self.plan(index):
