@@ -130,6 +130,7 @@ def test_compiled_kernel_and_its_cache(cutoff: float | None) -> None:
     assert graphs[0] == graphs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "limit"), [(["causal"], 2), pytest.param(list(cases.LAYOUTS), 8, marks=pytest.mark.nightly)]
 )

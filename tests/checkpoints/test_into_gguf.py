@@ -283,7 +283,7 @@ def test_two_sets_of_factors_are_not_exact(llama: Path, plain_gguf: Path, tmp_pa
     made = export(llama, to="llama.cpp", method=two, gguf=(plain_gguf, tmp_path / "out.gguf"))
     assert same_divisors(tmp_path / "out.gguf", PLAIN / np.array(FACTORS))
     assert not made.exact
-    assert any("short texts get it too" in note for note in made.notes)
+    assert any("for short texts too" in note for note in made.notes)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def require_same(found: Any, expected: Any, length: int = 80) -> None:
     assert torch.equal(logits(found, text), logits(expected, text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_model_type_in_the_dtype_that_is_chosen_for_it(model_type: str, tmp_path: Path) -> None:
     method, stored = TYPES[model_type]
@@ -218,6 +219,7 @@ def test_a_plain_adapter(tmp_path: Path) -> None:
         trained(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "self_extend", "kerple"])
 def test_an_adapter_with_its_extension(method: str, tmp_path: Path) -> None:
     base, place = saved(tiny(), tmp_path / "base"), tmp_path / "adapter"
@@ -243,6 +245,7 @@ def test_an_adapter_on_a_base_that_carries_the_extension(tmp_path: Path) -> None
     require_same(ctxext.load(place).eval(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "yarn"])
 def test_an_adapter_on_a_gguf_file(method: str | None, gguf_file: Path, tmp_path: Path) -> None:
     model = from_gguf(gguf_file, "fp32")

@@ -203,7 +203,7 @@ def test_patch_takes_long_parameters_from_a_file(cli: Cli, llama: Path, tmp_path
         (["-m", "yarn", "-f", "4", "-p", "beta_fast"], "must be KEY=VALUE"),
         (["-m", "yarn", "-p", "factor=4"], "give it as --factor"),
         (["-m", "yarn", "-f", "4", "-p", "mscale=@missing.json"], "no file missing.json"),
-        (["-m", "yarn", "-f", "4", "--sliding-window", "lift"], "sliding window"),
+        (["-m", "yarn", "-f", "4", "--sliding-window", "lift"], "full-attention layers"),
     ],
 )
 def test_patch_mistakes(cli: Cli, llama: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

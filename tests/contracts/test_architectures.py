@@ -56,6 +56,7 @@ NOT_REMAPPED = {"gemma3_text": "its positions differ by layer type", "deepseek_v
 A_FEW = [METHODS[name] for name in ("yarn", "longrope", "dynamic_yarn", "self_extend")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", [pytest.param(ROPE_METHODS, marks=pytest.mark.nightly, id="all"), A_FEW])
 @every_model
 def test_saved_then_reloaded_by_stock_code_and_unpatched(

@@ -30,5 +30,5 @@ def test_provenance_is_complete(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_file_is_used(path: Path) -> None:
-    tests = "".join(test.read_text() for test in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(test.read_text() for test in Path(__file__).parents[1].rglob("test_*.py"))
     assert f'golden("{path.stem}"' in tests or f'"golden" / "{path.name}"' in tests

@@ -33,6 +33,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "FIRST", FIRST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)]
 )  # of all pairs of tokens

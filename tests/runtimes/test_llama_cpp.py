@@ -56,6 +56,7 @@ def test_every_method_of_every_shape_was_tried() -> None:
         assert {proof["method"] for proof in PROOFS if proof["shape"] == shape} == set(methods_for(shape)), shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

@@ -51,6 +51,7 @@ def test_every_method_of_a_shape_was_tried(shape: str) -> None:
     assert {proof["method"] for proof in PROOFS if proof["shape"] == shape} == set(methods_for(shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama", "phi3", pytest.param("gemma", marks=pytest.mark.nightly)])
 def test_export_says_today_what_was_measured(shape: str) -> None:
     """A verdict that changes needs the measurement anew (make mlx-lm)."""

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not RECENT, reason="built for
 
 LENGTH = 2 * TRAINED_LENGTH + 10
 TYPES = ("t5gemma", "t5gemma2")
-SAVED = json.loads((Path(__file__).parents[1] / "golden" / "saved_sides.json").read_text())["models"]
+SAVED = json.loads(Path(__file__).with_name("saved_sides.json").read_text())["models"]
 every_type = pytest.mark.parametrize("model_type", TYPES)
 
 

@@ -181,6 +181,7 @@ def added(change: Changed) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["callback", "none"])
 @pytest.mark.parametrize("build", [lora, lora_first, named_lora, pytest.param(added, marks=through_transformers)])
 def test_an_adapter_checkpoint_carries_its_extension(build: Any, callback: bool, plain: Path, tmp_path: Path) -> None:
