@@ -173,7 +173,7 @@ def test_what_is_said_of_it() -> None:
     assert said.method == {"method": "stretch_buckets", "factor": 4.0, "temperature": 0.8}
     assert said.stock
     assert said.stored_as == "stock relative_attention_max_distance 128 -> 512, and weights of self-attention"
-    assert "divided by 0.8, in texts of every length" in " ".join(said.notes)
+    assert "divided by 0.8 in texts of every length" in " ".join(said.notes)
     assert "are read as before" not in " ".join(said.notes)
     assert said.fingerprint != ctxext.describe(stretched).fingerprint
     assert "temperature" in differences(sharper.config.ctxext, stretched.config.ctxext)

@@ -180,7 +180,7 @@ def test_models_that_are_more_than_a_decoder_or_less(cli: Cli, tmp_path: Path, n
     verdicts = {verdict["method"]: verdict["target_length"] for verdict in found["verdicts"]}
     assert verdicts["yarn"] == 4 * trained
     said = refused(cli("plan", place, "--length", 256))
-    assert "planned for causal language models" in said
+    assert "not a plain causal language model" in said
     assert "decoders only" not in said
 
 

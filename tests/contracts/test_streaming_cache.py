@@ -126,7 +126,8 @@ def test_it_is_cropped_as_far_as_it_still_holds_what_is_seen_and_refused_beyond(
         assert some.get_seq_length() == 130
         assert float((read(model, some, ids, [7, *[1] * 43]) - whole[:, 130:]).abs().max()) < EXACT
     with pytest.raises(
-        IncompatibleError, match=r"holds the first 4 and the newest \d+ of its 180 tokens.*cropped by up"
+        IncompatibleError,
+        match=r"cropped by up to \d+ tokens, found 100.*the first 4 and the newest \d+ of its 180 tokens",
     ):
         cache.crop(-100)
     assert cache.get_seq_length() == 180
