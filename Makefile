@@ -16,10 +16,10 @@ demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (about 5 mi
 CORE := -n 2 --dist loadscope -m "not slow and not nightly"
 SLOW := -n 2 --dist loadscope -m "slow and not nightly" --override-ini addopts="-q --strict-markers"
 
-core: $(INSTALLED) ## the quick tests, before each commit (3 minutes on 2 idle cores)
+core: $(INSTALLED) ## the quick tests, before each commit (6 minutes on 2 idle cores)
 	$(BIN)/python -m pytest $(CORE) --most-seconds 1
 
-test: $(INSTALLED) ## the test suite: CPU, offline (10 minutes on 2 idle cores)
+test: $(INSTALLED) ## the test suite: CPU, offline (16 minutes on 2 idle cores)
 	$(BIN)/python -m pytest $(CORE) --most-seconds 3
 	$(BIN)/python -m pytest $(SLOW)
 

@@ -137,6 +137,7 @@ def test_any_dtype_that_is_asked_for(stored: str, dtype: str, tmp_path: Path) ->
         require_same(trained(place, "--dtype", dtype).model, plain(place, dtype))
 
 
+@pytest.mark.slow
 def test_an_encoding_with_weights_of_its_own(tmp_path: Path) -> None:
     extended = ctxext.patch(tiny(), "kerple", factor=2.0)
     longer = saved(extended, tmp_path)
@@ -144,6 +145,7 @@ def test_an_encoding_with_weights_of_its_own(tmp_path: Path) -> None:
     require_same(ctxext.load(longer), extended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_masked_language_model(dtype: str, tmp_path: Path) -> None:
     place = saved(tiny("bert"), tmp_path / "model")
@@ -309,6 +311,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
+@pytest.mark.slow
 def test_a_quantised_model(rounding: list[dict[str, Any]], tmp_path: Path) -> None:
     place = saved(tiny(), tmp_path / "model")
 
@@ -331,6 +334,7 @@ def test_a_quantised_model(rounding: list[dict[str, Any]], tmp_path: Path) -> No
     assert ctxext.describe(onward.model).method is None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_says_its_quantisation(rounding: list[dict[str, Any]], tmp_path: Path) -> None:
     place = saved(AutoModelForCausalLM.from_pretrained(saved(tiny(), tmp_path / "model")), tmp_path / "said")
     config = LlamaForCausalLM.config_class.from_pretrained(place)

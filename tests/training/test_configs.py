@@ -103,6 +103,7 @@ def test_it_says_what_it_is(path: Path) -> None:
     assert "activation_checkpointing" not in str(yaml.safe_load(text)), "what was renamed is not in our own files"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.nightly if path in TWINS else (), id=path.stem) for path in CONFIGS],
