@@ -84,23 +84,11 @@ def texts(count: int) -> str:
 
 def laboratory() -> Any:
     """Train and test two encodings on text and on parity, in the quick preset's way and smaller."""
-    from ctxext.laboratory.run import LabSettings, prepare
-    from ctxext.laboratory.subjects import Body
+    from ctxext.laboratory.run import prepare
+    from tests.laboratory._tiny import TINY
 
-    body = Body(hidden=16, layers=1, heads=2)
-    settings = LabSettings(
-        text=body,
-        puzzle=body,
-        length=16,
-        text_steps=3,
-        text_rows=4,
-        windows=4,
-        puzzle_steps=2,
-        puzzle_tokens=100,
-        puzzle_rows=4,
-    )
     asked: dict[str, Any] = {"only": ("rope", "alibi"), "tasks": ("text", "parity"), "seeds": 2, "workers": 1}
-    return prepare(None, text=["text0.txt", "text1.txt"], settings=settings, **asked).run().to_dict()
+    return prepare(None, text=["text0.txt", "text1.txt"], settings=TINY, **asked).run().to_dict()
 
 
 def before_after() -> Any:

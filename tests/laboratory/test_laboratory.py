@@ -23,21 +23,10 @@ from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subject_name
 from ctxext.laboratory.tasks import TASKS
 from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.registry import discover
+from tests.laboratory._tiny import TINY
 
 Cli = Callable[..., Result]
-SMALL = Body(hidden=16, layers=1, heads=2)
 PAIR = Body(hidden=16, layers=2, heads=2)
-TINY = LabSettings(
-    text=SMALL,
-    puzzle=SMALL,
-    length=16,
-    text_steps=3,
-    text_rows=4,
-    windows=4,
-    puzzle_steps=2,
-    puzzle_tokens=100,
-    puzzle_rows=4,
-)
 
 
 @pytest.fixture(scope="module")
