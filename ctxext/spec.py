@@ -50,6 +50,10 @@ class RopeSpec:
             )
 
 
+LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
+"""Llama 2: the model that most rotary methods were published on, and that examples are made for."""
+
+
 @dataclass(frozen=True)
 class AlibiSpec:
     """Facts about an ALiBi model that a method may use.

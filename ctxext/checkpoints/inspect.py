@@ -29,7 +29,7 @@ from ctxext.patching import describe, describe_saved, patch, trained_length_of, 
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
 from ctxext.saved import already_extended, plain_config, saved_extension
-from ctxext.spec import Description, Request, RopeSpec
+from ctxext.spec import LLAMA, Description, Request, RopeSpec
 from ctxext.surgery.published import foreign_fields
 from ctxext.surgery.rotary import find_sites
 from ctxext.surgery.sides import sides_of
@@ -42,8 +42,6 @@ FEW = 8
 """Layers that a model is inspected with at least: patterns that a config says by a number are no longer."""
 TRIED = 4
 """The factor that methods are tried at, of ``Method.example``."""
-# What examples are made for where the model has no rotary positions to make them for.
-LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,8 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.progress import terminal
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.base import Export
-from ctxext.spec import RopeSpec
+from ctxext.spec import LLAMA
 
-# Llama 2: the model that most of the methods were published on.
-LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
 COLUMNS = ("method", "group", "what it does", "pick it", "dynamic", "stock form on a Llama", "source")
 # What a method extends, then what an encoding changes, in the order of listings. A method of several groups stands with
 # the first.

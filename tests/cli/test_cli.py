@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Pretraine
 from typer.testing import Result
 
 import ctxext
-from ctxext.cli.show import LLAMA
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, speed
 from ctxext.methods import METHODS, known_methods
+from ctxext.spec import LLAMA
 from tests._checkpoints import SHAPE, TRAINED
 from tests._gguf import write_gguf
 

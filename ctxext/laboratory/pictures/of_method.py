@@ -39,7 +39,7 @@ from ctxext.methods.pi import PI
 from ctxext.methods.remap import RemapMethod
 from ctxext.patching import patch, unpatch
 from ctxext.saved import saved_extension
-from ctxext.spec import AlibiSpec, BucketSpec, EncodingSpec, RopeSpec
+from ctxext.spec import LLAMA, AlibiSpec, BucketSpec, EncodingSpec, RopeSpec
 from ctxext.surgery.encodings import spec_of
 from ctxext.surgery.lookups import table_of
 from ctxext.surgery.rebuild import rotaries
@@ -53,8 +53,7 @@ PLAIN = "rope"
 SENTENCE = "the cat saw the dog . the dog saw a cat . the cat ran"
 LONGEST = 1024  # tokens of a text that attention is looked at in, unless more are asked for
 UNTRAINED = "as it begins, untrained"
-# What is drawn where there is no checkpoint: the model that most rotary methods were published on, and small ones.
-LLAMA = RopeSpec(rotary_dim=128, base=10000.0, trained_length=4096)
+# What is drawn where there is no checkpoint, beside LLAMA.
 SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, num_layers=1, trained_length=512)
 T5 = BucketSpec(buckets=32, max_distance=128, trained_length=512)
 POSITIONS, TOKENS = 128, 16  # of a table, and of a matrix whose cells hold their numbers

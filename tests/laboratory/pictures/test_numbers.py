@@ -18,7 +18,7 @@ from ctxext.laboratory.encodings.kerple import KERPLE
 from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.attention import by_distance, edges_of
 from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes
-from ctxext.laboratory.pictures.of_method import LLAMA, SMALL, ShownOn, picture_of
+from ctxext.laboratory.pictures.of_method import SMALL, ShownOn, picture_of
 from ctxext.laboratory.pictures.picture import as_numbers
 from ctxext.laboratory.pictures.positions import farthest, picture_of_positions, relative_positions
 from ctxext.laboratory.pictures.rotation import picture_of_rotation, rotation_of
@@ -31,7 +31,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.methods.tile import Tiling
 from ctxext.methods.yarn import YaRN
 from ctxext.registry import discover
-from ctxext.spec import AlibiSpec, RopeSpec
+from ctxext.spec import LLAMA, AlibiSpec, RopeSpec
 
 ROPE = RopeSpec(rotary_dim=8, base=100.0, trained_length=64)
 
