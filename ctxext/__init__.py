@@ -20,7 +20,8 @@ from ctxext.version import __version__ as __version__
 if typing.TYPE_CHECKING:
     from ctxext import training
     from ctxext.checkpoints.export import export
-    from ctxext.checkpoints.load import load, save
+    from ctxext.checkpoints.load import load
+    from ctxext.checkpoints.save import save
     from ctxext.choosing.run import choose
     from ctxext.methods import package as methods
     from ctxext.patching import describe, method, patch, patched, unpatch
@@ -48,7 +49,7 @@ _VERBS = {
     "unpatch": "patching",
     "export": "checkpoints.export",
     "load": "checkpoints.load",
-    "save": "checkpoints.load",
+    "save": "checkpoints.save",
 }
 # What a program that only extends a model need not wait for.
 _MEASURING = {"choose": "choosing.run"}

@@ -22,7 +22,7 @@ from pathlib import Path
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 import ctxext
-from ctxext.checkpoints.load import require_padding
+from ctxext.checkpoints.save import require_padding
 from ctxext.errors import CtxextError
 from ctxext.evaluation.provenance import command, git_state, machine, now, versions
 from ctxext.files import write_json

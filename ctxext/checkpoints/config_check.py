@@ -1,4 +1,4 @@
-"""What a config must hold before anything is built from it; whatever else is wrong with one is said by transformers."""
+"""Check a config before a model is built from it, where transformers would fail without naming a field."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST = {
 
 @contextlib.contextmanager
 def building(what: str) -> Iterator[None]:
-    """While transformers reads or builds ``what`` from a config that somebody wrote: its errors become sentences.
+    """Turn the errors of transformers into sentences while it reads or builds ``what`` from a config.
 
     Nothing of ctxext's own belongs in the block, so that a defect of ours is not taken for a mistake in a config.
 
@@ -60,7 +60,7 @@ def building(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_code(what: str) -> Iterator[None]:
-    """While the code of ``what`` runs, which may be its own: what no value of a config could mend becomes sentences.
+    """Turn errors that no value of a config could mend into sentences while the code of ``what`` runs.
 
     Raises:
         CheckpointError: in the place of what the code ends in.
@@ -122,7 +122,7 @@ def check_config(config: Any, place: str) -> None:
 
 
 def _check_text(config: Any, text: Any, place: str) -> None:
-    """``check_config`` of the part of a config that says how text is read, or of one such part."""
+    """Check the part of a config that describes how text is read, or one of several such parts."""
     for dtype in (config.dtype, getattr(text, "dtype", None)):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise CheckpointError(

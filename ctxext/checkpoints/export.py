@@ -1,4 +1,4 @@
-"""The verb ``export``: what another runtime must be told to serve an extended checkpoint, and what it cannot do."""
+"""Export an extended checkpoint: the flags that make another runtime serve it, or the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _read(
     trust_remote_code: bool,
     arguments: dict[str, Any],
 ) -> tuple[Any, Any, bool]:
-    """The extended config, the one in the files where that is another, and whether they keep old readers out."""
+    """Read the extended config, the one in the files if it differs, and whether the files refuse old readers."""
     place, inside = gguf_inside(checkpoint, {})
     if inside:
         _refuse_gguf(Path(checkpoint), extending=into_gguf and method is not None)
@@ -169,7 +169,7 @@ def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> Extensio
 
 
 def _longer_table(config: Any, served: Any, to: str) -> Export | None:
-    """What to tell of a longer table of positions, which is in the weights; None for any other extension.
+    """Export a longer table of positions, which lies in the weights; return None for any other extension.
 
     Raises:
         IncompatibleError: for a checkpoint whose files hold the shorter table.
@@ -193,7 +193,7 @@ def _longer_table(config: Any, served: Any, to: str) -> Export | None:
 
 
 def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:
-    """A model that was trained with ALiBi and keeps its slopes; None for any other extension."""
+    """Describe a model trained with ALiBi that keeps its slopes; return None for any other extension."""
     saved = saved_extension(config, f"this {config.model_type}")
     if saved is None or not isinstance(saved_method(saved), METHODS["alibi"]) or not saved["stock"]:
         return None
@@ -225,7 +225,7 @@ def _check_target(to: str) -> None:
 
 
 def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
-    """Read what an extended config says.
+    """Read the extension in a config.
 
     Raises:
         PatchStateError: if it is not extended.
@@ -269,7 +269,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
 
 
 def _lengths(config: Any) -> tuple[int, int, tuple[int, ...]]:
-    """Length before the extension, length to serve, and what the trained one may be where the config leaves it open.
+    """Return the trained length, the length to serve, and candidates for the trained one where it is open.
 
     Raises:
         IncompatibleError: if the config names no length at all.
@@ -287,7 +287,7 @@ def _lengths(config: Any) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, float]:
-    """How many frequencies stock transformers makes, and what it multiplies cos and sin by.
+    """Compute how many frequencies plain transformers makes, and its factor of cos and sin.
 
     None and 1 where they are plain, or need ctxext anyway.
 
@@ -305,7 +305,7 @@ def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, flo
 
 
 def _changed(config: Any, served: Any) -> dict[str, Any]:
-    """The fields of the decoder's config that the extension changed."""
+    """Collect the fields of the decoder's config that the extension changed."""
     new, old = (part.get_text_config(decoder=True) for part in (config, served))
     names = config.ctxext["original"]
     return {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name, None)}

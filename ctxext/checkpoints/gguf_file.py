@@ -1,4 +1,4 @@
-"""A GGUF file: what it says about a model, and a copy of it that says something else and is otherwise the same.
+"""Read a GGUF file, and write a copy with other metadata that is otherwise the same.
 
 The ``gguf`` package reads the file, as a memory map. The copy is not built anew from what was read: the bytes of every
 other key and tensor are taken over as they lie in the file, so that no type, order or rounding can get lost.
@@ -56,14 +56,14 @@ class GGUFFile:
 
     @property
     def keys(self) -> list[str]:
-        """The names of what it says."""
+        """The names of its keys."""
         return [name for name in self._reader.fields if not name.startswith("GGUF.")]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What it says under a key.
+        """Return the value of a key.
 
         Raises:
-            CheckpointError: it is text in no encoding that the format has.
+            CheckpointError: the value is text in an encoding that the format does not have.
         """
         found = self._reader.fields.get(key)
         try:
@@ -72,10 +72,10 @@ class GGUFFile:
             raise CheckpointError(f"{self.path} cannot be read as GGUF: {key} is no text ({error}).") from error
 
     def number(self, key: str, default: int | float) -> int | float:
-        """What it says under a key that stands for a number.
+        """Return the value of a key that stands for a number.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: the value is no number.
         """
         found = self.get(key, default)
         if not isinstance(found, int | float):
@@ -86,7 +86,7 @@ class GGUFFile:
 
     @property
     def sizes(self) -> dict[str, int | float]:
-        """What it says in single numbers, by the key without the architecture."""
+        """The values that are single numbers, by their keys without the architecture."""
         found = {key.partition(".")[2]: self.get(key) for key in self.keys if not key.startswith("tokenizer.")}
         return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
@@ -96,10 +96,10 @@ class GGUFFile:
         return [tensor.name for tensor in self._reader.tensors]
 
     def tensor(self, name: str) -> Float[np.ndarray, " n"] | None:
-        """A tensor of one dimension in float32; None where it has none of this name.
+        """Return a tensor of one dimension in float32; None if the file has no tensor of this name.
 
         Raises:
-            CheckpointError: it is one of another kind.
+            CheckpointError: the tensor is of another kind.
         """
         found = self._tensor(name)
         if found is None:
@@ -123,13 +123,13 @@ class GGUFFile:
         tensor: tuple[str, Float[np.ndarray, " n"]] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Write a copy with other keys and at most one other tensor; it appears at the end, whole, or not at all.
+        """Write a copy with other keys and at most one other tensor; the copy appears when it is whole, or not at all.
 
         Args:
             out: a path where nothing exists yet.
-            keys: what the copy says; these take the place of what stood there, or are added.
-            drop: of the other keys, which to leave out.
-            tensor: a name and float32 numbers, which take the place of as many, or are added; None for no other tensor.
+            keys: values by key; they replace those of the file, or are added.
+            drop: whether to leave out a key that is not among ``keys``.
+            tensor: a name and float32 numbers, which replace as many or are added; None to keep all tensors.
             progress: called with (bytes copied, bytes to copy).
 
         Raises:
@@ -159,7 +159,7 @@ class GGUFFile:
             ) from error
 
     def _placed(self, name: str, numbers: Float[np.ndarray, " n"], size: int) -> tuple[bytes, bytes, int]:
-        """What is said about a tensor that is new, its bytes, and where in ``size`` bytes of data or after they go."""
+        """Return the description of a new tensor, its bytes, and their offset in (or after) ``size`` bytes of data."""
         data, place = numbers.astype("<f4").tobytes(), self._tensor(name)
         if place is None:
             offset = self._padded(size)
@@ -171,7 +171,7 @@ class GGUFFile:
         return b"", data, int(place.data_offset) - int(self._reader.data_offset)
 
     def _head(self, keys: Mapping[str, Value], drop: Callable[[str], bool], info: bytes) -> bytes:
-        """All that lies before the data: counts, keys, and what is said about the tensors."""
+        """Build all that lies before the data: counts, keys and descriptions of tensors."""
         kept = {
             one.name: _packed(one.name, keys[one.name]) if one.name in keys else _bytes_of(one)
             for one in (self._reader.fields[name] for name in self.keys)
@@ -188,12 +188,12 @@ class GGUFFile:
 
 
 def _bytes_of(found: Any) -> bytes:
-    """A key, or what is said about a tensor, as it lies in the file."""
+    """Return the bytes of a key, or of the description of a tensor, as they lie in the file."""
     return b"".join(part.tobytes() for part in found.parts)
 
 
 def _packed(name: str, value: Value) -> bytes:
-    """A key as the format has it: its name, its type, its value."""
+    """Pack a key in the form of the file: its name, its type, its value."""
     from gguf import GGUFValueType
 
     if isinstance(value, str):

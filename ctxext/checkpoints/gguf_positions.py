@@ -1,4 +1,4 @@
-"""The positions that a GGUF file says, written into the config that transformers makes of the rest of the file.
+"""Read the positions of a GGUF file into the config that transformers makes of the rest of the file.
 
 transformers reads the base of a GGUF file, for most architectures, and neither its scaling keys nor its tensors of
 divisors: a Llama 3.1 would be loaded with plain positions. llama.cpp reads them as follows (ggml-org/llama.cpp,
@@ -71,7 +71,7 @@ def _head(file: GGUFFile, architecture: str, head: int) -> int:
 
 
 def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
-    """The scaling in the words of transformers; empty where positions are plain."""
+    """Translate the scaling into the fields of transformers; empty if positions are plain."""
     scaling = prefix + "scaling."
     kind = file.get(scaling + "type", "linear")
     unread = [key for key in file.keys if key.startswith(scaling) and key.removeprefix(scaling) not in READ | OF_YARN]

@@ -1,4 +1,4 @@
-"""What a checkpoint is, before anything is loaded: its positions, its window, and which methods extend it."""
+"""Inspect a checkpoint before anything is loaded: its positions, its window, and the methods that extend it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from ctxext.surgery.wrappers import owns_its_config
 
 Progress = Callable[[int, int], None]
 FEW = 8
-"""Layers that a model is inspected with at least: patterns that a config says by a number are no longer."""
+"""The fewest layers that a model is inspected with: no pattern that a config gives by a number is longer."""
 TRIED = 4
 """The factor that methods are tried at, of ``Method.example``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """One set of rotary frequencies: how the config scales it, and its plain form; of an encoder-decoder, whose."""
+    """One set of rotary frequencies: its scaling in the config, its plain form, and the side of an encoder-decoder."""
 
     layer_type: str | None
     rope_type: str
@@ -57,7 +57,7 @@ class Positions:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodCheck:
-    """Whether one method extends this checkpoint, proven on a model without weights.
+    """The verdict about one method on this checkpoint, proven on a model on the meta device.
 
     Args:
         method: its name.
@@ -78,14 +78,14 @@ class MethodCheck:
     needs_training: bool = False
 
     def of(self, method: Method) -> MethodCheck:
-        """The same said of another method that is put in likewise, with the same factor."""
+        """Return this verdict for another method that is put in by the same code, with the same factor."""
         refused = self.refused and self.refused.replace(repr(self.method), repr(method.name))
         return replace(self, method=method.name, refused=refused)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What ``ctxext inspect`` found out.
+    """The result of ``ctxext inspect``.
 
     Args:
         model_type: transformers' name of the architecture.
@@ -100,7 +100,7 @@ class Inspection:
         description: the extension, where ctxext made it.
         verdicts: one per known method.
         exports: per target, the flags for an extended checkpoint or the reason against.
-        notes: what its config says to other programs, or to code of its own, and transformers passes over.
+        notes: fields that other programs or its own code read, and transformers passes over.
     """
 
     model_type: str
@@ -160,7 +160,7 @@ def inspect_checkpoint(
 
 
 def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the model of a config with as few layers as have one of every kind: what is found out holds for them all.
+    """Build the model of a config with as few layers as have one of every kind, for which every verdict is the same.
 
     Every method is tried on every layer, so that the whole of a deep model would take minutes.
     """
@@ -183,12 +183,12 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _until_all(values: list[Any]) -> int:
-    """Return after how many values of a list, one a layer, each that occurs has occurred."""
+    """Return how many of the first values of a list, one for each layer, hold every value that occurs."""
     return max(values.index(value) for value in values) + 1
 
 
 def _kinds(model: PreTrainedModel) -> set[Any]:
-    """Return what modules there are, apart from how many: their classes, and the shapes of their weights."""
+    """Return the kinds of modules in a model: their classes and the shapes of their weights."""
     return {
         (type(module), tuple(weight.shape for weight in module.parameters(recurse=False)))
         for module in model.modules()
@@ -197,7 +197,7 @@ def _kinds(model: PreTrainedModel) -> set[Any]:
 
 
 def _notes(config: Any, model: PreTrainedModel) -> tuple[str, ...]:
-    """What a user must know of fields that transformers passes over."""
+    """Describe the fields that transformers passes over and a user must know of."""
     notes = [str(field) for field in foreign_fields(config)]
     if getattr(config, "auto_map", None) and type(model).__module__.startswith("transformers."):
         notes.append(
@@ -210,7 +210,7 @@ def _notes(config: Any, model: PreTrainedModel) -> tuple[str, ...]:
 def rope_of_checkpoint(
     place: str | os.PathLike[str], *, trained_length: int | None = None, trust_remote_code: bool = False
 ) -> RopeSpec:
-    """The plain rotation of a checkpoint.
+    """Return the plain rotation of a checkpoint.
 
     Raises:
         CheckpointError: nothing readable there.
@@ -233,7 +233,7 @@ def rope_of_checkpoint(
 
 
 def inspect_adapter(directory: Path) -> Description:
-    """What an adapter directory carries; nothing of the base model is read.
+    """Describe the extension that an adapter directory carries; nothing of the base model is read.
 
     Raises:
         CheckpointError: if it carries no extension.
@@ -261,7 +261,7 @@ def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:
 def _positions(
     model: PreTrainedModel, trained_length: int
 ) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
-    """The sites of an extension, or why there are none, and the spec of the first."""
+    """Find the sites of an extension, or why there are none, and the spec of the first."""
     found: list[Positions] = []
     try:
         if sides := sides_of(model):

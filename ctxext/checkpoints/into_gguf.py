@@ -72,21 +72,21 @@ def _refuse_tensors(file: GGUFFile, extended: ExtensionInConfig) -> None:
 
 
 def _divisors(text: Any, base: float, length: int) -> Float[np.ndarray, " half"]:
-    """What divides each power of ``base`` to give the frequencies that stock transformers computes for a config.
+    """Compute what divides each power of ``base`` to give the frequencies of plain transformers for a config.
 
     Both sides are rounded as transformers rounds, so that what an extension leaves alone is divided by 1 exactly.
     """
     rope = dict(text.rope_parameters)
     unscaled = {"rope_type": "linear", "factor": 1.0}
-    plain = _stock(text, rope | unscaled | {"rope_theta": base}, length)
-    own = _stock(text, rope | unscaled if rope["rope_type"] == "default" else rope, length)
+    plain = _frequencies(text, rope | unscaled | {"rope_theta": base}, length)
+    own = _frequencies(text, rope | unscaled if rope["rope_type"] == "default" else rope, length)
     with np.errstate(divide="ignore"):  # what does not turn may have become 0
         found: np.ndarray = np.minimum(plain / own, NEVER).astype(np.float32)
     return found
 
 
-def _stock(text: Any, rope: dict[str, Any], length: int) -> Float[np.ndarray, " half"]:
-    """Frequencies that stock transformers computes for a text of a length, in float64."""
+def _frequencies(text: Any, rope: dict[str, Any], length: int) -> Float[np.ndarray, " half"]:
+    """Compute the frequencies of plain transformers for a text of ``length`` tokens, in float64."""
     told = copy.deepcopy(text)
     told.rope_parameters = rope
     inv_freq: np.ndarray = ROPE_INIT_FUNCTIONS[rope["rope_type"]](told, None, seq_len=length)[0].double().numpy()

@@ -1,4 +1,4 @@
-"""What beside a model's config limits how long its texts may be: files of tokenizers, of generate, of pipelines."""
+"""Limits of the length of texts in files beside a model's config: of tokenizers, of generate, of pipelines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Limit:
 
 
 def limits_in(path: Path) -> list[Limit]:
-    """The limits that a file holds; none for files of other names."""
+    """Read the limits that a file holds; none for files of other names."""
     found, fields = [], [(name, field) for name, field in FIELDS if fnmatch(path.name, name)]
     settings = read_json(path) if fields else {}
     for name, field in fields:

@@ -1,11 +1,10 @@
-"""Loading and saving: checkpoints whose config carries the extension, and adapters that carry it beside them."""
+"""Load a checkpoint or an adapter with its extension: a new one, or the one that it was saved with."""
 
 from __future__ import annotations
 
 import copy
 import os
 import re
-import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,25 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ctxext.adapters import (
-    ADAPTER_FILE,
-    ENCODING_FILE,
-    EXTENSION_FILE,
     SavedAdapter,
     base_of,
     is_adapter,
     put_adapter,
     read_extension,
     require_trained_on,
-    save_adapters,
 )
 from ctxext.architectures import architecture_of, find_architecture
-from ctxext.architectures.sinusoid import Sinusoids
-from ctxext.architectures.table import LearnedTable
 from ctxext.checkpoints.config_check import building, running_code
-from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
 from ctxext.checkpoints.source import check_weights, checked_path, gguf_inside, read_any_config
 from ctxext.errors import (
     CheckpointError,
     IncompatibleError,
     InvalidParameterError,
-    PatchStateError,
     UnknownNameError,
     VerificationError,
     require_package,
 )
-from ctxext.files import whole_files
-from ctxext.methods import Method, RopeMethod, known_methods, method_class, saved_class
+from ctxext.methods import Method, known_methods, method_class
 from ctxext.patching import extend, patch, patched_state, refuse_sides
 from ctxext.saved import (
     already_extended,
@@ -54,7 +44,6 @@ from ctxext.saved import (
     differences,
     extended_texts,
     plain_config,
-    put_old_form,
     saved_extension,
     saved_sides,
     version_of,
@@ -65,17 +54,14 @@ from ctxext.surgery.encodings import building_encodings
 from ctxext.surgery.old_form import drop_old_form, same_rope
 from ctxext.surgery.rebuild import own_defaults, restoring
 from ctxext.surgery.rope_types import current_form, without_guard
-from ctxext.surgery.rotary import require_as_patched
 from ctxext.surgery.sides import sides_of
 from ctxext.surgery.tables import put_weights
-from ctxext.surgery.wrappers import base_model, unwrapped
+from ctxext.surgery.wrappers import base_model
 
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
 LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
 # In the name of a class, transformers' or one that it does not have (LLaMAForCausalLM, with code in the checkpoint).
 PREDICTS_TOKENS = re.compile("CausalLM|LMHead|ConditionalGeneration")
-MODEL_CARD = "README.md"
-ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
 # Arguments of PeftModel.from_pretrained.
 ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
 
@@ -237,7 +223,7 @@ def _refuse_base(base: Any, place: str) -> None:
 
 
 def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bool:
-    """Whether weights that fit the config of ``model`` without an extension do not fit it with one.
+    """Return whether weights that fit the config of ``model`` without an extension do not fit it with one.
 
     Args:
         model: it is not touched.
@@ -248,7 +234,7 @@ def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bo
 
 
 def _buildable(extended: Any, config: Any) -> Any:
-    """Take out of an extended config what only a live model, or stock code that must refuse it, is to see."""
+    """Remove from an extended config the fields that are for live models, or for code that must refuse the config."""
     extended._attn_implementation_internal = config._attn_implementation_internal
     extended._name_or_path = config._name_or_path
     for text in extended_texts(extended):
@@ -298,7 +284,7 @@ def _read_model(
     restored: bool = False,
     complete: bool = False,
 ) -> PreTrainedModel:
-    """Load the weights into the model that ``config`` says, with those of its own encoding where it was saved so.
+    """Load the weights into the model of ``config``, with those of an encoding if they were saved with it.
 
     A class that was asked for may have a head that is new, unless the weights must be ``complete``.
 
@@ -347,7 +333,7 @@ def refuse_lacking(place: str | os.PathLike[str], model: PreTrainedModel, lackin
 
 
 def model_class(config: PreTrainedConfig, auto_class: Any = None) -> Any:
-    """The class that loads a checkpoint: the one asked for, the one it was saved from, or else the causal model.
+    """Return the class that loads a checkpoint: ``auto_class``, the class it was saved from, or the causal model.
 
     Args:
         config: as the checkpoint has it.
@@ -409,7 +395,7 @@ def _named_class(auto_class: Any) -> Any:
 
 
 def config_of(config: Any, chosen: Any) -> Any:
-    """``config``, or its text part where ``chosen`` is a class that makes a model of that part alone."""
+    """Return ``config``, or its text part if ``chosen`` builds a model of that part alone."""
     mapping = getattr(chosen, "_model_mapping", None)
     if mapping is None:
         expected = getattr(chosen, "config_class", None)
@@ -430,7 +416,7 @@ def config_of(config: Any, chosen: Any) -> Any:
 def meta_model(
     config: Any, *, auto_class: Any = None, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The model that a checkpoint's config builds, on the meta device: all of its structure, no memory for weights.
+    """Build the model of a config on the meta device: all of its structure, no memory for weights.
 
     Args:
         config: as the checkpoint has it; the model gets a copy.
@@ -465,99 +451,6 @@ def extended_config(
     """Return an extended copy of ``config``, proven on a model without weights; arguments as for ``ctxext.patch``."""
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trust_remote_code)
     return patch(model, method, **arguments).config
-
-
-def save(model: Any, directory: str | os.PathLike[str], *, tokenizer: Any = None, **saving: Any) -> None:
-    """Save a model so that its extension cannot be lost.
-
-    A whole model is what ``save_pretrained`` writes, whose config carries the extension; beside it stand, wherever they
-    can say the same, the fields that programs written for transformers 4 read (mlx-lm, exllamav3, TGI). For a PEFT
-    adapter, whose directory holds no config of the base model, the extension is written beside it and the adapter is
-    marked so that PEFT and transformers refuse it with a sentence that says what to do. They cannot tell whether a base
-    is extended, and refuse it on one that is, too: put it there with ``ctxext.load(path, base=model)``.
-
-    Args:
-        model: a patched model, or a PEFT wrapper around one.
-        directory: where to write; created if it does not exist.
-        tokenizer: saved beside the model, and allowed as many tokens as the model now is: a tokenizer cuts texts at
-            its own ``model_max_length`` where it is asked to truncate. The object itself stays as it is. Limits in
-            files of a tokenizer, or of sentence-transformers, that already lie in ``directory`` are raised too.
-        **saving: arguments of ``save_pretrained``, such as ``max_shard_size`` or ``push_to_hub``.
-
-    The files take their places when all of them are written: a full disk, or a kill, leaves no half of a checkpoint.
-
-    Raises:
-        PatchStateError: if the model is not extended, or its config or its rotary modules were changed since.
-        CheckpointError: if ``directory`` is a file, or cannot be written; what lay there before is as it was.
-        InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out.
-    """
-    inner = base_model(model)
-    if not getattr(inner.config, "ctxext", None):
-        raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
-    place = Path(directory)
-    if place.exists() and not place.is_dir():
-        raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
-    if tokenizer is not None:
-        require_padding(inner, tokenizer)
-    if saving.get("push_to_hub"):
-        saving = {"repo_id": place.name} | saving
-    extension = inner.config.ctxext
-    adapted = next((wrapper for wrapper in unwrapped(model) if hasattr(wrapper, "peft_config")), None)
-    try:
-        _require_unchanged(inner)  # which builds rotary modules from a config in a temporary file
-        with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
-            if adapted is None:
-                _save_whole(inner, half, saving)
-            else:
-                if (place / MODEL_CARD).is_file():  # PEFT adds to it
-                    shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
-                save_adapters(adapted, half, **saving)
-            if tokenizer is not None:
-                longer = copy.deepcopy(tokenizer)
-                longer.model_max_length = max(longer.model_max_length, extension["target_length"])
-                longer.save_pretrained(half)
-            raise_limits(place, half, extension["trained_length"], extension["target_length"])
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"Could not save to {place}: {reason}. What lay there before is as it was. Make room, or take another "
-            f"place."
-        ) from error
-
-
-@own_defaults()
-def _require_unchanged(model: PreTrainedModel) -> None:
-    """Raise ``PatchStateError`` where the positions of an extended model are no longer those that its config says."""
-    sides = saved_sides(model.config.ctxext)
-    for name, side in sides.items() or [("", model.config.ctxext)]:
-        part = sides_of(model)[name].model if name else model
-        architecture = find_architecture(part)
-        is_rotary = architecture is not None and architecture.positions == "rotary"
-        if is_rotary and issubclass(saved_class(side["method"]["method"]), RopeMethod):  # others replace rotation
-            require_as_patched(part, side["trained_length"])
-
-
-def _save_whole(model: PreTrainedModel, directory: Path, saving: dict[str, Any]) -> None:
-    edits = Edits()
-    try:
-        put_old_form(model.config, edits)
-        model.save_pretrained(directory, **saving)
-    finally:
-        edits.undo()
-
-
-def counts_from_padding(model: PreTrainedModel) -> bool:
-    """Whether positions of tokens depend on which id is padding."""
-    architecture = find_architecture(model)
-    if not isinstance(architecture, LearnedTable | Sinusoids):
-        return False
-    return any(one.skips_padding for one in architecture.tables(model))
-
-
-def require_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Raise ``InvalidParameterError`` for a tokenizer that pads with another token than positions leave out."""
-    if counts_from_padding(model):
-        refuse_tokenizer(tokenizer, model.config)
 
 
 @own_defaults()

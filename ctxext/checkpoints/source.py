@@ -37,7 +37,7 @@ SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
 @dataclass
 class Contents:
-    """What of a checkpoint directory goes into an extended copy: weights, small files, and what stays behind.
+    """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out.
 
     Args:
         weights: safetensors files.
@@ -105,14 +105,14 @@ def _gguf_file(place: str | os.PathLike[str], gguf_file: str | None = None, **lo
 
 
 def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> bool:
-    """Whether the config that lies there has a guard where readers of transformers 4 look for the base."""
+    """Return whether the config at ``place`` has a guard where readers of transformers 4 look for the base."""
     raw, _ = PreTrainedConfig.get_config_dict(place, **location)
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     return any(value == OLD_GUARD for part in parts for value in part.values())
 
 
 def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseException) -> str | None:
-    """What is said of a rope block beside the part that reads text, where transformers looks for a length beside it."""
+    """Explain a rope block beside the text part, where transformers fails for want of a length; None otherwise."""
     blocks = [name for name in ("rope_scaling", "rope_parameters") if isinstance(raw.get(name), dict)]
     parts = [name for name in ("text_config", "llm_config", "language_config") if isinstance(raw.get(name), dict)]
     if not (blocks and parts and isinstance(error, AttributeError)):
@@ -124,7 +124,7 @@ def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseEx
 
 
 def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
-    """Why a config could not be read; a name that is no directory may be a directory's name misspelt."""
+    """Explain why a config could not be read; a name that is no directory may be a directory's name misspelt."""
     if Path(place).exists():
         return f"transformers cannot read the config of {place}: {str(error) or type(error).__name__}"
     return f"There is no directory {place}.{_nearest(Path(place))} The hub did not give it either: {error}"
@@ -199,7 +199,7 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
 
 
 def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A ``.gguf`` file the way transformers wants it named, by its directory and itself; any other path as it is.
+    """Name a ``.gguf`` file as transformers does, by its directory and file; leave any other path as it is.
 
     Args:
         path: where a checkpoint is.
@@ -291,13 +291,13 @@ def _sort(path: Path, contents: Contents) -> None:
 
 
 def _is_foreign(directory: Path) -> bool:
-    """Whether a directory in a checkpoint is another checkpoint, or holds weights; links in it are not followed."""
+    """Return whether a directory is another checkpoint or holds weights; links in it are not followed."""
     names = (Path(name) for _, _, files in os.walk(directory) for name in files)
     return any(name.name == "config.json" or _is_other(name) or _is_weight(name) for name in names)
 
 
 def _parts_of_sentence_transformers(source: Path) -> set[str]:
-    """Directories that ``modules.json`` names: what follows the model in the pipeline that makes an embedding."""
+    """Return the directories that ``modules.json`` names: the stages after the model in an embedding pipeline."""
     path = source / "modules.json"
     if not path.is_file():
         return set()
@@ -338,7 +338,7 @@ def _check_weights(source: Path, contents: Contents) -> None:
 
 
 def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set[str]:
-    """The files that an index names; each is there, with what the index says is in it."""
+    """Return the files that an index names, having checked that each is there with the tensors that it should hold."""
     weight_map = read_json(index).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
@@ -365,7 +365,7 @@ def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set
 
 
 def _tensor_names(path: Path) -> set[str]:
-    """The tensors in a safetensors file; opening it compares its header with its size, and reads no weights."""
+    """Return the names of the tensors in a safetensors file; opening it checks its size and reads no weights."""
     try:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())

@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What ``patch_checkpoint`` wrote.
+    """The result of ``patch_checkpoint``.
 
     Args:
         directory: the new checkpoint.
@@ -161,7 +161,7 @@ def _refuse_part(source: Path, config: Any, model: PreTrainedModel) -> None:
 
 
 def _lacking(contents: Contents, model: PreTrainedModel) -> list[str]:
-    """The weights of ``model`` that no file holds; none where a tensor is left over that may be one of them.
+    """Return the weights of ``model`` that no file holds; none if a tensor is left over that may be one of them.
 
     Quantised weights, fused experts and old layouts have names that transformers translates while it loads. Only where
     every name in the files is the model's own, or one that nothing reads, is what is missing known to be missing.
