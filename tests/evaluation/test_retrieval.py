@@ -298,18 +298,17 @@ def test_ruler_is_that_of_the_evaluation(
     assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     sources = ruler.Sources(next(iter([ruler_document(prose)])))
-    drawers = ruler.make_drawers(bos_tokenizer, lengths=[1024, 1400], tasks=list(short), samples=2, sources=sources)
+    prompts = ruler.ruler_prompts(bos_tokenizer, lengths=[1024, 1400], tasks=list(short), samples=2, sources=sources)
 
     def answers() -> tuple[RulerTrial, ...]:
-        asked = [(drawer.task, drawer.sample(index)) for drawer in drawers for index in range(2)]
-        return tuple(ruler.ask(model, bos_tokenizer, task, sample) for task, sample in asked)
+        return tuple(ruler.ask(model, bos_tokenizer, each.task, each.sample()) for each in prompts)
 
     by_name = {reading.reading: reading for reading in report.readings}
     assert set(by_name) == {"unpatched", "truncated", "pi x1.36719"}
     assert by_name["unpatched"].trials == answers()
     last = by_name["truncated"].trials[-1]
     sample = ruler.draw(
-        ruler.make_drawers(bos_tokenizer, lengths=[1400], tasks=["niah_single_2"], sources=sources)[0].task,
+        ruler.ruler_prompts(bos_tokenizer, lengths=[1400], tasks=["niah_single_2"], sources=sources)[0].task,
         index=1,
         seed=42,
     )

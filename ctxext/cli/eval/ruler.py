@@ -48,6 +48,7 @@ def ruler(
 
     [bold]Example[/]: ctxext eval ruler Llama-3-8B --text book.txt --method yarn --factor 4 -o ruler.json -o ruler.png
     """
+    from ctxext.evaluation.forward import turning_point
     from ctxext.evaluation.report.retrieval import save_ruler_figure, show_ruler
     from ctxext.evaluation.ruler import TASKS, Sources, ruler_prompts, ruler_report
 
@@ -56,13 +57,14 @@ def ruler(
     session = RetrievalSession(asked, source, results)
     with session.console.status("Drawing prompts ..."):
         prompts = ruler_prompts(
-            session.checkpoint,
+            session.checkpoint.tokenizer,
             lengths=session.lengths,
             tasks=task,
             samples=samples,
             seed=seed,
             sources=sources,
             chat=chat,
+            turning_point=turning_point(session.checkpoint.model),
         )
     left_out = {} if task else {name: why for name, one in TASKS.items() if (why := one.why_not(sources))}
     where = f"{len(TASKS) - len(left_out) if task is None else len(task)} tasks"

@@ -1,4 +1,4 @@
-"""What came out of RULER: every reply, and what it adds up to by task and length."""
+"""The result of RULER: every reply, and scores by task and length."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RulerResult:
 
     @property
     def cells(self) -> tuple[RulerCell, ...]:
-        """One per task and length that was measured."""
+        """The score of each task at each length that was measured."""
         found: dict[tuple[str, int], list[RulerTrial]] = {}
         for trial in self.trials:
             found.setdefault((trial.task, trial.length), []).append(trial)
@@ -99,7 +99,7 @@ class RulerResult:
 
     @property
     def relative_effective_length(self) -> int | None:
-        """See the function of this name, here of the averages over all tasks."""
+        """The relative effective length of the averages over all tasks, in tokens."""
         return relative_effective_length(self.averages)
 
 
@@ -137,7 +137,7 @@ class RulerReport(Report):
 
 
 def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:
-    """The largest length at which the score keeps 85 percent of the shortest length's score.
+    """Return the largest length at which the score keeps 85 percent of the shortest length's score.
 
     This is *not* RULER's effective length, which is the largest length with an average above 85.6, the score of
     Llama-2-7B at 4K: a bar that a small model misses at every length. This one asks what is left of the model's own

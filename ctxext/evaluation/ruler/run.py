@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import Progress, pass_cost, ticking, turning_point
+from ctxext.evaluation.forward import SMALL_MODEL, Progress, pass_cost, ticking
 from ctxext.evaluation.key_tokens import tokenizer_digest
 from ctxext.evaluation.provenance import Provenance, from_json
 from ctxext.evaluation.ruler.result import RulerReport, RulerResult, RulerTrial
@@ -56,7 +56,7 @@ class Sample:
 
 
 def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Sample:
-    """Prompt number ``index`` of a task, the longest that leaves room for the reply.
+    """Draw prompt number ``index`` of a task, the longest that leaves room for the reply.
 
     The same task, length, seed and index give the same prompt, whatever else is drawn.
 
@@ -92,64 +92,8 @@ def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Sampl
             f"{task.name} has {task.most:,} {task.unit}, too few for {length:,} tokens: they make "
             f"{tokens(size) + task.tokens_to_generate:,}. Ask for a shorter length."
         )
-    made = question(size)
-    return Sample(task.name, length, index, made.prompt, made.answers, tokens(size), size)
-
-
-@dataclass(frozen=True, eq=False)
-class Drawer:
-    """Draws the prompts of one task at one length.
-
-    Args:
-        task: of that length.
-        seed: of all prompts.
-        size: of the first prompt, near which the search for the size of the others begins.
-    """
-
-    task: Task
-    seed: int
-    size: int
-
-    def sample(self, index: int) -> Sample:
-        """Prompt number ``index``."""
-        return draw(self.task, index=index, seed=self.seed, near=self.size)
-
-
-def make_drawers(
-    tokenizer: Any,
-    *,
-    lengths: Iterable[int],
-    tasks: Sequence[str] | None = None,
-    samples: int = SAMPLES,
-    seed: int = SEED,
-    sources: Sources = NO_SOURCES,
-    chat: bool = False,
-) -> list[Drawer]:
-    """Every task at every length, having drawn the first prompt of each, so that what cannot be drawn is said early.
-
-    Args:
-        tokenizer: of the model that will be asked.
-        lengths: tokens of prompt and reply together.
-        tasks: names; None for all that ``sources`` allow.
-        samples: prompts per task and length, at least 1.
-        seed: of the prompts; the same seed gives the same prompts to every model with this tokenizer.
-        sources: the text to hide things in, and the data sets of the two question answering tasks.
-        chat: put each prompt into the tokenizer's chat template, as is right for a model tuned for dialogue.
-
-    Raises:
-        InvalidParameterError: nothing to measure, a length that a task cannot fill, a task whose source is missing, or
-            no chat template.
-        UnknownNameError: an unknown task.
-    """
-    lengths = sorted(set(lengths))
-    chosen = choose(tasks, sources)
-    if not lengths or not chosen or samples < 1:
-        raise InvalidParameterError(
-            f"There is nothing to measure: {len(chosen)} tasks, {len(lengths)} lengths, {samples} samples. Give at "
-            f"least one of each."
-        )
-    made = [task(_setting(tokenizer, length, sources, chat)) for length in lengths for task in chosen]
-    return [Drawer(task, seed, draw(task, index=0, seed=seed).size) for task in made]
+    drawn = question(size)
+    return Sample(task.name, length, index, drawn.prompt, drawn.answers, tokens(size), size)
 
 
 def ask(
@@ -177,7 +121,7 @@ def ask(
 
 
 def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int) -> str:
-    """What the model writes after ``prompt``: the likeliest token each time, whatever its own settings say.
+    """Write what follows ``prompt``: the likeliest token each time, whatever the model's own settings say.
 
     Args:
         model: a causal language model in eval mode.
@@ -222,7 +166,7 @@ def _setting(tokenizer: Any, length: int, sources: Sources, chat: bool) -> Setti
 
 
 def _ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Token ids of a prompt as the model reads it; a chat template writes the special tokens itself."""
+    """Return the token ids of a prompt as the model reads it; a chat template writes the special tokens itself."""
     prefix = [] if chat else special_prefix(tokenizer)
     return [*prefix, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
 
@@ -232,71 +176,104 @@ class RulerPrompt(Prompt):
     """One prompt of one task at one length, drawn when it is asked.
 
     Args:
-        drawer: of the task.
-        index: which of the task's prompts.
+        task: of that length.
+        index: which of the task's prompts, from 0.
+        seed: of all prompts.
+        near: the size of the task's first prompt, near which the search for the size begins.
         tokenizer: of the model.
-        chat: see ``make_drawers``.
+        chat: see ``ruler_prompts``.
         turning_point: of the model's cost, see ``pass_cost``.
     """
 
-    drawer: Drawer
+    task: Task
     index: int
+    seed: int
+    near: int
     tokenizer: Any
     chat: bool
     turning_point: int
 
+    def sample(self) -> Sample:
+        """Draw the prompt."""
+        return draw(self.task, index=self.index, seed=self.seed, near=self.near)
+
     def cost(self, tokens: int) -> float:
-        """The cost of a pass over the prompt and of a reply of full length."""
-        return pass_cost(tokens, self.turning_point) + STEP * self.drawer.task.tokens_to_generate
+        """Estimate a pass over the prompt and a reply of full length."""
+        return pass_cost(tokens, self.turning_point) + STEP * self.task.tokens_to_generate
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
-        """A ``RulerTrial``, as JSON values."""
+        """Return a ``RulerTrial`` as JSON values."""
         first = pass_cost(window or self.length, self.turning_point)
-        told = 0.0
+        reported = 0.0
 
         def tick(stage: str, done: float) -> None:
             """Count the first pass, which reads the prompt, as it is, and each later one, for a token, as ``STEP``."""
-            nonlocal told
-            share = done if told < 0.999 * first else done / first * STEP
-            told += share
+            nonlocal reported
+            share = done if reported < 0.999 * first else done / first * STEP
+            reported += share
             progress(stage, share)
 
         with ticking(model, name, first, tick):
-            sample = self.drawer.sample(self.index)
-            trial = ask(model, self.tokenizer, self.drawer.task, sample, chat=self.chat, window=window)
-        progress(name, self.cost(window or self.length) - told)  # replies end early
+            trial = ask(model, self.tokenizer, self.task, self.sample(), chat=self.chat, window=window)
+        progress(name, self.cost(window or self.length) - reported)  # replies end early
         return asdict(trial)
 
 
 def ruler_prompts(
-    checkpoint: Checkpoint,
+    tokenizer: Any,
     *,
-    lengths: Sequence[int],
+    lengths: Iterable[int],
     tasks: Sequence[str] | None = None,
     samples: int = SAMPLES,
     seed: int = SEED,
-    sources: Sources,
+    sources: Sources = NO_SOURCES,
     chat: bool = False,
+    turning_point: int = SMALL_MODEL,
 ) -> list[RulerPrompt]:
-    """Prompts of every task at every length; arguments and errors as for ``make_drawers``."""
-    tokenizer = checkpoint.tokenizer
-    drawers = make_drawers(
-        tokenizer, lengths=lengths, tasks=tasks, samples=samples, seed=seed, sources=sources, chat=chat
-    )
-    depends = [seed, chat, tokenizer_digest(tokenizer), _digest(tokenizer.chat_template.encode()) if chat else None]
-    point, prompts = turning_point(checkpoint.model), []
-    for drawer in drawers:
-        task, source = drawer.task, _source(drawer.task, sources)
+    """Make prompts of every task at every length.
+
+    The first prompt of each task and length is drawn at once, so that what cannot be drawn is said early.
+
+    Args:
+        tokenizer: of the model that will be asked.
+        lengths: tokens of prompt and reply together.
+        tasks: names; None for all that ``sources`` allow.
+        samples: prompts per task and length, at least 1.
+        seed: of the prompts; the same seed gives the same prompts to every model with this tokenizer.
+        sources: the text to hide things in, and the data sets of the two question answering tasks.
+        chat: put each prompt into the tokenizer's chat template, as is right for a model tuned for dialogue.
+        turning_point: of the model's cost, see ``pass_cost``.
+
+    Raises:
+        InvalidParameterError: nothing to measure, a length that a task cannot fill, a task whose source is missing, or
+            no chat template.
+        UnknownNameError: an unknown task.
+    """
+    lengths = sorted(set(lengths))
+    chosen = choose(tasks, sources)
+    if not lengths or not chosen or samples < 1:
+        raise InvalidParameterError(
+            f"There is nothing to measure: {len(chosen)} tasks, {len(lengths)} lengths, {samples} samples. Give at "
+            f"least one of each."
+        )
+    template = tokenizer.chat_template if chat else None
+    depends = [seed, chat, tokenizer_digest(tokenizer), _digest(template.encode()) if template else None]
+    prompts = []
+    for length, kind in itertools.product(lengths, chosen):
+        task = kind(_setting(tokenizer, length, sources, chat))
+        near, source = draw(task, index=0, seed=seed).size, _source(task, sources)
         prompts += [
             RulerPrompt(
-                name=f"{task.name}, {task.setting.length:,} tokens",
-                length=task.setting.length,
+                name=f"{task.name}, {length:,} tokens",
+                length=length,
                 identity=[task.name, index, *depends, source],
-                drawer=drawer,
+                task=task,
                 index=index,
+                seed=seed,
+                near=near,
                 tokenizer=tokenizer,
                 chat=chat,
-                turning_point=point,
+                turning_point=turning_point,
             )
             for index in range(samples)
         ]
@@ -306,7 +283,7 @@ def ruler_prompts(
 def ruler_report(
     survey: Survey[PromptJob], provenance: Provenance, *, sources: Sources, chat: bool, left_out: dict[str, str]
 ) -> RulerReport:
-    """What a finished survey of RULER found."""
+    """Summarise a finished survey of RULER."""
     readings = [
         RulerResult(tuple(from_json(RulerTrial, trial) for trial in trials), reader.reading.name, reader.reading.label)
         for reader, trials in survey.trials()
@@ -323,7 +300,7 @@ def ruler_report(
 
 
 def _source(task: Task, sources: Sources) -> str | None:
-    """Digest of the text or data set that a task is made from; None where it needs none."""
+    """Hash the text or data set that a task is made from; return None if it needs none."""
     if task.source is None:
         return None
     if task.source == "essay" and sources.essay is not None:

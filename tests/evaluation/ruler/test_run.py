@@ -23,8 +23,8 @@ from ctxext.evaluation.ruler import (
     Task,
     ask,
     draw,
-    make_drawers,
     relative_effective_length,
+    ruler_prompts,
 )
 from ctxext.evaluation.ruler.tasks.base import largest_fit, words
 from ctxext.evaluation.statistics import wilson_interval
@@ -135,11 +135,9 @@ def decode_by_hand(model: LlamaForCausalLM, prompt: list[int], steps: int) -> li
 
 
 def answered(model: LlamaForCausalLM, tokenizer: Any, *, samples: int = 10, **given: Any) -> RulerResult:
-    """Every prompt of every drawer, asked."""
-    drawers = make_drawers(tokenizer, samples=samples, **given)
-    asked = [(drawer.task, drawer.sample(index)) for drawer in drawers for index in range(samples)]
-    chat = bool(given.get("chat"))
-    return RulerResult(tuple(ask(model, tokenizer, task, sample, chat=chat) for task, sample in asked))
+    """Every prompt, asked."""
+    prompts, chat = ruler_prompts(tokenizer, samples=samples, **given), bool(given.get("chat"))
+    return RulerResult(tuple(ask(model, tokenizer, each.task, each.sample(), chat=chat) for each in prompts))
 
 
 @pytest.mark.slow
@@ -152,7 +150,7 @@ def test_a_whole_run(long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedToke
     cells = [(trial.length, trial.task, trial.index) for trial in found.trials]
     assert cells == [(n, task, i) for n in (1024, 1500) for task in ("niah_single_1", "fwe") for i in (0, 1)]
     assert (found.tasks, found.lengths) == (("niah_single_1", "fwe"), (1024, 1500))
-    # A drawer draws the same prompts as `draw`.
+    # Prompts are those of `draw`.
     setting = Setting(1024, lambda text: 1 + len(text.encode()), PROSE)
     made = draw(TASKS["niah_single_1"](setting), index=1, seed=42)
     trial = found.trials[1]

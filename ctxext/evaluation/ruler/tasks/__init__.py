@@ -1,30 +1,24 @@
-"""RULER's tasks, a family a file. This folder is the registry: ``TASKS``."""
+"""RULER's tasks, a family a file, in the benchmark's order."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.ruler.tasks.base import Sources, Task
-from ctxext.registry import discover
+from ctxext.evaluation.ruler.tasks.cwe import CommonWords
+from ctxext.evaluation.ruler.tasks.fwe import FrequentWords
+from ctxext.evaluation.ruler.tasks.needles import NEEDLES
+from ctxext.evaluation.ruler.tasks.qa import DATA_SETS
+from ctxext.evaluation.ruler.tasks.vt import VariableTracking
 
-__all__ = ["TASKS", "choose"]
-
-FAMILIES = ("niah", "vt", "cwe", "fwe", "qa")  # in the benchmark's order; others follow
-
-
-def _place(name: str) -> int:
-    family = name.split("_")[0]
-    return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
-
-
-_FOUND: dict[str, type[Task]] = discover(sys.modules[__name__], Task)  # type: ignore[type-abstract]
-TASKS = {name: _FOUND[name] for name in sorted(_FOUND, key=_place)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (*NEEDLES, VariableTracking, CommonWords, FrequentWords, *DATA_SETS)
+}
 
 
 def choose(names: Sequence[str] | None, sources: Sources) -> list[type[Task]]:
-    """The tasks of these names; None for all that can be made from ``sources``.
+    """Return the tasks of these names; without names, all that can be made from ``sources``.
 
     Raises:
         UnknownNameError: an unknown task.

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from ctxext.errors import require_package
 from ctxext.texts.documents import Document
@@ -26,7 +26,7 @@ GUESSES = 8
 
 @dataclass(frozen=True)
 class Sources:
-    """What tasks are made from beside chance.
+    """The texts and data sets that tasks are made from.
 
     Args:
         essay: a long text in English, for the tasks that hide something in prose, where NVIDIA uses the essays of one
@@ -42,7 +42,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a task needs to know before it writes its first prompt.
+    """The length, tokenizer and sources for which a task writes its prompts.
 
     Args:
         length: tokens of prompt and reply together.
@@ -82,8 +82,13 @@ class Task(ABC):
         self.setting = setting
 
     @classmethod
+    def variant(cls, name: str, **fields: Any) -> type[Self]:
+        """Make a task of this family: a class of that name with other values of the family's class variables."""
+        return type(name, (cls,), {"name": name, "__doc__": cls.__doc__, "__module__": cls.__module__, **fields})
+
+    @classmethod
     def why_not(cls, sources: Sources) -> str | None:
-        """Why this task cannot be made from ``sources``; None where it can."""
+        """Return why this task cannot be made from ``sources``; None if it can."""
         return None
 
     @property
@@ -98,21 +103,21 @@ class Task(ABC):
 
     @abstractmethod
     def question(self, size: int, index: int, generator: random.Random) -> Question:
-        """Prompt number ``index`` (from 0) of ``size`` units; the same generator state gives the same prompt."""
+        """Write prompt number ``index`` (from 0) of ``size`` units; the same generator state gives the same prompt."""
 
     def score(self, reply: str, answers: Sequence[str]) -> float:
-        """From 0 to 100, as NVIDIA scores this task."""
+        """Score a reply from 0 to 100, as NVIDIA scores this task."""
         return all_of(reply, answers)
 
 
 def all_of(reply: str, answers: Sequence[str]) -> float:
-    """Percentage of the answers that the reply contains, whatever their case: ``string_match_all``."""
+    """Return the percentage of the answers that the reply contains, whatever their case: ``string_match_all``."""
     cleaned = _clean(reply)
     return 100 * sum(answer.lower() in cleaned for answer in answers) / len(answers)
 
 
 def any_of(reply: str, answers: Sequence[str]) -> float:
-    """100 if the reply contains one of the answers, whatever its case, else 0: ``string_match_part``."""
+    """Return 100 if the reply contains one of the answers, whatever its case, else 0: ``string_match_part``."""
     cleaned = _clean(reply)
     return 100.0 * any(answer.lower() in cleaned for answer in answers)
 
@@ -150,7 +155,7 @@ def words() -> Words:
 
 
 def distinct(count: int, draw: Callable[[], str], without: Collection[str] = ()) -> list[str]:
-    """The first ``count`` different texts that ``draw`` makes, leaving out those of ``without``."""
+    """Return the first ``count`` different texts that ``draw`` makes, leaving out those of ``without``."""
     found: dict[str, None] = {}
     while len(found) < count:
         drawn = draw()
@@ -162,7 +167,7 @@ def distinct(count: int, draw: Callable[[], str], without: Collection[str] = ())
 def largest_fit(
     tokens: Callable[[int], int], least: int, room: int, *, most: int | None = None, near: int | None = None
 ) -> int:
-    """The size whose text fits ``room`` tokens while that of the next size does not.
+    """Find the size whose text fits ``room`` tokens while that of the next size does not.
 
     A text is almost, but not exactly, proportional to its size, since words are drawn anew for every size. So the next
     size to try is interpolated, and what is returned has been counted: it fits, and one unit more does not.

@@ -49,7 +49,7 @@ class CommonWords(Task):
 
 
 def _numbered(size: int, repeats: int, other_repeats: int, generator: random.Random) -> tuple[str, list[str]]:
-    """A shuffled list of ``size`` different words, the first ten of them ``repeats`` times; and those ten."""
+    """Shuffle a list of ``size`` different words, the first ten of them ``repeats`` times; return it and those ten."""
     chosen = generator.sample(words().all, size)
     entries = chosen[:COMMON] * repeats + chosen[COMMON:] * other_repeats
     generator.shuffle(entries)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +37,10 @@ class Asked:
     related: tuple[int, ...] = ()
 
 
+# Questions that have an answer, and all documents.
+Read = tuple[list[Asked], list[str]]
+
+
 class QuestionAnswering(Task):
     """Questions in the order of their data set, each with its own documents first and random others."""
 
@@ -45,12 +48,13 @@ class QuestionAnswering(Task):
     unit = "documents"
     data_set: ClassVar[str]
     source: ClassVar[str]
+    read: ClassVar[Callable[[Any], Read]]
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         path: Path = getattr(setting.sources, self.source)
         try:
-            self._asked, self._documents = self._read(json.loads(path.read_text(encoding="utf-8")))
+            self._asked, self._documents = type(self).read(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise InvalidParameterError(f"{path} is not {self.data_set}'s dev set in JSON: {error!r}.") from error
         if not self._asked:
@@ -86,7 +90,7 @@ class QuestionAnswering(Task):
         return any_of(reply, answers)
 
     def _chosen(self, asked: Asked, size: int, generator: random.Random) -> list[str]:
-        """The question's own documents, related ones, random ones; all of them, repeated, where they are too few."""
+        """Choose the question's documents, then related and random ones; repeat all of them if they are too few."""
         if size >= len(self._documents):
             repeats = -(-size // len(self._documents))
             return (self._documents * repeats)[:size]
@@ -99,49 +103,39 @@ class QuestionAnswering(Task):
             chosen = [*asked.related, *generator.sample(others, room - len(asked.related))]
         return [self._documents[index] for index in (*asked.gold, *chosen)]
 
-    @abstractmethod
-    def _read(self, data: Any) -> tuple[list[Asked], list[str]]:
-        """The questions that have an answer, and all documents."""
+
+def _read_squad(data: Any) -> Read:
+    """Read SQuAD 2.0: one paragraph holds the answer; the other paragraphs of its article come first beside it."""
+    articles = [article["paragraphs"] for article in data["data"]]
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+    place = {text: index for index, text in enumerate(documents)}
+    asked = []
+    for article in articles:
+        indices = [place[paragraph["context"]] for paragraph in article]
+        for paragraph in article:
+            gold = place[paragraph["context"]]
+            related = tuple(index for index in indices if index != gold)
+            asked += [
+                Asked(item["question"], tuple(answer["text"] for answer in item["answers"]), (gold,), related)
+                for item in paragraph["qas"]
+                if not item["is_impossible"]
+            ]
+    return asked, documents
 
 
-class Squad(QuestionAnswering):
-    """SQuAD 2.0: one paragraph holds the answer; the other paragraphs of its article come first beside it."""
-
-    name = "qa_1"
-    data_set = "SQuAD 2.0"
-    source = "squad"
-
-    def _read(self, data: Any) -> tuple[list[Asked], list[str]]:
-        articles = [article["paragraphs"] for article in data["data"]]
-        documents = sorted({paragraph["context"] for article in articles for paragraph in article})
-        place = {text: index for index, text in enumerate(documents)}
-        asked = []
-        for article in articles:
-            indices = [place[paragraph["context"]] for paragraph in article]
-            for paragraph in article:
-                gold = place[paragraph["context"]]
-                related = tuple(index for index in indices if index != gold)
-                asked += [
-                    Asked(item["question"], tuple(answer["text"] for answer in item["answers"]), (gold,), related)
-                    for item in paragraph["qas"]
-                    if not item["is_impossible"]
-                ]
-        return asked, documents
+def _read_hotpotqa(data: Any) -> Read:
+    """Read HotpotQA: the answer takes two of the ten paragraphs that come with each question."""
+    own = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]
+    documents = sorted({text for texts in own for text in texts})
+    place = {text: index for index, text in enumerate(documents)}
+    asked = [
+        Asked(item["question"], (item["answer"],), tuple(place[text] for text in texts))
+        for item, texts in zip(data, own, strict=True)
+    ]
+    return asked, documents
 
 
-class HotpotQA(QuestionAnswering):
-    """HotpotQA: the answer takes two of the ten paragraphs that come with each question."""
-
-    name = "qa_2"
-    data_set = "HotpotQA"
-    source = "hotpotqa"
-
-    def _read(self, data: Any) -> tuple[list[Asked], list[str]]:
-        own = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]
-        documents = sorted({text for texts in own for text in texts})
-        place = {text: index for index, text in enumerate(documents)}
-        asked = [
-            Asked(item["question"], (item["answer"],), tuple(place[text] for text in texts))
-            for item, texts in zip(data, own, strict=True)
-        ]
-        return asked, documents
+DATA_SETS = (
+    QuestionAnswering.variant("qa_1", data_set="SQuAD 2.0", source="squad", read=staticmethod(_read_squad)),
+    QuestionAnswering.variant("qa_2", data_set="HotpotQA", source="hotpotqa", read=staticmethod(_read_hotpotqa)),
+)

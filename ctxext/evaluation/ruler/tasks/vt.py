@@ -49,7 +49,7 @@ class VariableTracking(Task):
 
 
 def _assignments(size: int, letters: int, generator: random.Random) -> tuple[str, str, list[str]]:
-    """The task without its example, the start of the answer, and the chain's variables in order."""
+    """Write the task without its example, the start of the answer, and the chain's variables in order."""
     chain = distinct(HOPS + 1, lambda: "".join(generator.choices(string.ascii_uppercase, k=letters)))
     value = generator.randrange(10_000, 99_999)
     # The space at the end of a hop is the benchmark's.
