@@ -104,7 +104,7 @@ def logits_as_read(
 
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside, refused where its losses would not be those of a plain causal model."""
+    """Return the transformers model inside; refuse one whose losses would not be those of a plain causal model."""
     peft = getattr(model, "active_peft_config", None)
     if peft is not None and peft.is_prompt_learning:
         raise IncompatibleError(
@@ -186,7 +186,7 @@ class CachedPieces(nn.Module):
 
 
 def follows_length(causal: PreTrainedModel) -> bool:
-    """Whether positions follow the length of the text: by a dynamic method, or by a stock rope type for each call."""
+    """Return whether positions follow the length of the text, by a dynamic method or by a rope type of transformers."""
     patched = patched_state(causal)
     if patched is not None:
         return patched.method.dynamic
@@ -195,7 +195,7 @@ def follows_length(causal: PreTrainedModel) -> bool:
 
 
 def fitted_length_of(causal: PreTrainedModel, trained_length: int = 0) -> Callable[[int], int]:
-    """The length that the positions of so many tokens are fitted to: where it is the same, so are the positions.
+    """Return a function from tokens to the length that their positions are fitted to; equal lengths, equal positions.
 
     Args:
         causal: extended or not.
@@ -216,7 +216,7 @@ HEAD_BYTES, HEAD_LEAST = 128 * 2**20, 128
 
 
 def parse_bytes(text: str) -> int:
-    """``2GiB``, ``1.5 GB`` or ``800MiB`` as bytes.
+    """Parse ``2GiB``, ``1.5 GB`` or ``800MiB`` into bytes.
 
     Raises:
         InvalidParameterError: anything else.

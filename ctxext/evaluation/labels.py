@@ -48,16 +48,16 @@ LABELS = {
 
 
 def tokens_label(tokens: int) -> str:
-    """``16384`` as ``16K``; what is no multiple of 1024 in full."""
+    """Write ``16384`` as ``16K``, and a number that is no multiple of 1024 in full."""
     return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else f"{tokens:,}"
 
 
 def few_of(names: Sequence[str]) -> str:
-    """The first three, and how many more there are."""
+    """Join the first three names, and say how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def label_of(name: str) -> str:
-    """A method's name as its paper writes it; a reference's as a reader understands it."""
+    """Return a method's name as its paper writes it, or a reference's in plain words."""
     window = window_of(name)
     return LABELS.get(name, name) if window is None else f"last {tokens_label(window)}"

@@ -63,7 +63,7 @@ class Embedder:
     _of_chunks: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def embed(self, texts: Sequence[str], tokens: int, *, query: bool = False) -> Float[Tensor, "texts size"]:
-        """Unit vectors in float32, on the CPU.
+        """Return unit vectors in float32, on the CPU.
 
         Args:
             texts: at least one.
@@ -81,7 +81,7 @@ class Embedder:
         return torch.nn.functional.normalize(found.float().cpu(), dim=-1)
 
     def embed_chunks(self, text: str, window: int) -> Float[Tensor, "chunks size"]:
-        """What the unextended model makes of the pieces of a text; kept, since it is read in more than one way."""
+        """Embed the pieces of a text with the unextended model; the result is kept, since two baselines read it."""
         if text not in self._of_chunks:
             self._of_chunks[text] = self.embed(_chunks(self.checkpoint.tokenizer, text, window), window)
         return self._of_chunks[text]
@@ -216,7 +216,7 @@ class ShelfJob(Job):
     shelf: Shelf
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """For each question, whether the document that answers it is the nearest."""
+        """Find for each question whether the document that answers it is the nearest."""
         shelf, kind = self.shelf, self.reader.reading.name
         window = self.reader.readings.trained_length
         progress(self.name, 0.0)
@@ -247,7 +247,7 @@ class ShelfJob(Job):
 
 
 def _chunks(tokenizer: Any, text: str, window: int) -> list[str]:
-    """A text in few pieces of about equal length, each of which a window holds, and which tear no sentence.
+    """Cut a text into few pieces of about equal length that a window holds, between sentences.
 
     Of equal length, since a rest of a few words would count as much as a whole window.
     """
@@ -272,7 +272,7 @@ def passage_readers(
     lengths: Sequence[int] = (),
     trained_length: int | None = None,
 ) -> tuple[Reader, ...]:
-    """Who reads the shelves: the unextended model in three ways, then each method, up to its reach.
+    """Find the readers of documents: the unextended model in three ways, then each method up to its reach.
 
     Args:
         embedder: from ``load_embedder``.
@@ -309,7 +309,7 @@ def _label(name: str, trained: int) -> str:
 
 
 def passage_jobs(embedder: Embedder, readers: Sequence[Reader], shelves: Sequence[Shelf]) -> list[ShelfJob]:
-    """Every reader and every shelf that it is meant for."""
+    """Make a job for every reader and every shelf that it is meant for."""
     return [
         ShelfJob(
             key=reader.readings.key(
@@ -348,7 +348,7 @@ class PassageTrial:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the accuracy over endless questions would be, with 95 percent confidence (Wilson)."""
+        """The 95 percent confidence interval of the accuracy (Wilson)."""
         return wilson_interval(self.accuracy, len(self.found))
 
 
@@ -367,11 +367,11 @@ class PassageResult:
     trials: tuple[PassageTrial, ...]
 
     def at(self, length: int) -> PassageTrial | None:
-        """The trial of a length; None where the reading is not meant for it."""
+        """Return the trial of a length; None if the reading is not meant for it."""
         return next((trial for trial in self.trials if trial.length == length), None)
 
     def beyond(self, other: PassageResult, length: int) -> PairedDifference | None:
-        """How much oftener this reading finds the document than another does, over the same questions.
+        """Compare the shares of documents found by this reading and another, over the same questions.
 
         The mean is a difference of shares, above 0 where this reading is the better one.
         """
@@ -406,7 +406,7 @@ class PassageReport(Report):
         return tuple(sorted({trial.length for reading in self.readings for trial in reading.trials}))
 
     def best_baseline(self, length: int) -> PassageResult:
-        """The simple way that finds most at a length."""
+        """Return the baseline that finds most at a length."""
         simple = [reading for reading in self.readings if reading.reading in BASELINES]
 
         def accuracy(reading: PassageResult) -> float:
@@ -416,7 +416,7 @@ class PassageReport(Report):
         return max(simple, key=accuracy)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per question, for CSV."""
+        """Return one flat row per question."""
         return [
             {
                 "checkpoint": self.provenance.checkpoint,
@@ -433,7 +433,7 @@ class PassageReport(Report):
 
 
 def passage_report(survey: Survey[ShelfJob], haystack: str, provenance: Provenance) -> PassageReport:
-    """What a finished survey found."""
+    """Summarise a finished survey."""
     readings = [
         PassageResult(
             reader.reading.name,

@@ -88,7 +88,7 @@ class Passkey:
         return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
 
     def last(self, tokens: int, *, prefix: int = 0) -> Passkey:
-        """What a model sees that is fed the last ``tokens`` only; the first ``prefix`` of them stay in front."""
+        """Cut the prompt to its last ``tokens``; the first ``prefix`` of them stay in front."""
         dropped = self.length - tokens
         kept = torch.cat([self.prompt[:prefix], self.prompt[prefix + dropped :]])
         return replace(self, prompt=kept, key_position=self.key_position - dropped)
@@ -111,15 +111,15 @@ class PasskeyPrompt(Prompt):
     turning_point: int
 
     def cost(self, tokens: int) -> float:
-        """The cost of one pass, in the units of ``pass_cost``."""
+        """Estimate the cost of one pass, in the units of ``pass_cost``."""
         return pass_cost(tokens, self.turning_point)
 
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:
-        """A ``PasskeyTrial``, as JSON values."""
+        """Return a ``PasskeyTrial`` as JSON values."""
         return asdict(self.watched(model, window, name, self.cost(window or self.length), progress))
 
     def watched(self, model: nn.Module, window: int | None, name: str, cost: float, progress: Progress) -> PasskeyTrial:
-        """What ``ask`` finds out, with ``cost`` reported in all, however many passes it takes.
+        """Ask the prompt, and report ``cost`` in all, however many passes it takes.
 
         Raises:
             IncompatibleError: the model gives no finite loss.
@@ -130,7 +130,7 @@ class PasskeyPrompt(Prompt):
         return trial
 
     def trial(self, model: nn.Module, window: int | None = None) -> PasskeyTrial:
-        """What the model answers, by ``measure``; errors as there.
+        """Measure the model's answer; errors as for ``measure``.
 
         Args:
             model: a causal language model in eval mode.
@@ -220,7 +220,7 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
 
 
 def _steps(model: nn.Module, passkey: Passkey) -> list[list[int]]:
-    """The steps of decoding the answer, those together that see the same positions."""
+    """Group the steps of decoding the answer by the positions that they see."""
     fitted = fitted_length_of(base_model(model))
     steps = itertools.groupby(range(len(passkey.answer)), lambda step: fitted(passkey.length + step))
     return [list(group) for _, group in steps]
@@ -236,7 +236,7 @@ def make_prompts(
     haystack: Haystack | None = None,
     turning_point: int = SMALL_MODEL,
 ) -> tuple[PasskeyPrompt, ...]:
-    """Passkey prompts at every length and depth.
+    """Make passkey prompts at every length and depth.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -367,7 +367,7 @@ class PasskeyCell:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the accuracy of endless trials would be, with 95 percent confidence (Wilson)."""
+        """The 95 percent confidence interval of the accuracy (Wilson)."""
         return wilson_interval(self.accuracy, self.trials)
 
 
@@ -394,7 +394,7 @@ class PasskeyResult:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the accuracy of endless trials would be, with 95 percent confidence (Wilson)."""
+        """The 95 percent confidence interval of the accuracy (Wilson)."""
         return wilson_interval(self.accuracy, len(self.trials))
 
     @property
@@ -424,11 +424,11 @@ class PasskeyResult:
         )
 
     def at(self, length: int) -> PasskeyResult:
-        """The trials of one length alone."""
+        """Return the trials of one length alone."""
         return self.between(length, length)
 
     def between(self, least: int, most: int) -> PasskeyResult:
-        """The trials of the lengths from ``least`` to ``most``."""
+        """Return the trials of the lengths from ``least`` to ``most``."""
         return replace(self, trials=tuple(trial for trial in self.trials if least <= trial.length <= most))
 
 
@@ -450,7 +450,7 @@ class PasskeyReport(Report):
     provenance: Provenance
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per trial, for CSV."""
+        """Return one flat row per trial."""
         return [
             {"checkpoint": self.provenance.checkpoint, "reading": reading.reading, "haystack": reading.haystack}
             | asdict(trial)
@@ -460,7 +460,7 @@ class PasskeyReport(Report):
 
 
 def passkey_report(survey: Survey[PromptJob], haystack: Haystack, provenance: Provenance) -> PasskeyReport:
-    """What a finished survey of passkeys found."""
+    """Summarise a finished survey of passkeys."""
     readings = [
         PasskeyResult(
             trials=tuple(from_json(PasskeyTrial, trial) for trial in trials),

@@ -1,4 +1,4 @@
-"""What a number was measured on and with: nobody can compare results that do not say so."""
+"""The circumstances of a measurement, without which nobody can compare results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Provenance:
         versions: of ctxext, torch, transformers and Python.
         machine: in words.
         command: that was called.
-        date: UTC, ISO 8601, to the second.
+        date: Return the time in UTC, ISO 8601, to the second.
     """
 
     checkpoint: str
@@ -78,7 +78,7 @@ class Provenance:
     date: str = ""
 
     def with_extension(self, name: str, model: nn.Module) -> Provenance:
-        """The same, with how ``model`` is extended now under ``name``."""
+        """Return this provenance with the extension of ``model`` under ``name``."""
         found = patching.describe(model)
         record = ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
         return replace(self, extensions={**self.extensions, name: record})
@@ -117,7 +117,7 @@ Kind = TypeVar("Kind", bound="Report")
 
 
 class Report:
-    """What a measurement found, as a frozen dataclass that is written to a JSON file and read again.
+    """The result of a measurement, a frozen dataclass that is written to a JSON file and read again.
 
     A subclass says what its files are: ``TITLE`` in words, ``KIND`` as the field of that name (None where the files
     have none), the number ``FORMAT``, and ``OLDER`` for whoever brings a file of an older format.
@@ -160,7 +160,7 @@ class Report:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """What ``asdict`` and JSON made of a value: lists are tuples again and objects are dataclasses.
+    """Undo ``asdict`` and JSON: lists are tuples again and objects are dataclasses.
 
     Args:
         kind: the value's type, as a dataclass annotates it. A dataclass with a ``from_dict`` of its own reads itself.
@@ -190,7 +190,7 @@ def provenance_of(
     seed: int | None = None,
     trained_length: int | None = None,
 ) -> Provenance:
-    """The provenance of a measurement that is about to begin.
+    """Collect the provenance of a measurement that is about to begin.
 
     Args:
         checkpoint: from ``load_checkpoint``.
@@ -219,7 +219,7 @@ def provenance_of(
 
 
 def versions() -> dict[str, str]:
-    """The versions of ctxext, torch, transformers and Python that compute."""
+    """Return the versions of ctxext, torch, transformers and Python."""
     return {
         "ctxext": __version__,
         "torch": torch.__version__,
@@ -229,7 +229,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: str = "cpu") -> str:
-    """The processor that computes, by name, and how much of it."""
+    """Describe the processor that computes."""
     threads = torch.get_num_threads()
     cores = f"{os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}"
     if device == "cuda":
@@ -238,7 +238,7 @@ def machine(device: str = "cpu") -> str:
 
 
 def command(arguments: Sequence[str] | None = None) -> str:
-    """What was called, as it could be typed again in the same folder."""
+    """Return the command line, as it could be typed again in the same folder."""
     program, *rest = sys.argv if arguments is None else arguments
     path = Path(program)
     name = path.parent.name if path.name == "__main__.py" else path.name  # of python -m ctxext
@@ -247,7 +247,7 @@ def command(arguments: Sequence[str] | None = None) -> str:
 
 
 def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
-    """The commit that a directory stands at and whether files that git tracks differ from it; None outside of git.
+    """Return the commit of a directory and whether tracked files differ from it; None outside of git.
 
     Args:
         directory: inside of the work tree; default the working directory.
@@ -271,5 +271,5 @@ def _processor() -> str:
 
 
 def now() -> str:
-    """UTC, ISO 8601, to the second."""
+    """Return the time in UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

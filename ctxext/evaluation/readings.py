@@ -1,4 +1,4 @@
-"""Who reads: a checkpoint as it is, with its old tokens cut off, as it was saved, and extended by methods."""
+"""Readings of a checkpoint: as it is, truncated, as it was saved, and extended by methods."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Refusal:
 
 
 def known_trained_length(model: nn.Module, given: int | None = None) -> int:
-    """The tokens that a checkpoint was trained for: those given, or what its config says.
+    """Return the tokens that a checkpoint was trained for: those given, or those of its config.
 
     Raises:
         InvalidParameterError: nothing says so, or ``given`` is no number of tokens.
@@ -201,7 +201,7 @@ class Readings:
         }
 
     def key(self, reading: Sequence[Any], **asked: Any) -> str:
-        """A hash of everything that what one reading gives depends on; 16 hexadecimal digits.
+        """Hash everything that the numbers of one reading depend on, to 16 hexadecimal digits.
 
         Args:
             reading: what tells it from other readings, as JSON values.
@@ -212,7 +212,7 @@ class Readings:
 
     @contextlib.contextmanager
     def applied(self, reading: Reading) -> Iterator[None]:
-        """The model as a reading has it, inside a ``with``."""
+        """Apply a reading to the model, inside a ``with``."""
         if reading.is_reference or reading.method is None or reading.name == AS_SAVED:
             yield
             return
@@ -289,7 +289,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Sequence[float]) -> tuple[Method, ...]:
-    """The methods to try, each at each factor; once, at the largest, where the factor changes nothing but the reach.
+    """Return the methods to try, each at each factor; once, at the largest, if the factor changes only the reach.
 
     Args:
         model: decides what an empty ``wanted`` means: every method for its kind of positions (rotary or ALiBi) that
@@ -337,7 +337,7 @@ def _required(method: type[Method]) -> list[str]:
 
 
 def ignores_factor(method: Method) -> bool:
-    """Whether another factor would give the same positions at every length, asked on a made-up model."""
+    """Return whether another factor would give the same positions at every length, tried on a made-up model."""
     if _required(type(method)):
         return False
     trained = 4096
@@ -361,7 +361,7 @@ def ignores_factor(method: Method) -> bool:
 
 
 def named_method(text: str, factor: float) -> Method:
-    """The method that ``name key=value ...`` means, as a shell would split it; a factor of its own goes first.
+    """Parse ``name key=value ...``, split as a shell does, into a method; a factor in it goes first.
 
     Raises:
         UnknownNameError: an unknown method or parameter.
@@ -379,13 +379,13 @@ def named_method(text: str, factor: float) -> Method:
 
 
 def name_for(method: Method) -> str:
-    """A name that no other method of a comparison has, such as ``yarn x2 ramp=turns``."""
+    """Return a name that no other method of a comparison has, such as ``yarn x2 ramp=turns``."""
     factor = "" if ignores_factor(method) else f" x{method.factor:g}"
     return f"{method.name}{factor}{''.join(f' {part}' for part in _own(method))}"
 
 
 def label_for(method: Method) -> str:
-    """The same as a reader wants it."""
+    """Return a method's name with its factor and parameters, as tables show it."""
     factor = "" if ignores_factor(method) else f" {TIMES}{method.factor:g}"
     own = _own(method)
     return f"{label_of(method.name)}{factor}" + (f" ({', '.join(own)})" if own else "")
@@ -428,11 +428,11 @@ class Reader:
 
     @property
     def model(self) -> nn.Module:
-        """As this reader has it while ``applied``."""
+        """The model, which is this reader's while ``applied``."""
         return self.readings.model
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
-        """The model as this reader has it, inside a ``with``."""
+        """Apply this reader's reading to the model, inside a ``with``."""
         return self.readings.applied(self.reading)
 
 
@@ -448,7 +448,7 @@ def find_readers(
     trained_length: int | None = None,
     sliding_window: str | None = None,
 ) -> tuple[Reader, ...]:
-    """Who is asked for what is hidden in a text, the references first; the model is at the end what it was.
+    """Find the readers that are asked for hidden things, references first; the model is at the end what it was.
 
     A reader is asked at the lengths that it is meant for; the truncated one at all: it is shown the last tokens of the
     trained window, and not fewer, since what is to be found may stand anywhere; the unpatched one beyond its window
@@ -499,7 +499,7 @@ def find_readers(
 
 
 def _original(own: Readings, reference: Checkpoint) -> Readings:
-    """The readings of the checkpoint that ``own`` was made from."""
+    """Return the readings of the checkpoint that ``own`` was made from."""
     if own.extended is None:
         raise InvalidParameterError(
             f"{own.checkpoint.name} does not come extended: it is its own reference. Leave out the reference "
@@ -510,7 +510,7 @@ def _original(own: Readings, reference: Checkpoint) -> Readings:
 
 
 def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Sequence[int], trained: int) -> list[float]:
-    """The factors asked for; without any, the one that the greatest length needs, or 2 where no length is given.
+    """Return the factors asked for; without any, that of the greatest length, or 2 if no length is given.
 
     Raises:
         InvalidParameterError: a factor without a method, or no factor and no length beyond the trained one.

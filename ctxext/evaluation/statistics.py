@@ -45,7 +45,7 @@ class PairedDifference:
     baselines: int = 1
 
     def errors_needed(self, candidates: int = 1) -> float:
-        """Standard errors that a difference must exceed to be a finding at 5 percent, two-sided: Student's quantile.
+        """Return how many standard errors a finding at 5 percent (two-sided, Student's quantile) must exceed.
 
         With few units the standard error itself is uncertain, so that more are needed.
 
@@ -65,7 +65,7 @@ class PairedDifference:
         return self.verdict_of_best(1)
 
     def verdict_of_best(self, candidates: int) -> str:
-        """The verdict where this difference is the lowest of several candidates'.
+        """Return the verdict if this difference is the lowest of several candidates'.
 
         The best of many is partly the luckiest: for ``better`` the 5 percent are divided among the candidates, and for
         ``worse`` among the baselines.
@@ -78,7 +78,7 @@ class PairedDifference:
         return "worse" if self.mean > self.errors_needed(self.baselines) * self.standard_error else "no difference"
 
     def scope(self, texts: int) -> str:
-        """What a verdict is about: nothing is added for documents; else ``on this text`` or ``on these texts``.
+        """Say what a verdict is about: nothing for documents; else ``on this text`` or ``on these texts``.
 
         Args:
             texts: that the tokens are of.
@@ -91,14 +91,14 @@ class PairedDifference:
 
 
 def difference_columns(name: str, difference: PairedDifference | None) -> dict[str, float | None]:
-    """The mean of a difference and its standard error for a row of a table, under ``name`` and ``name_se``."""
+    """Return the mean of a difference and its standard error under ``name`` and ``name_se``."""
     if difference is None:
         return {name: None, f"{name}_se": None}
     return {name: difference.mean, f"{name}_se": difference.standard_error}
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
-    """The mean whose differences ``document_difference`` returns: each document weighs the same where there are enough.
+    """Average losses as ``document_difference`` does: each document weighs the same if there are enough.
 
     Args:
         losses: nats per token, [tokens], one tensor per document. Documents without tokens do not count.
@@ -112,7 +112,7 @@ def mean_loss(losses: Sequence[Tensor]) -> float:
 def document_difference(
     losses: Sequence[Tensor], baseline: Sequence[Tensor], *, baselines: int = 1
 ) -> PairedDifference:
-    """How much ``losses`` differ from ``baseline`` on the same tokens of several documents, with a standard error.
+    """Compare ``losses`` with ``baseline`` on the same tokens of several documents, with a standard error.
 
     Pairing removes what dominates a perplexity, the difficulty of the text. With five documents or more, each of them
     weighs the same, whatever its length, and only documents count as independent: see ``grouped_difference``. Fewer
@@ -140,7 +140,7 @@ def document_difference(
 def block_difference(
     losses: Sequence[Tensor], baseline: Sequence[Tensor], *, most: int = MOST_BLOCKS, baselines: int = 1
 ) -> PairedDifference:
-    """How much ``losses`` differ from ``baseline`` on these very texts, every token weighing the same.
+    """Compare ``losses`` with ``baseline`` on these very texts, every token weighing the same.
 
     Neighbouring tokens are correlated, so the texts are joined and cut into a few long blocks of equal length, and only
     blocks count as independent ("batch means"): at most ``most``, of 256 tokens or more where eight such can be made.
@@ -175,7 +175,7 @@ def block_difference(
 def grouped_difference(
     losses: Sequence[Tensor], baseline: Sequence[Tensor], *, over: str, baselines: int = 1
 ) -> PairedDifference:
-    """The difference of ``losses`` to ``baseline`` where each tensor, [tokens], is a group that counts as independent.
+    """Compare ``losses`` with ``baseline`` where each tensor, [tokens], is a group that counts as independent.
 
     Each group gives one number, its mean difference, and these are held to Student's distribution: the mean of them,
     and their standard deviation over the square root of how many there are. Every group weighs the same, because that
@@ -236,7 +236,7 @@ CHANCE = 0.05
 
 @functools.lru_cache(maxsize=1024)
 def students_quantile(chance: float, degrees: int) -> float:
-    """The t that Student's distribution exceeds, to either side, with probability ``chance``.
+    """Return the t that Student's distribution exceeds, to either side, with probability ``chance``.
 
     Args:
         chance: two-sided, above 0 and below 1.
@@ -264,7 +264,7 @@ def students_quantile(chance: float, degrees: int) -> float:
 
 
 def _within(angle: float, degrees: int) -> float:
-    """The probability that |t| is below ``tan(angle) * sqrt(degrees)``."""
+    """Return the probability that |t| is below ``tan(angle) * sqrt(degrees)``."""
     sine, square = math.sin(angle), math.cos(angle) ** 2
     odd = degrees % 2
     term = math.cos(angle) if odd else 1.0

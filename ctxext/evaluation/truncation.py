@@ -39,7 +39,7 @@ LEAST = 8
 
 
 def windows_of(trained_length: int) -> tuple[int, ...]:
-    """The windows to try, in tokens, increasing: every quarter of the trained length, and that itself."""
+    """Return the windows to try, in tokens, increasing: every quarter of the trained length, and that itself."""
     quarters = {trained_length * part // QUARTERS for part in range(1, QUARTERS)}
     return (*sorted(window for window in quarters if window >= LEAST), trained_length)
 
@@ -50,23 +50,23 @@ def stride_of(window: int, prefix: int) -> int:
 
 
 def window_name(window: int) -> str:
-    """The name of the reading that sees the last ``window`` tokens."""
+    """Name the reading that sees the last ``window`` tokens."""
     return f"{TRUNCATED} {window}"
 
 
 def window_of(name: str) -> int | None:
-    """The window in a reading's name; None where it is another reading's."""
+    """Return the window in a reading's name; None for another reading."""
     kind, _, window = name.partition(" ")
     return int(window) if kind == TRUNCATED and window.isdecimal() else None
 
 
 def is_reference(name: str) -> bool:
-    """Whether a reading of that name is a reference: unpatched, one of the windows, or the best of them."""
+    """Return whether a reading of that name is a reference: unpatched, one of the windows, or the best of them."""
     return name in (UNPATCHED, TRUNCATED) or window_of(name) is not None
 
 
 def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
-    """The window with the lowest mean loss; of equal ones the longest.
+    """Return the window with the lowest mean loss; of equal ones the longest.
 
     The mean is that of ``mean_loss``, so that whatever beats the best window in a ``document_difference`` beats each.
 
@@ -119,7 +119,7 @@ def tail_losses(
     prefix: int = 0,
     cached: int | None = None,
 ) -> Float[Tensor, "batch positions"]:
-    """The losses from ``start`` on when the model sees the last ``window`` tokens; nats per token.
+    """Compute the losses from ``start`` on when the model sees the last ``window`` tokens; nats per token.
 
     Args:
         model: unpatched, in eval mode.
@@ -154,7 +154,7 @@ def tail_passes(window: int, *, start: int, positions: int, prefix: int) -> int:
 def tails_cost(
     windows: Sequence[int], *, start: int, positions: int, prefix: int = 0, turning_point: int = SMALL_MODEL
 ) -> float:
-    """What ``tail_losses`` of several windows cost for one text, in the units of ``pass_cost``."""
+    """Estimate the cost of ``tail_losses`` of several windows for one text, in the units of ``pass_cost``."""
     return sum(
         tail_passes(window, start=start, positions=positions, prefix=prefix) * pass_cost(window, turning_point)
         for window in windows

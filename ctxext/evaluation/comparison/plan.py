@@ -1,4 +1,4 @@
-"""What a comparison measures: its cells, each of which is computed, kept and resumed by itself."""
+"""The plan of a comparison: cells, each of which is computed, kept and resumed by itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cell(Job):
     text: TokenisedDocument | PasskeyPrompt
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
-        """The losses of the document, or whether the key was found."""
+        """Compute the losses of the document, or whether the key is found."""
         about = {"kind": self.kind, "length": self.length, "item": self.item}
         if isinstance(self.text, PasskeyPrompt):
             trial = self.text.watched(model, self.reader.window, self.name, self.cost, progress)
@@ -82,7 +82,7 @@ class ComparisonPlan:
     cells: tuple[Cell, ...]
 
     def lengths_of(self, reading: Reading) -> tuple[int, ...]:
-        """The lengths that a reading is meant for."""
+        """Return the lengths that a reading is meant for."""
         return tuple(length for length in self.lengths if reading.is_reference or length <= (reading.reach or 0))
 
 
@@ -127,7 +127,7 @@ def make_plan(
 
 
 def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequence[Reading]) -> tuple[int, ...]:
-    """The trained length and the lengths asked for, increasing; by default every method's reach.
+    """Return the trained length and the lengths asked for, increasing; by default every method's reach.
 
     Args:
         lengths: asked for; empty for the default.

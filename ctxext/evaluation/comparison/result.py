@@ -1,4 +1,4 @@
-"""What a comparison found, as frozen objects made from its finished cells."""
+"""The result of a comparison, as frozen objects made from its finished cells."""
 
 from __future__ import annotations
 
@@ -163,13 +163,13 @@ class Row:
     passkeys: tuple[PasskeyScore, ...]
 
     def at(self, length: int) -> Score | None:
-        """The score at a length, None where the reading is not meant for it."""
+        """Return the score at a length; None if the reading is not meant for it."""
         return next((score for score in self.scores if score.length == length), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorSeries:
-    """What a figure of one factor shows: losses by position up to the length that the factor reaches.
+    """The data of a figure of one factor: losses by position up to the length that the factor reaches.
 
     Args:
         factor: target length over trained length; None where no method is compared.
@@ -214,7 +214,7 @@ class ComparisonResult:
     made: Mapping[str, Any]
 
     def row(self, name: str) -> Row:
-        """The row of a reading."""
+        """Return the row of a reading."""
         return next(row for row in self.rows if row.reading.name == name)
 
     @property
@@ -286,14 +286,14 @@ class FinishedLosses:
         return window, found[window]
 
     def best_end(self, length: int) -> Tensor:
-        """The best truncation's losses of the last stretch before ``length``: every reading is held against them."""
+        """Return the best truncation's losses of the last stretch before ``length``, the baseline of every reading."""
         if length not in self._ends:
             found = self.truncations(length, self.last_stretch(length))
             self._ends[length] = found[best_window(found)]
         return self._ends[length]
 
     def last_stretch(self, length: int) -> int:
-        """Where the stretch that stands for a length begins; it ends with the length.
+        """Return the first position of the stretch that stands for a length; the stretch ends with the length.
 
         It is a quarter of the window, or what lies beyond the window if that is less.
         """
@@ -306,7 +306,7 @@ class FinishedLosses:
         return torch.stack([self.journal.losses(self._lines[reading.name, LOSS, length, index]) for index in documents])
 
     def passkeys(self, reading: Reading) -> tuple[PasskeyScore, ...]:
-        """What was found at each length and depth."""
+        """Count the keys found at each length and depth."""
         if reading.name == TRUNCATED or (reading.window or self.plan.trained_length) < self.plan.trained_length:
             return ()  # a key is looked for in all that fits, the longest window
         places: dict[tuple[int, float], list[Mapping[str, Any]]] = {}

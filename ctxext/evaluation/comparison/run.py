@@ -43,7 +43,7 @@ class Comparison(Survey[Cell]):
         return self._assembled(self.plan)
 
     def so_far(self, readings: Sequence[Reading]) -> ComparisonResult | None:
-        """The same of some readings, all of which are finished; None before every reference is among them."""
+        """Put the cells of some finished readings together; return None before every reference is among them."""
         own = [reading for reading in self.plan.readings if reading in readings or reading.name == TRUNCATED]
         if not all(reading in own for reading in self.plan.readings if reading.is_reference):
             return None
@@ -52,7 +52,7 @@ class Comparison(Survey[Cell]):
         return self._assembled(replace(self.plan, readings=tuple(own), cells=tuple(cells)))
 
     def losses(self, reading: Reading) -> Float[Tensor, "documents positions"]:
-        """A finished reading's losses at its greatest length; of a truncation, those beyond the trained window."""
+        """Return a finished reading's losses at its greatest length; a truncation's, beyond the trained window."""
         finished = self.journal.finished()
         cells = [cell for cell in self.plan.cells if cell.reader.reading is reading and cell.kind == LOSS]
         last = max(cell.length for cell in cells)
