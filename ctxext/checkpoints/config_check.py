@@ -51,9 +51,9 @@ def building(what: str) -> Iterator[None]:
     except CtxextError:
         raise
     except UNFIT as error:
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise CheckpointError(
-            f"transformers cannot build {what} from its config: {type(error).__name__}: {' '.join(said)[:300]}. "
+            f"transformers cannot build {what} from its config: {type(error).__name__}: {' '.join(lines)[:300]}. "
             f"Compare config.json with the published one of its model type."
         ) from error
 
@@ -112,8 +112,8 @@ def check_config(config: Any, place: str) -> None:
     """
     saved = saved_extension(config, place)
     if saved is not None:
-        for own in saved_sides(saved).values() or [saved]:
-            saved_method(own)
+        for extension in saved_sides(saved).values() or [saved]:
+            saved_method(extension)
     named = config.architectures
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(f"The config of {place} has architectures={named!r}; it should be a list of class names.")

@@ -88,10 +88,10 @@ def export(
     extended = _extension_of(config, served, trust_remote_code)
     saved = saved_extension(config, f"this {config.model_type}")
     plain = served or (config if saved is None else plain_config(config, saved))
-    made = in_file(extended)
+    exported = in_file(extended)
     source, out = map(Path, gguf)
     write_into_gguf(extended, plain, source, out, architecture=architecture_of(extended), progress=progress)
-    return replace(made, file=str(out))
+    return replace(exported, file=str(out))
 
 
 def _read(
@@ -154,11 +154,11 @@ def export_config(
     _check_target(to)
     if (longer := _longer_table(config, served, to)) is not None:
         return longer
-    if (own := _own_alibi(config, served)) is not None:
-        return RUNTIMES[to].export_own_alibi(own)
-    made = RUNTIMES[to].export(replace(_extension_of(config, served, trust_remote_code), guarded=guarded))
+    if (alibi := _own_alibi(config, served)) is not None:
+        return RUNTIMES[to].export_own_alibi(alibi)
+    exported = RUNTIMES[to].export(replace(_extension_of(config, served, trust_remote_code), guarded=guarded))
     obeyed = tuple(str(field) for field in foreign_fields(config) if to in field.programs)
-    return replace(made, exact=False, notes=(*made.notes, *obeyed)) if obeyed else made
+    return replace(exported, exact=False, notes=(*exported.notes, *obeyed)) if obeyed else exported
 
 
 def _extension_of(config: Any, served: Any, trust_remote_code: bool) -> ExtensionInConfig:
@@ -210,11 +210,11 @@ def _require_consistent(config: Any, trust_remote_code: bool) -> None:
     again = extended_config(plain, saved_method(saved), trust_remote_code=trust_remote_code, **choices(saved))
     for name in saved["original"]:
         (here, leaf), (there, _) = (field_of(one if "." in name else text_of(one), name) for one in (config, again))
-        found, expected = getattr(here, leaf, None), getattr(there, leaf, None)
-        if not same_rope(found, expected):
+        value, expected = getattr(here, leaf, None), getattr(there, leaf, None)
+        if not same_rope(value, expected):
             raise CheckpointError(
                 f"The config of this {config.model_type} contradicts itself: its ctxext entry stands for {name}="
-                f"{expected}, but it holds {found}. One of them was changed by hand; extend the original checkpoint "
+                f"{expected}, but it holds {value}. One of them was changed by hand; extend the original checkpoint "
                 f"anew (ctxext patch)."
             )
 

@@ -65,9 +65,9 @@ class GGUFFile:
         Raises:
             CheckpointError: the value is text in an encoding that the format does not have.
         """
-        found = self._reader.fields.get(key)
+        entry = self._reader.fields.get(key)
         try:
-            return default if found is None else found.contents()
+            return default if entry is None else entry.contents()
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path} cannot be read as GGUF: {key} is no text ({error}).") from error
 
@@ -77,18 +77,18 @@ class GGUFFile:
         Raises:
             CheckpointError: the value is no number.
         """
-        found = self.get(key, default)
-        if not isinstance(found, int | float):
+        value = self.get(key, default)
+        if not isinstance(value, int | float):
             raise CheckpointError(
-                f"{self.path} says {key}={found!r}, which should be a number. Convert the checkpoint anew."
+                f"{self.path} says {key}={value!r}, which should be a number. Convert the checkpoint anew."
             )
-        return found
+        return value
 
     @property
     def sizes(self) -> dict[str, int | float]:
         """The values that are single numbers, by their keys without the architecture."""
-        found = {key.partition(".")[2]: self.get(key) for key in self.keys if not key.startswith("tokenizer.")}
-        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+        values = {key.partition(".")[2]: self.get(key) for key in self.keys if not key.startswith("tokenizer.")}
+        return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
     @property
     def tensors(self) -> list[str]:
@@ -101,15 +101,15 @@ class GGUFFile:
         Raises:
             CheckpointError: the tensor is of another kind.
         """
-        found = self._tensor(name)
-        if found is None:
+        entry = self._tensor(name)
+        if entry is None:
             return None
-        if found.data.dtype != np.float32 or found.data.ndim != 1:
+        if entry.data.dtype != np.float32 or entry.data.ndim != 1:
             raise CheckpointError(
-                f"{name} in {self.path} should be a list of float32 numbers; found {found.tensor_type.name} of shape "
-                f"{found.shape.tolist()}. Convert the checkpoint anew."
+                f"{name} in {self.path} should be a list of float32 numbers; found {entry.tensor_type.name} of shape "
+                f"{entry.shape.tolist()}. Convert the checkpoint anew."
             )
-        return np.array(found.data)
+        return np.array(entry.data)
 
     def _tensor(self, name: str) -> Any:
         return next((tensor for tensor in self._reader.tensors if tensor.name == name), None)
@@ -173,23 +173,23 @@ class GGUFFile:
     def _head(self, keys: Mapping[str, Value], drop: Callable[[str], bool], info: bytes) -> bytes:
         """Build all that lies before the data: counts, keys and descriptions of tensors."""
         kept = {
-            one.name: _packed(one.name, keys[one.name]) if one.name in keys else _bytes_of(one)
-            for one in (self._reader.fields[name] for name in self.keys)
-            if one.name in keys or not drop(one.name)
+            entry.name: _packed(entry.name, keys[entry.name]) if entry.name in keys else _bytes_of(entry)
+            for entry in (self._reader.fields[name] for name in self.keys)
+            if entry.name in keys or not drop(entry.name)
         }
-        said = kept | {name: _packed(name, value) for name, value in keys.items() if name not in kept}
-        infos = [_bytes_of(one.field) for one in self._reader.tensors] + ([info] if info else [])
-        counts = struct.pack("<QQ", len(infos), len(said))
-        return b"".join((self._reader.data[:SAME_HEAD].tobytes(), counts, *said.values(), *infos))
+        packed = kept | {name: _packed(name, value) for name, value in keys.items() if name not in kept}
+        infos = [_bytes_of(entry.field) for entry in self._reader.tensors] + ([info] if info else [])
+        counts = struct.pack("<QQ", len(infos), len(packed))
+        return b"".join((self._reader.data[:SAME_HEAD].tobytes(), counts, *packed.values(), *infos))
 
     def _padded(self, size: int) -> int:
         alignment = int(self._reader.alignment)
         return -(-size // alignment) * alignment
 
 
-def _bytes_of(found: Any) -> bytes:
+def _bytes_of(entry: Any) -> bytes:
     """Return the bytes of a key, or of the description of a tensor, as they lie in the file."""
-    return b"".join(part.tobytes() for part in found.parts)
+    return b"".join(part.tobytes() for part in entry.parts)
 
 
 def _packed(name: str, value: Value) -> bytes:
@@ -228,5 +228,5 @@ def scaling_in_gguf(path: Path) -> tuple[str, ...]:
         CheckpointError: if the file is not GGUF, or the package that reads it is missing.
     """
     file = GGUFFile(path)
-    found = [f"{key}={file.get(key)}" for key in file.keys if ".rope.scaling." in key]
-    return (*found, *(name for name in file.tensors if name.startswith(SCALING_TENSORS)))
+    keys = [f"{key}={file.get(key)}" for key in file.keys if ".rope.scaling." in key]
+    return (*keys, *(name for name in file.tensors if name.startswith(SCALING_TENSORS)))

@@ -48,10 +48,11 @@ def read_positions(config: Any, file: GGUFFile) -> None:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     share = reaching[0].get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
     width = int(head * share)
-    found = (_head(file, architecture, head), file.number(prefix + "dimension_count", width))
-    if found != (head, width):
+    dimensions = (_head(file, architecture, head), file.number(prefix + "dimension_count", width))
+    if dimensions != (head, width):
         raise _unreadable(
-            file, f"rotates {found[1]} of the {found[0]} dimensions of a head, which are read as {width} of {head}"
+            file,
+            f"rotates {dimensions[1]} of the {dimensions[0]} dimensions of a head, which are read as {width} of {head}",
         )
     form = _scaling(file, prefix, width)
     for rope in reaching:
@@ -111,23 +112,23 @@ def _yarn(
 ) -> dict[str, Any]:
     if tables:
         raise _unreadable(file, f"says {scaling}type=yarn and holds {next(iter(tables))}, which divides beside it")
-    found: dict[str, Any] = {
+    form: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
         "beta_fast": float(file.number(scaling + "yarn_beta_fast", 32.0)),
         "beta_slow": float(file.number(scaling + "yarn_beta_slow", 1.0)),
     }
-    return found if scale == 1 else found | {"attention_factor": scale * (0.1 * math.log(factor) + 1)}
+    return form if scale == 1 else form | {"attention_factor": scale * (0.1 * math.log(factor) + 1)}
 
 
 def _divisors(file: GGUFFile, name: str, width: int) -> Float[np.ndarray, " half"] | None:
-    found = file.tensor(name)
-    if found is None:
+    divisors = file.tensor(name)
+    if divisors is None:
         return None
-    if len(found) != width // 2 or not (np.isfinite(found).all() and (found > 0).all()):
-        raise _unreadable(file, f"holds {name}, which should be {width // 2} numbers above 0 (found {len(found)})")
-    return found.astype(np.float64)
+    if len(divisors) != width // 2 or not (np.isfinite(divisors).all() and (divisors > 0).all()):
+        raise _unreadable(file, f"holds {name}, which should be {width // 2} numbers above 0 (found {len(divisors)})")
+    return divisors.astype(np.float64)
 
 
 def _unreadable(file: GGUFFile, what: str) -> CheckpointError:

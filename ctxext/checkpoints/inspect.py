@@ -176,10 +176,10 @@ def _shortest(config: Any, trust_remote_code: bool) -> PreTrainedModel:
         setattr(text, name, value[:keep])
     text.num_hidden_layers = keep
     try:
-        found = meta_model(short, trust_remote_code=trust_remote_code)
+        shallow = meta_model(short, trust_remote_code=trust_remote_code)
     except CheckpointError:  # its config checks one field against another, which says the number of layers too
         return whole
-    return found if _kinds(found) == _kinds(whole) else whole
+    return shallow if _kinds(shallow) == _kinds(whole) else whole
 
 
 def _until_all(values: list[Any]) -> int:
@@ -262,14 +262,14 @@ def _positions(
     model: PreTrainedModel, trained_length: int
 ) -> tuple[tuple[Positions, ...], str | None, RopeSpec | None]:
     """Find the sites of an extension, or why there are none, and the spec of the first."""
-    found: list[Positions] = []
+    rotations: list[Positions] = []
     try:
         if sides := sides_of(model):
             each = {name: _positions(side.model, trained_length) for name, side in sides.items()}
-            for name, (own, _, _) in each.items():
-                found += [replace(positions, side=name) for positions in own]
+            for name, (of_side, _, _) in each.items():
+                rotations += [replace(positions, side=name) for positions in of_side]
             reasons = [reason for _, reason, _ in each.values() if reason]
-            return tuple(found), reasons[0] if reasons else None, next(iter(each.values()))[2]
+            return tuple(rotations), reasons[0] if reasons else None, next(iter(each.values()))[2]
         text = text_of(model.config)
         architecture = architecture_of(model)
         if isinstance(architecture, AlibiArchitecture):
@@ -277,7 +277,7 @@ def _positions(
         if isinstance(architecture, Buckets):
             return (), f"none: this {model.config.model_type} has buckets of relative distances", None
         if isinstance(architecture, LearnedTable):
-            tables = " and ".join(f"{one.positions:,} tokens ({one.name})" for one in architecture.tables(model))
+            tables = " and ".join(f"{table.positions:,} tokens ({table.name})" for table in architecture.tables(model))
             return (), f"none: it has learned positions, one vector each for {tables}", None
         if isinstance(architecture, Sinusoids):
             names = " and ".join(table.name for table in architecture.tables(model))
@@ -286,10 +286,10 @@ def _positions(
         for site in sites:
             kind = str(site.rope_dict(text).get("rope_type", "default"))
             base, rotary_dim = site.spec.base, site.spec.rotary_dim
-            found.append(Positions(layer_type=site.layer_type, rope_type=kind, base=base, rotary_dim=rotary_dim))
+            rotations.append(Positions(layer_type=site.layer_type, rope_type=kind, base=base, rotary_dim=rotary_dim))
     except IncompatibleError as error:
         return (), str(error), None
-    return tuple(dict.fromkeys(found)), None, sites[0].spec
+    return tuple(dict.fromkeys(rotations)), None, sites[0].spec
 
 
 def _verdicts(
@@ -328,10 +328,10 @@ def _verdict(model: PreTrainedModel, method: Method, trained_length: int | None,
 
 
 def _exports(config: Any, trust_remote_code: bool, guarded: bool) -> dict[str, Export | str]:
-    found: dict[str, Export | str] = {}
+    exports: dict[str, Export | str] = {}
     for target in RUNTIMES:
         try:
-            found[target] = export_config(config, to=target, trust_remote_code=trust_remote_code, guarded=guarded)
+            exports[target] = export_config(config, to=target, trust_remote_code=trust_remote_code, guarded=guarded)
         except IncompatibleError as error:
-            found[target] = str(error)
-    return found
+            exports[target] = str(error)
+    return exports

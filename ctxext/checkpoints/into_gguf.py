@@ -64,10 +64,10 @@ def write_into_gguf(
 
 def _refuse_tensors(file: GGUFFile, extended: ExtensionInConfig) -> None:
     """Refuse a file in which a tensor would divide beside the keys."""
-    if found := [name for name in file.tensors if name.startswith(SCALING_TENSORS)]:
+    if scaling := [name for name in file.tensors if name.startswith(SCALING_TENSORS)]:
         raise CheckpointError(
-            f"{file.path} holds {found[0]}, which scales positions beside the keys that {extended.method} is said in. "
-            f"Give the GGUF file of a checkpoint whose positions are plain."
+            f"{file.path} holds {scaling[0]}, which scales positions beside the keys of {extended.method}. Give the "
+            f" GGUF file of a checkpoint whose positions are plain."
         )
 
 
@@ -79,17 +79,17 @@ def _divisors(text: Any, base: float, length: int) -> Float[np.ndarray, " half"]
     rope = dict(text.rope_parameters)
     unscaled = {"rope_type": "linear", "factor": 1.0}
     plain = _frequencies(text, rope | unscaled | {"rope_theta": base}, length)
-    own = _frequencies(text, rope | unscaled if rope["rope_type"] == "default" else rope, length)
+    scaled = _frequencies(text, rope | unscaled if rope["rope_type"] == "default" else rope, length)
     with np.errstate(divide="ignore"):  # what does not turn may have become 0
-        found: np.ndarray = np.minimum(plain / own, NEVER).astype(np.float32)
-    return found
+        divisors: np.ndarray = np.minimum(plain / scaled, NEVER).astype(np.float32)
+    return divisors
 
 
 def _frequencies(text: Any, rope: dict[str, Any], length: int) -> Float[np.ndarray, " half"]:
     """Compute the frequencies of plain transformers for a text of ``length`` tokens, in float64."""
-    told = copy.deepcopy(text)
-    told.rope_parameters = rope
-    inv_freq: np.ndarray = ROPE_INIT_FUNCTIONS[rope["rope_type"]](told, None, seq_len=length)[0].double().numpy()
+    config = copy.deepcopy(text)
+    config.rope_parameters = rope
+    inv_freq: np.ndarray = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None, seq_len=length)[0].double().numpy()
     return inv_freq
 
 
@@ -102,22 +102,26 @@ def _refuse_other_model(
             f"{file.path} is one of {parts} files of a model. Put them together first: llama-gguf-split --merge."
         )
     text = extended.text
-    own = {
+    numbers = {
         "block_count": [text.num_hidden_layers],
         "embedding_length": [text.hidden_size],
         "attention.head_count": [text.num_attention_heads],
         "rope.dimension_count": [rotary_dim],
-        "rope.freq_base": [float(one.rope_parameters["rope_theta"]) for one in (before, text)],
-        "context_length": [one.max_position_embeddings for one in (before, text)]
+        "rope.freq_base": [float(option.rope_parameters["rope_theta"]) for option in (before, text)],
+        "context_length": [option.max_position_embeddings for option in (before, text)]
         + [extended.trained_length, extended.target_length],
     }
-    told = {"general.architecture": [architecture]} | {f"{architecture}.{name}": one for name, one in own.items()}
-    for key, options in told.items():
+    expected = {"general.architecture": [architecture]} | {
+        f"{architecture}.{name}": option for name, option in numbers.items()
+    }
+    for key, options in expected.items():
         value = file.get(key)
         if value is None and key.endswith((".rope.dimension_count", ".rope.freq_base")):  # which may be left out
             continue
-        if not any(value == one or _is_close(value, one) for one in options):
-            right = " or ".join(dict.fromkeys(f"{one:g}" if isinstance(one, float) else str(one) for one in options))
+        if not any(value == option or _is_close(value, option) for option in options):
+            right = " or ".join(
+                dict.fromkeys(f"{option:g}" if isinstance(option, float) else str(option) for option in options)
+            )
             raise CheckpointError(
                 f"{file.path} is of another model than this {text.model_type}: it says {key}={value}, and by the "
                 f"checkpoint's config it is {right}. Give the GGUF file that was converted from this checkpoint."
@@ -130,14 +134,16 @@ def _is_close(value: Any, wanted: Any) -> bool:
 
 def _refuse_other_scaling(file: GGUFFile, known: list[Float[np.ndarray, " half"]]) -> None:
     """Refuse a file with divisors of its own that are neither the checkpoint's before the extension nor after it."""
-    found = file.tensor(DIVISORS)
-    if found is None:
+    divisors = file.tensor(DIVISORS)
+    if divisors is None:
         return
-    if not any(len(found) == len(one) and np.allclose(found, one, rtol=SAME_DIVISORS) for one in known):
+    if not any(
+        len(divisors) == len(expected) and np.allclose(divisors, expected, rtol=SAME_DIVISORS) for expected in known
+    ):
         raise CheckpointError(
-            f"{file.path} holds {DIVISORS} with {len(found)} divisors, {_few(found)}, and by the checkpoint's config "
-            f"they are {_few(known[-1])}: its weights were trained with other positions. Give the checkpoint that the "
-            f"file was converted from."
+            f"{file.path} holds {DIVISORS} with {len(divisors)} divisors, {_few(divisors)}, and by the "
+            f"checkpoint's config they are {_few(known[-1])}: its weights were trained with other positions. Give the "
+            f"checkpoint that the file was converted from."
         )
 
 

@@ -46,15 +46,15 @@ class Limit:
 
 def limits_in(path: Path) -> list[Limit]:
     """Read the limits that a file holds; none for files of other names."""
-    found, fields = [], [(name, field) for name, field in FIELDS if fnmatch(path.name, name)]
+    limits, fields = [], [(name, field) for name, field in FIELDS if fnmatch(path.name, name)]
     settings = read_json(path) if fields else {}
     for name, field in fields:
         value: Any = settings
         for part in field:
             value = value.get(part) if isinstance(value, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            found.append(Limit(path.name, field, value, (name, field) == BOUND))
-    return found
+            limits.append(Limit(path.name, field, value, (name, field) == BOUND))
+    return limits
 
 
 def copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> tuple[list[str], list[str]]:
@@ -115,10 +115,11 @@ def refuse_tokenizer(tokenizer: Any, config: Any) -> None:
     Raises:
         InvalidParameterError: with both ids.
     """
-    ours, theirs = config.pad_token_id, getattr(tokenizer, "pad_token_id", None)
-    if theirs is not None and ours is not None and theirs != ours:
+    model_id, tokenizer_id = config.pad_token_id, getattr(tokenizer, "pad_token_id", None)
+    if tokenizer_id is not None and model_id is not None and tokenizer_id != model_id:
         raise InvalidParameterError(
-            f"This tokenizer pads with the token {theirs} ({tokenizer.pad_token!r}), and the model counts positions of "
-            f"all tokens but {ours} (config.pad_token_id): padded texts would stand at other positions than they do "
-            f"alone. Give the tokenizer of this checkpoint, or set tokenizer.pad_token to its token {ours}."
+            f"This tokenizer pads with the token {tokenizer_id} ({tokenizer.pad_token!r}), and the model counts "
+            f"positions of all tokens but {model_id} (config.pad_token_id): padded texts would stand at other "
+            f"positions than they do alone. Give the tokenizer of this checkpoint, or set tokenizer.pad_token to its "
+            f"token {model_id}."
         )

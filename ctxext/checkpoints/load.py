@@ -117,9 +117,9 @@ def load(
     _refuse_arguments(path, loading)
     known = method_class(method) if isinstance(method, str) else None
     parameters = {field.name for field in fields(known)} if known is not None else set[str]()
-    own = {name: loading.pop(name) for name in list(loading) if name in parameters}
+    of_method = {name: loading.pop(name) for name in list(loading) if name in parameters}
     if base is not None and "base" in parameters:
-        own["base"], base = base, None
+        of_method["base"], base = base, None
     arguments = ExtensionArguments(
         method=method,
         factor=factor,
@@ -128,7 +128,7 @@ def load(
         sliding_window=sliding_window,
         scaling=scaling,
         attention=attention,
-        parameters=own,
+        parameters=of_method,
     )
     if method is None:
         _refuse_without_method(arguments)
@@ -302,7 +302,7 @@ def _read_model(
     telling = {"output_loading_info": True} if complete or auto_class is None else {}
     try:
         with restoring(), running_code(f"a {config.model_type}"):
-            found = chosen.from_pretrained(place, config=config, **telling, **loading)
+            loaded = chosen.from_pretrained(place, config=config, **telling, **loading)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The weights in {place} cannot be read: {error}") from error
     except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
@@ -311,11 +311,11 @@ def _read_model(
             raise
         names = {field.name for method in known_methods().values() for field in fields(method)}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
-    model: PreTrainedModel = found[0] if telling else found
+    model: PreTrainedModel = loaded[0] if telling else loaded
     if as_plain is not None:
         as_plain(model)
     if telling:
-        refuse_lacking(place, model, sorted(found[1]["missing_keys"]))
+        refuse_lacking(place, model, sorted(loaded[1]["missing_keys"]))
     file = Path(place, loading.get("gguf_file") or "")
     if file.is_file():  # adapters will look for their base in this file, not in its directory
         model.name_or_path = str(file)
@@ -387,11 +387,11 @@ def require_language_model(config: Any, place: str) -> None:
 
 
 def _named_class(auto_class: Any) -> Any:
-    found = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
-    if not hasattr(found, "from_pretrained"):
+    kind = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    if not hasattr(kind, "from_pretrained"):
         known = [name for name in dir(transformers) if name.startswith("AutoModel")]
         raise UnknownNameError.of("class of transformers", auto_class, known)
-    return found
+    return kind
 
 
 def config_of(config: Any, chosen: Any) -> Any:
@@ -464,8 +464,8 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     loaded: dict[str, nn.Parameter] = {}
     if sides := saved_sides(saved):
         parts = {name: side.model for name, side in sides_of(model).items()}
-        for name, one in sides.items():
-            architecture_of(parts[name]).revert(parts[name], one["original"], Edits())
+        for name, side in sides.items():
+            architecture_of(parts[name]).revert(parts[name], side["original"], Edits())
     else:
         architecture = architecture_of(model)
         if architecture.why_final(model) is not None:  # it is in the weights, and complete without us

@@ -191,9 +191,9 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
         raise CheckpointError(f"{place} is a file; give the directory that holds config.json and the weights.")
     local /= loading.get("subfolder", "")
     if not is_adapter(place) and not loading.get("gguf_file") and not (local / "config.json").is_file():
-        found = ", ".join(sorted(item.name for item in local.iterdir())[:6]) if local.is_dir() else ""
+        names = ", ".join(sorted(item.name for item in local.iterdir())[:6]) if local.is_dir() else ""
         raise CheckpointError(
-            f"{local} has no config.json (found: {found or 'nothing'}). Give a directory saved by save_pretrained."
+            f"{local} has no config.json (found: {names or 'nothing'}). Give a directory saved by save_pretrained."
         )
     return place
 
@@ -317,23 +317,23 @@ def _is_other(path: Path) -> bool:
 
 def _check_weights(source: Path, contents: Contents) -> None:
     if not contents.weights:
-        found = (
+        other_names = (
             ", ".join(name for name in contents.left_out if Path(name).suffix in OTHER_WEIGHTS) or "no weights at all"
         )
         raise CheckpointError(
-            f"{source} has no safetensors weights (found: {found}); other formats can run code when they are read. "
-            f"Convert a checkpoint that you trust: AutoModelForCausalLM.from_pretrained(SRC, use_safetensors=False)"
-            f".save_pretrained(NEW)."
+            f"{source} has no safetensors weights (found: {other_names}); other formats can run code when they are "
+            f"read. Convert a checkpoint that you trust: AutoModelForCausalLM.from_pretrained(SRC, "
+            f"use_safetensors=False).save_pretrained(NEW)."
         )
     contents.tensors = tensors = {path.name: _tensor_names(path) for path in contents.weights}
     indices = [index for index in source.glob("*.safetensors.index.json") if not _is_other(index)]
     named = {file for index in indices for file in _check_index(source, index, tensors)}
     unnamed = sorted(name for name in tensors.keys() - named if SHARD.fullmatch(name))
     if unnamed:  # nothing but an index tells how many there are, and what is in them
-        found = ", ".join(index.name for index in indices) or "no *.safetensors.index.json"
+        other_names = ", ".join(index.name for index in indices) or "no *.safetensors.index.json"
         raise CheckpointError(
             f"{source} is incomplete, or two checkpoints in one: {unnamed[0]} is one of several files, and no index "
-            f"names it (found: {found}). Download what is missing, or remove what is left over."
+            f"names it (found: {other_names}). Download what is missing, or remove what is left over."
         )
 
 
@@ -349,10 +349,10 @@ def _check_index(source: Path, index: Path, tensors: dict[str, set[str]]) -> set
     if missing:
         raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
     shards = sorted(name for name in set(weight_map.values()) if SHARD.fullmatch(name))
-    told = {match[1] for match in map(SHARD.fullmatch, shards) if match}
-    if shards and told != {f"{len(shards):05d}"}:
+    counts = {match[1] for match in map(SHARD.fullmatch, shards) if match}
+    if shards and counts != {f"{len(shards):05d}"}:
         raise CheckpointError(
-            f"{source} is incomplete: {index.name} names {len(shards)} of the {int(max(told))} files that "
+            f"{source} is incomplete: {index.name} names {len(shards)} of the {int(max(counts))} files that "
             f"{shards[0]} is one of. Download the index again, and what it names."
         )
     absent = [name for name, file in weight_map.items() if name not in tensors[file]]

@@ -227,11 +227,11 @@ def _prove_readable(directory: Path, extended: Any, trust_remote_code: bool) -> 
     read = read_any_config(directory, trust_remote_code=trust_remote_code)
     if (type(read), read.architectures) != (type(extended), extended.architectures):
         raise VerificationError(f"config.json would read back as a {read.model_type} of {read.architectures}.")
-    for text, own in zip(extended_texts(read), extended_texts(extended), strict=True):
+    for text, meant_text in zip(extended_texts(read), extended_texts(extended), strict=True):
         for name in ("rope_parameters", "max_position_embeddings"):
-            found, meant = (getattr(part, name, None) for part in (text, own))
-            if not same_rope(found, meant):
-                raise VerificationError(f"config.json would read back as {name}={found}, not as {meant}.")
+            value, meant = (getattr(part, name, None) for part in (text, meant_text))
+            if not same_rope(value, meant):
+                raise VerificationError(f"config.json would read back as {name}={value}, not as {meant}.")
     if read.ctxext != extended.ctxext:
         raise VerificationError("config.json would not read back the extension that was written into it.")
 
