@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +16,20 @@ from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
 
 if TYPE_CHECKING:
+    from ctxext.laboratory.pictures.picture import Picture
     from ctxext.spec import RopeSpec
 
 plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+Output = Annotated[
+    Path | None,
+    Option(
+        "--output",
+        "-o",
+        help="The PNG file to write.",
+        show_default="named after the command, with a number where that exists; of show with --json none",
+    ),
+]
+Factor = Annotated[float, Option("--factor", "-f", help="Target length / trained length.")]
 
 
 @plot_app.callback()
@@ -39,16 +49,8 @@ def frequencies(
             show_default="none: --rotary-dim, --base and --trained-length describe it",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        Option(
-            "--output",
-            "-o",
-            help="The picture to write: .png, .svg or .pdf.",
-            show_default="frequencies.png, or with a number where that exists",
-        ),
-    ] = None,
-    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
+    output: Output = None,
+    factor: Factor = 4.0,
     method: Annotated[
         list[str] | None,
         Option(
@@ -71,15 +73,13 @@ def frequencies(
 
     [bold]Example[/]: ctxext plot frequencies Llama-3-8B --factor 4 -m yarn -m ntk -o spectrum.png
     """
-    output = output or _unused("frequencies")
-    check_output(output)
+    output = _checked(output, "frequencies")
     from ctxext.evaluation.readings import named_method
-    from ctxext.laboratory.pictures.frequencies import plot_spectrum, shown_by_default
+    from ctxext.laboratory.pictures.frequencies import SpectrumPicture, shown_by_default
 
     rope = _rope_of(checkpoint, rotary_dim, base, trained_length, trust)
     chosen = [named_method(text, factor) for text in method] if method else shown_by_default(factor)
-    name = Path(checkpoint).name if checkpoint else ""
-    _write_picture(output, lambda half: plot_spectrum(chosen, rope, half, name=name))
+    _write_picture(output, SpectrumPicture.of(chosen, rope, Path(checkpoint).name if checkpoint else ""))
 
 
 @plot_app.command(cls=StrictCommand)
@@ -88,16 +88,8 @@ def positions(
         str | None,
         Argument(help="A directory or a name on the hub.", show_default="none: --trained-length says all that counts"),
     ] = None,
-    output: Annotated[
-        Path | None,
-        Option(
-            "--output",
-            "-o",
-            help="The picture to write: .png, .svg or .pdf.",
-            show_default="positions.png, or with a number where that exists",
-        ),
-    ] = None,
-    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 2.0,
+    output: Output = None,
+    factor: Factor = 2.0,
     method: Annotated[
         list[str] | None,
         Option(
@@ -121,19 +113,15 @@ def positions(
 
     [bold]Example[/]: ctxext plot positions -m self_extend -m "rerope window=8" -f 2 -o positions.png
     """
-    output = output or _unused("positions")
-    check_output(output)
-    from ctxext.checkpoints.inspect import rope_of_checkpoint
+    output = _checked(output, "positions")
     from ctxext.evaluation.readings import named_method
-    from ctxext.laboratory.pictures.positions import picture_of_positions
-    from ctxext.spec import RopeSpec
+    from ctxext.laboratory.pictures.of_method import rope_for
+    from ctxext.laboratory.pictures.positions import PositionsPicture
+    from ctxext.laboratory.pictures.request import PictureRequest
 
-    rope = RopeSpec(rotary_dim=64, base=10000.0, trained_length=16 if trained_length is None else trained_length)
-    if checkpoint is not None:
-        rope = rope_of_checkpoint(checkpoint, trained_length=trained_length, trust_remote_code=trust)
+    rope = rope_for(PictureRequest(checkpoint=checkpoint, trained_length=trained_length, trust=trust), 16)
     asked = method or ("self_extend", "rerope", "dual_chunk", "streaming")
-    chosen = [named_method(text, factor) for text in asked]
-    _write_picture(output, picture_of_positions(chosen, rope).drawing.save)
+    _write_picture(output, PositionsPicture.of([named_method(text, factor) for text in asked], rope))
 
 
 def show(
@@ -159,16 +147,8 @@ def show(
             show_default="none; a sentence where one is needed",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        Option(
-            "--output",
-            "-o",
-            help="The picture to write: .png, .svg or .pdf.",
-            show_default="show.png, or with a number where that exists; with --json none",
-        ),
-    ] = None,
-    factor: Annotated[float, Option("--factor", "-f", help="Target length / trained length.")] = 4.0,
+    output: Output = None,
+    factor: Factor = 4.0,
     layer: Annotated[int, Option(help="Attention layer, from 0 on, of what each layer has its own of.")] = 0,
     length: Annotated[int | None, Option(help="Tokens of --text to read.", show_default="all, at most 1,024")] = None,
     trained_length: Trained = None,
@@ -182,16 +162,15 @@ def show(
 
     [bold]Example[/]: ctxext show yarn --model Llama-3-8B -o yarn.png
     """
-    picture = output or (None if as_json else _unused("show"))
-    if picture is not None:
-        check_output(picture)
+    if output is not None or not as_json:
+        output = _checked(output, "show")
     from transformers.utils.logging import disable_progress_bar
 
     from ctxext.evaluation.readings import named_method
-    from ctxext.laboratory.pictures.of_method import PLAIN, ShownOn, picture_of
+    from ctxext.laboratory.pictures.of_method import picture_of
+    from ctxext.laboratory.pictures.request import PictureRequest
 
-    chosen = None if method == PLAIN else named_method(method, factor)
-    subject = ShownOn(
+    request = PictureRequest(
         checkpoint=model,
         text=None if text is None else _text_of(text),
         layer=layer,
@@ -200,17 +179,17 @@ def show(
         trust=trust,
     )
     disable_progress_bar()  # of weights that are loaded in a moment
-    found = picture_of(chosen, subject)
+    picture = picture_of(None if method == "rope" else named_method(method, factor), request)
     if as_json:
-        typer.echo(json.dumps(found.numbers))
-    if picture is not None:
-        _write_picture(picture, found.drawing.save, quiet=as_json)
+        typer.echo(json.dumps(picture.numbers))
+    if output is not None:
+        _write_picture(output, picture, quiet=as_json)
     if not as_json:
-        typer.echo(f"{found.drawing.alternative}. {found.drawing.caption}")
+        typer.echo(f"{picture.sentence}. {picture.caption}")
 
 
 def _text_of(given: str) -> str:
-    """A sentence as it is, or what a file of this name holds."""
+    """Return a sentence as it is, or what a file of this name holds."""
     path = Path(given)
     is_name = len(given) < 256 and "\n" not in given and len(given.split()) == 1
     if is_name and path.is_file():
@@ -223,17 +202,19 @@ def _text_of(given: str) -> str:
     return given
 
 
-def _unused(name: str) -> Path:
-    """Return a file name for a picture that nothing has yet: the default must not write over an earlier picture."""
+def _checked(output: Path | None, name: str) -> Path:
+    """Return the file to write a picture to, by default one that does not exist: an earlier picture must stay."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(path for one in names if not os.path.lexists(path := Path(f"{one}.png")))
+    output = output or next(path for unused in names if not os.path.lexists(path := Path(f"{unused}.png")))
+    check_output(output)
+    return output
 
 
-def _write_picture(output: Path, draw: Callable[[Path], None], *, quiet: bool = False) -> None:
-    """Let ``draw`` write a file that takes the place of ``output`` when it is whole."""
+def _write_picture(output: Path, picture: Picture, *, quiet: bool = False) -> None:
+    """Write a file that takes the place of ``output`` when it is whole."""
     try:
         with whole_file(output) as half:
-            draw(half)
+            picture.save(half)
     except OSError as error:
         raise CheckpointError(f"{output} cannot be written: {error.strerror or error}.") from error
     if not quiet:
@@ -243,7 +224,7 @@ def _write_picture(output: Path, draw: Callable[[Path], None], *, quiet: bool = 
 def _rope_of(
     checkpoint: str | None, rotary_dim: int | None, base: float | None, trained_length: int | None, trust: bool
 ) -> RopeSpec:
-    """The rotation to draw: a checkpoint's, or the one that three numbers describe; not twice, not by halves."""
+    """Return the rotation of a checkpoint, or the one that three numbers describe; not twice, not by halves."""
     from ctxext.checkpoints.inspect import rope_of_checkpoint
     from ctxext.spec import RopeSpec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,21 +10,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.evaluation.readings import name_for
 from ctxext.evaluation.report.style import NOTE
-from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Picture, quiet
+from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Picture, colour_bar, quiet
+from ctxext.laboratory.pictures.request import PictureRequest
+from ctxext.methods import Method
+from ctxext.patching import unpatch
 from ctxext.surgery.edits import Edits
 
+LONGEST = 1024  # tokens of a text that are read unless more are asked for
 QUERIES = 64  # of the end of a text, over which attention is averaged
-CAPTION = (
-    "Of the last tokens of the text: the share of each head's attention that goes so many tokens back. The first token "
-    "of the text, which many heads take for nothing in particular, stands by itself. Right: the mean over all heads."
-)
 
 
-@dataclass(frozen=True, eq=False)
-class Looks:
-    """Attention by distance in numbers.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionPicture(Picture):
+    """Every head's attention by distance, before and after an extension.
 
     Args:
         trained_length: tokens that the checkpoint was trained for.
@@ -34,73 +35,174 @@ class Looks:
         after: likewise, extended.
     """
 
+    kind = "attention"
+    caption = (
+        "Of the last tokens of the text: the share of each head's attention that goes so many tokens back. The first "
+        "token of the text, which many heads take for nothing in particular, stands by itself. Right: the mean over "
+        "all heads."
+    )
+
     trained_length: int
     length: int
     edges: tuple[int, ...]
     before: Float[Tensor, "layer head bin"]
     after: Float[Tensor, "layer head bin"]
 
+    @classmethod
+    def of(cls, method: Method | None, request: PictureRequest) -> AttentionPicture:
+        """Read the text with the checkpoint, with the extension and without it.
 
-@dataclass
-class _Watched:
-    """Stands in for ctxext's attention of one layer, and takes its weights: what it makes of values that are units."""
+        Raises:
+            IncompatibleError: the attention of the checkpoint cannot be seen.
+            InvalidParameterError: no checkpoint, no method, or a text that is shorter than asked for.
+        """
+        if request.checkpoint is None:
+            raise InvalidParameterError(
+                "--text is read by a checkpoint here, to show how far back its heads look: give one with --model."
+            )
+        if method is None:
+            raise InvalidParameterError(
+                "With --text the attention before and after an extension is drawn, and 'rope' is none. Name a method."
+            )
+        tokens = request.tokens(str(request.text))[0][:, : request.length or LONGEST]
+        length = tokens.shape[1]
+        if request.length is not None and length < request.length:
+            raise InvalidParameterError(f"--length {request.length}: the text has {length} tokens. Give a longer one.")
+        edges = edges_of(length)
+        model = request.load(method)
+        trained = int(model.config.ctxext["trained_length"])
+        after = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
+        unpatch(model)
+        return cls(
+            method=method,
+            model=request.model,
+            trained_length=trained,
+            length=length,
+            edges=edges,
+            before=by_distance(attention_of(model, tokens, min(QUERIES, length)), edges),
+            after=after,
+        )
 
-    attend: Any
-    last: int
-    weights: list[Tensor] = field(default_factory=list)
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return super().numbers | {"model": self.model}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
-        keys, size = k.shape[2], v.shape[-1]
-        parts = []
-        for start in range(0, keys, size):  # attention takes values that are as wide as keys
-            units = torch.eye(keys, size, dtype=v.dtype, device=v.device).roll(start, 0)
-            part = self.attend(q, k, units.expand(*v.shape[:2], -1, -1), mask, **how)
-            parts.append(part[0, :, -self.last :, : min(size, keys - start)].float().cpu())
-        self.weights.append(torch.cat(parts, -1))
-        found: Tensor = self.attend(q, k, v, mask, **how)
-        return found
+    @property
+    def size(self) -> tuple[float, float]:
+        return 11.5, 4.9
+
+    @property
+    def sentence(self) -> str:
+        label, length, trained = name_for(self.method), f"{self.length:,} tokens", f"{self.trained_length:,}"
+        if self.length <= self.trained_length:
+            moved = float((self.after - self.before).abs().sum(-1).mean()) / 2
+            return f"{self.model}: {label} moves {moved:.0%} of its heads' attention in a text of {length}"
+        far = [index for index, edge in enumerate(self.edges[:-1]) if edge >= self.trained_length]
+        before, after = (float(shares[..., far].sum(-1).mean()) for shares in (self.before, self.after))
+        return (
+            f"{self.model}, {length}: {after:.0%} of attention goes beyond the {trained} trained with {label}, "
+            f"{before:.0%} without"
+        )
+
+    def draw(self, figure: Any) -> None:
+        from matplotlib.colors import PowerNorm
+
+        left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.05))
+        layers, heads, bins = self.before.shape
+        largest = float(torch.stack([self.before, self.after]).quantile(0.995))
+        sides = ((left, "before", self.before, BEFORE), (middle, f"with {name_for(self.method)}", self.after, AFTER))
+        for axes, title, shares, colour in sides:
+            image = axes.imshow(
+                shares.flatten(0, 1).numpy(),
+                aspect="auto",
+                cmap=GRADED,
+                norm=PowerNorm(0.5, 0, largest),
+                interpolation="nearest",
+            )
+            quiet(axes, title, x="tokens back", y="layer, and in it each head" if axes is left else "", grid="")
+            step = max(1, layers // 10)
+            places = [layer * heads + (heads - 1) / 2 for layer in range(0, layers, step)]
+            axes.set_yticks(places, [str(layer) for layer in range(0, layers, step)])
+            for layer in range(1, layers):
+                axes.axhline(layer * heads - 0.5, color="white", lw=0.5, alpha=0.7)
+            self._mark_bins(axes, "white")
+            right.plot(range(bins), shares.mean((0, 1)).tolist(), "o-", ms=3, lw=1.6, color=colour, label=title)
+        colour_bar(figure, image, [left, middle], "share of the head's attention", aspect=30)
+        quiet(right, "mean of all heads", x="tokens back", y="share of attention")
+        right.set_ylim(bottom=0)
+        right.set_xlim(-0.5, bins - 0.5)
+        self._mark_bins(right, NOTE)
+        right.legend(fontsize=8.5, frameon=False)
+
+    def _mark_bins(self, axes: Any, colour: str) -> None:
+        """Name distances where bins begin, and mark the first token and where the trained length ends."""
+        starts = self.edges[:-1]
+        ticks = [
+            index for index, edge in enumerate(starts) if index in (0, 1) or (edge & (edge - 1) == 0 and index % 4 == 0)
+        ]
+        names = [f"{starts[index]:,}" for index in ticks]
+        axes.set_xticks([*ticks, len(starts)], [*names, "first"], rotation=90 if len(ticks) > 7 else 0)
+        axes.axvline(len(starts) - 0.5, color=colour, lw=0.8)
+        if self.trained_length < self.length:
+            far = next(index for index, edge in enumerate(self.edges) if edge >= self.trained_length)
+            axes.axvline(far - 0.5, color=colour, lw=1.2, ls=(0, (3, 1.5)))
 
 
 @torch.no_grad()
 def attention_of(
     model: PreTrainedModel, tokens: Int[Tensor, "1 seq"], last: int
 ) -> Float[Tensor, "layer head query key"]:
-    """The attention that the last tokens of a text pay to all of it, layer by layer.
+    """Return the attention that the last tokens of a text pay to all of it, layer by layer.
 
     Args:
-        model: it is as before afterwards. Where it computes attention by its own code, ``eager`` does it here.
+        model: the model, which is as before afterwards. Where it computes attention by its own code, ``eager`` does it
+            here.
         tokens: the text.
-        last: queries.
+        last: number of queries.
 
     Raises:
-        IncompatibleError: if its attention can be seen in neither way.
+        IncompatibleError: its attention can be seen in neither way.
     """
     own = [module for module in model.modules() if "_ctxext_attend" in module.__dict__]
-    found = _of_ours(model, own, tokens, last) if own else _of_its_own(model, tokens, last)
-    if not found:
+    weights = _of_ours(model, own, tokens, last) if own else _of_its_own(model, tokens, last)
+    if not weights:
         raise IncompatibleError(f"{type(model).__name__} does not tell its attention, by eager or by ctxext's.")
-    return torch.stack(found)
+    return torch.stack(weights)
 
 
 def _of_ours(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, last: int) -> list[Tensor]:
-    edits, watched = Edits(), []
+    """Return the weights of ctxext's attention: what it makes of values that are units."""
+    edits, weights = Edits(), list[Tensor]()
+
+    def watched(attend: Any) -> Any:
+        def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Any:
+            keys, width, parts = k.shape[2], v.shape[-1], []
+            for start in range(0, keys, width):  # attention takes values that are as wide as keys
+                units = torch.eye(keys, width, dtype=v.dtype, device=v.device).roll(start, 0)
+                part = attend(q, k, units.expand(*v.shape[:2], -1, -1), mask, **how)
+                parts.append(part[0, :, -last:, : min(width, keys - start)].float().cpu())
+            weights.append(torch.cat(parts, -1))
+            return attend(q, k, v, mask, **how)
+
+        return attention
+
     for layer in layers:
-        watched.append(_Watched(layer.__dict__["_ctxext_attend"], last))
-        edits.set(layer, "_ctxext_attend", watched[-1])
+        edits.set(layer, "_ctxext_attend", watched(layer.__dict__["_ctxext_attend"]))
     try:
         model(tokens, use_cache=False)
     finally:
         edits.undo()
-    return [weights for one in watched for weights in one.weights]
+    return weights
 
 
 def _of_its_own(model: PreTrainedModel, tokens: Tensor, last: int) -> list[Tensor]:
-    found: list[Tensor] = []
+    """Return the weights that a model's eager attention gives."""
+    weights: list[Tensor] = []
     pairs = (tokens.shape[1], tokens.shape[1])
 
     def keep(module: nn.Module, given: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) > 1 and getattr(output[1], "shape", ())[-2:] == pairs:
-            found.append(output[1][0, :, -last:].float().cpu())
+            weights.append(output[1][0, :, -last:].float().cpu())
 
     used = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -111,11 +213,11 @@ def _of_its_own(model: PreTrainedModel, tokens: Tensor, last: int) -> list[Tenso
         for hook in hooks:
             hook.remove()
         model.set_attn_implementation(used)
-    return found
+    return weights
 
 
 def edges_of(length: int) -> tuple[int, ...]:
-    """Half octaves: 0, 1, 2, 3, 4, 6, 8, 12 ... and the length."""
+    """Return half octaves: 0, 1, 2, 3, 4, 6, 8, 12 ... and the length."""
     edges = [0, 1, 2, 3]
     while edges[-1] < length:
         edges.append(edges[-2] * 2)
@@ -123,92 +225,10 @@ def edges_of(length: int) -> tuple[int, ...]:
 
 
 def by_distance(weights: Float[Tensor, "*any query key"], edges: tuple[int, ...]) -> Float[Tensor, "*any bin"]:
-    """The share of attention by distance, the first token apart, as a mean over the last queries of a text."""
+    """Return the share of attention by distance, the first token apart, as a mean over the last queries of a text."""
     queries, keys = weights.shape[-2:]
     apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     bins = torch.bucketize(apart, torch.tensor(edges[1:]), right=True)
     bins[:, 0] = len(edges) - 1
     shares = [(weights * (bins == index)).sum((-2, -1)) / queries for index in range(len(edges))]
     return torch.stack(shares, -1)
-
-
-def picture_of_attention(found: Looks, *, label: str, name: str, saved: dict[str, Any]) -> Picture:
-    """Every head's attention by distance, before and after, and the mean of all.
-
-    Args:
-        found: the numbers.
-        label: what the method is called.
-        name: of the model.
-        saved: the method's saved form.
-    """
-    size, said = (11.5, 4.9), _said(found, label, name)
-    return Picture.of(
-        found,
-        "attention",
-        saved=saved,
-        said=said,
-        caption=CAPTION,
-        size=size,
-        draw=lambda figure: _draw(figure, found, label),
-        model=name,
-    )
-
-
-def _said(found: Looks, label: str, name: str) -> str:
-    moved = float((found.after - found.before).abs().sum(-1).mean()) / 2
-    if found.length <= found.trained_length:
-        return f"{name}: {label} moves {moved:.0%} of its heads' attention in a text of {found.length:,} tokens"
-    far = [index for index, edge in enumerate(found.edges[:-1]) if edge >= found.trained_length]
-    before, after = (float(shares[..., far].sum(-1).mean()) for shares in (found.before, found.after))
-    return (
-        f"{name}, {found.length:,} tokens: {after:.0%} of attention goes beyond the {found.trained_length:,} trained "
-        f"with {label}, {before:.0%} without"
-    )
-
-
-def _draw(figure: Any, found: Looks, label: str) -> None:
-    from matplotlib.colors import PowerNorm
-
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.05))
-    layers, heads, bins = found.before.shape
-    largest = float(torch.stack([found.before, found.after]).quantile(0.995))
-    for axes, title, shares in ((left, "before", found.before), (middle, f"with {label}", found.after)):
-        image = axes.imshow(
-            shares.flatten(0, 1).numpy(),
-            aspect="auto",
-            cmap=GRADED,
-            norm=PowerNorm(0.5, 0, largest),
-            interpolation="nearest",
-        )
-        quiet(axes, title, x="tokens back", y="layer, and in it each head" if axes is left else "", grid="")
-        step = max(1, layers // 10)
-        places = [layer * heads + (heads - 1) / 2 for layer in range(0, layers, step)]
-        axes.set_yticks(places, [str(layer) for layer in range(0, layers, step)])
-        for layer in range(1, layers):
-            axes.axhline(layer * heads - 0.5, color="white", lw=0.5, alpha=0.7)
-        _bins(axes, found, "white")
-    bar = figure.colorbar(image, ax=[left, middle], pad=0.015, aspect=30)
-    bar.set_label("share of the head's attention", fontsize=8, color=NOTE)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=7, length=2, colors=NOTE)
-    for shares, colour, said in ((found.before, BEFORE, "before"), (found.after, AFTER, f"with {label}")):
-        right.plot(range(bins), shares.mean((0, 1)).tolist(), "o-", ms=3, lw=1.6, color=colour, label=said)
-    quiet(right, "mean of all heads", x="tokens back", y="share of attention")
-    right.set_ylim(bottom=0)
-    right.set_xlim(-0.5, bins - 0.5)
-    _bins(right, found, NOTE)
-    right.legend(fontsize=8.5, frameon=False)
-
-
-def _bins(axes: Any, found: Looks, colour: str) -> None:
-    """Distances where bins begin, the first token, and where the trained length ends."""
-    starts = found.edges[:-1]
-    ticks = [
-        index for index, edge in enumerate(starts) if index in (0, 1) or (edge & (edge - 1) == 0 and index % 4 == 0)
-    ]
-    said = [f"{starts[index]:,}" for index in ticks]
-    axes.set_xticks([*ticks, len(starts)], [*said, "first"], rotation=90 if len(ticks) > 7 else 0)
-    axes.axvline(len(starts) - 0.5, color=colour, lw=0.8)
-    if found.trained_length < found.length:
-        far = next(index for index, edge in enumerate(found.edges) if edge >= found.trained_length)
-        axes.axvline(far - 0.5, color=colour, lw=1.2, ls=(0, (3, 1.5)))

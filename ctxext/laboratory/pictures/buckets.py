@@ -9,31 +9,34 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ctxext.errors import IncompatibleError
+from ctxext.evaluation.readings import name_for
 from ctxext.laboratory.pictures.picture import AFTER, BEFORE, Picture, distances_to, quiet, tokens_axis
+from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.methods import BucketMethod
 from ctxext.methods.formulas import buckets_of
 from ctxext.spec import BucketSpec
-
-CAPTION = (
-    "Distances that share a bucket share a learned score: no head can tell them apart. Where a line has become flat, "
-    "all that lies farther back is one. These are an encoder's buckets for keys before the query; those after it have "
-    "as many of their own."
-)
+from ctxext.surgery.texts import text_of
 
 
-@dataclass(frozen=True, eq=False)
-class BucketsSeen:
-    """Buckets in numbers, of keys before the query, where each direction has its own.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BucketPicture(Picture):
+    """Buckets of keys before the query, where each direction has its own.
 
     Args:
-        trained_length: tokens that the model was trained for.
-        target_length: tokens that the method is for.
         trained_last: tokens from which all distances share the last bucket, as trained.
         last: likewise, with the method.
         distances: tokens between query and key.
         trained: the bucket of each distance, as trained.
         buckets: likewise, with the method.
     """
+
+    kind = "buckets"
+    caption = (
+        "Distances that share a bucket share a learned score: no head can tell them apart. Where a line has become "
+        "flat, all that lies farther back is one. These are an encoder's buckets for keys before the query; those "
+        "after it have as many of their own."
+    )
 
     trained_length: int
     target_length: int
@@ -43,55 +46,66 @@ class BucketsSeen:
     trained: Int[Tensor, " distances"]
     buckets: Int[Tensor, " distances"]
 
+    @classmethod
+    def of(cls, method: BucketMethod, request: PictureRequest) -> BucketPicture:
+        """Compute the bucket of each distance, before and after.
 
-def buckets_seen(method: BucketMethod, spec: BucketSpec) -> BucketsSeen:
-    """A method's buckets in numbers."""
-    target = method.target_length(spec.trained_length)
-    apart, most = distances_to(target), method.max_distance(spec)
+        Raises:
+            IncompatibleError: the config of the checkpoint names no buckets.
+        """
+        spec = _buckets(request)
+        target = method.target_length(spec.trained_length)
 
-    def of(distances: Int[Tensor, " distances"], largest: int) -> Int[Tensor, " distances"]:
-        found = buckets_of(-distances.double(), buckets=spec.buckets, max_distance=largest, both_ways=True)
-        return (found + 1e-9).floor().long()
+        def bucket(distances: Int[Tensor, " distances"], largest: int) -> Int[Tensor, " distances"]:
+            exact = buckets_of(-distances.double(), buckets=spec.buckets, max_distance=largest, both_ways=True)
+            return (exact + 1e-9).floor().long()
 
-    lasts = [int(of(torch.arange(largest + 1), largest).argmax()) for largest in (spec.max_distance, most)]
-    before, after = of(apart, spec.max_distance), of(apart, most)
-    return BucketsSeen(spec.trained_length, target, lasts[0], lasts[1], apart, before, after)
+        trained, stretched = (
+            (int(bucket(torch.arange(largest + 1), largest).argmax()), bucket(distances_to(target), largest))
+            for largest in (spec.max_distance, method.max_distance(spec))
+        )
+        return cls(
+            method=method,
+            model=request.model,
+            trained_length=spec.trained_length,
+            target_length=target,
+            trained_last=trained[0],
+            last=stretched[0],
+            distances=distances_to(target),
+            trained=trained[1],
+            buckets=stretched[1],
+        )
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 8.4, 4.2
+
+    @property
+    def sentence(self) -> str:
+        begin = f"{self.model}: with" if self.model else "With"
+        return (
+            f"{begin} {name_for(self.method)} the last bucket begins at {self.last:,} tokens back, not at "
+            f"{self.trained_last:,}"
+        )
+
+    def draw(self, figure: Any) -> None:
+        axes, shown = figure.subplots(), self.distances >= 1
+        apart, label = self.distances[shown].tolist(), name_for(self.method)
+        for buckets, colour, name in ((self.trained, BEFORE, "as trained"), (self.buckets, AFTER, label)):
+            axes.plot(apart, buckets[shown].tolist(), color=colour, lw=2, drawstyle="steps-post", label=name)
+        tokens_axis(axes, self.target_length)
+        title = "Bucket of each distance, of an encoder's keys before the query"
+        quiet(axes, title, x="tokens between query and key", y="bucket", grid="both")
+        axes.legend(fontsize=8.5, frameon=False, loc="upper left")
 
 
-def picture_of_buckets(method: BucketMethod, spec: BucketSpec, *, label: str, name: str = "") -> Picture:
-    """The bucket of each distance, before and after.
-
-    Args:
-        method: stretches buckets.
-        spec: the model's.
-        label: what the method is called.
-        name: of the model, for the title.
-    """
-    found, size = buckets_seen(method, spec), (8.4, 4.2)
-    begin = f"{name}: with" if name else "With"
-    said = f"{begin} {label} the last bucket begins at {found.last:,} tokens back, not at {found.trained_last:,}"
-    return Picture.of(
-        found,
-        "buckets",
-        saved=method.to_dict(),
-        said=said,
-        caption=CAPTION,
-        size=size,
-        draw=lambda figure: _draw(figure, found, label),
-    )
-
-
-def _draw(figure: Any, found: BucketsSeen, label: str) -> None:
-    axes, shown = figure.subplots(), found.distances >= 1
-    apart = found.distances[shown].tolist()
-    for buckets, colour, said in ((found.trained, BEFORE, "as trained"), (found.buckets, AFTER, label)):
-        axes.plot(apart, buckets[shown].tolist(), color=colour, lw=2, drawstyle="steps-post", label=said)
-    tokens_axis(axes, found.target_length)
-    quiet(
-        axes,
-        "Bucket of each distance, of an encoder's keys before the query",
-        x="tokens between query and key",
-        y="bucket",
-        grid="both",
-    )
-    axes.legend(fontsize=8.5, frameon=False, loc="upper left")
+def _buckets(request: PictureRequest) -> BucketSpec:
+    """Return the buckets of a checkpoint, or those of T5."""
+    if request.checkpoint is None:
+        return BucketSpec(buckets=32, max_distance=128, trained_length=request.trained_length or 512)
+    config = text_of(request.config)
+    buckets = getattr(config, "relative_attention_num_buckets", None)
+    most = getattr(config, "relative_attention_max_distance", None)
+    if not isinstance(buckets, int) or not isinstance(most, int):
+        raise IncompatibleError(f"The config of {request.checkpoint} names no buckets of relative distances.")
+    return BucketSpec(buckets, most, request.trained_length or getattr(config, "n_positions", None) or 512)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,27 +13,97 @@ from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.readings import name_for
-from ctxext.evaluation.report.style import Drawing
-from ctxext.laboratory.pictures.picture import Picture, as_numbers, wrapped
+from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.laboratory.pictures.picture import Picture, as_numbers, colour_bar, number_cells
 from ctxext.methods import METHODS, Method
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import Band, Chunks, Piece, Region, RopeSpec
 
-GREY, UNTRAINED, DROPPED = "#555555", "#C0392B", "#E8E8E8"
+UNTRAINED, DROPPED = "#C0392B", "#E8E8E8"
 CELLS = 480  # of a picture, along each side: more are not told apart
 NUMBERED = 36  # tokens up to which cells are large enough to hold their number, as the papers print them
 COLUMNS = 3
 FEW = 128  # tokens of a text, evenly spaced, that numbers for programs are of
-CAPTION = "Queries down, keys across: the relative position that rotation sees, as it is and as the method has it."
 
 Panel = tuple[str, Sequence[Piece], int]
 """A name, pieces of attention, and the length of a text."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PositionsPicture(Picture):
+    """The relative positions of a model as it is, and of each method beside it.
+
+    Args:
+        trained_length: tokens that the model was trained for.
+        panels: one for the model, and one for each method.
+    """
+
+    kind = "positions"
+    caption = "Queries down, keys across: the relative position that rotation sees, as it is and as the method has it."
+
+    trained_length: int
+    panels: tuple[Panel, ...]
+
+    @classmethod
+    def of(cls, methods: Sequence[Method], rope: RopeSpec) -> PositionsPicture:
+        """Put a model's rotation and methods that remap its positions beside each other.
+
+        Raises:
+            IncompatibleError: for a method that gives all tokens their own positions.
+            InvalidParameterError: for one that does not fit the trained length or cannot reach its target.
+        """
+        lengths = [method.target_length(rope.trained_length) for method in methods]
+        panels: list[Panel] = [("as it is", (Piece(region=Band()),), max(lengths))]
+        for method, length in zip(methods, lengths, strict=True):
+            if not isinstance(method, RemapMethod):
+                remaps = [name for name, cls in METHODS.items() if issubclass(cls, RemapMethod)]
+                raise IncompatibleError(
+                    f"Method {method.name!r} leaves every token at its own position and changes what a position means. "
+                    f"See `ctxext plot frequencies`. Methods to draw here: {', '.join(remaps)}."
+                )
+            panels.append((name_for(method), method.pieces(rope, length), length))
+        return cls(method=methods[0], trained_length=rope.trained_length, panels=tuple(panels))
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        shown = []
+        for name, pieces, length in self.panels:
+            positions, places = relative_positions(pieces, length, cells=FEW)
+            shown.append({"name": name, "length": length, "tokens": places, "positions": as_numbers(positions)})
+        return {"kind": self.kind, "trained_length": self.trained_length, "panels": shown}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of panels."""
+        columns = min(COLUMNS, len(self.panels))
+        return math.ceil(len(self.panels) / columns), columns
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 3.7 * self.shape[1] + 0.9, 3.75 * self.shape[0] + 0.7
+
+    @property
+    def sentence(self) -> str:
+        if len(self.panels) > 2:
+            return "How far each key stands from each query"
+        name, pieces, length = self.panels[1]
+        most, trained = f"{farthest(pieces, length):,.6g}", f"{self.trained_length:,}"
+        return f"{name}: at {length:,} tokens no key stands farther than {most} back; trained were {trained}"
+
+    def draw(self, figure: Any) -> None:
+        axes = figure.subplots(*self.shape, squeeze=False).flatten()
+        for panel, (name, pieces, length) in zip(axes, self.panels, strict=False):
+            image = _draw(panel, name, pieces, length, self.trained_length)
+        for panel in axes[len(self.panels) :]:
+            panel.set_axis_off()
+        label = f"relative position, tokens; red: beyond the {self.trained_length:,} that were trained"
+        colour_bar(figure, image, axes.tolist(), label, shrink=0.6, extend="max")
+
+
 def relative_positions(
     pieces: Sequence[Piece], length: int, cells: int = CELLS
 ) -> tuple[Float[Tensor, "query key"], list[int]]:
-    """Relative positions of a text of ``length`` tokens, of at most ``cells`` evenly spaced ones.
+    """Compute relative positions of a text of ``length`` tokens, of at most ``cells`` evenly spaced ones.
 
     Args:
         pieces: a method's. Where frequencies have positions of their own, that of the slowest one is given.
@@ -44,12 +115,12 @@ def relative_positions(
     """
     count = min(cells, length)
     places = torch.linspace(0, length - 1, count, dtype=torch.float64).round().long()
-    found = torch.full((count, count), torch.nan, dtype=torch.float64)
+    positions = torch.full((count, count), torch.nan, dtype=torch.float64)
     for piece in pieces:
         query, key = (side(places).reshape(count, -1)[:, -1] for side in (piece.query, piece.key))
         here = piece.region.holds(places[:, None], places[None])
-        found = torch.where(here, query[:, None] - key[None], found)
-    return found, places.tolist()
+        positions = torch.where(here, query[:, None] - key[None], positions)
+    return positions, places.tolist()
 
 
 def farthest(pieces: Sequence[Piece], length: int) -> float:
@@ -71,7 +142,7 @@ def farthest(pieces: Sequence[Piece], length: int) -> float:
 
 
 def _first_keys(region: Region, queries: Int[Tensor, " query"]) -> list[Int[Tensor, " query"]]:
-    """The first key of each part of a region, for each query; some of them may lie outside."""
+    """Return the first key of each part of a region, for each query; some of them may lie outside."""
     start = torch.zeros_like(queries)
     if isinstance(region, Chunks):
         return [start, (torch.div(queries, region.size, rounding_mode="floor") - region.back) * region.size]
@@ -81,127 +152,41 @@ def _first_keys(region: Region, queries: Int[Tensor, " query"]) -> list[Int[Tens
     return [start]
 
 
-def picture_of_positions(methods: Sequence[Method], rope: RopeSpec) -> Picture:
-    """The model as it is and each method beside it, one panel each.
-
-    Args:
-        methods: what to draw, in order.
-        rope: the model's rotation.
-
-    Raises:
-        IncompatibleError: for a method that gives all tokens their own positions.
-        InvalidParameterError: for one that does not fit the trained length or cannot reach its target.
-    """
-    whole: tuple[Piece, ...] = (Piece(region=Band()),)
-    panels = [("as it is", whole, max(_length(method, rope) for method in methods))]
-    panels += [(name_for(method), _pieces(method, rope), _length(method, rope)) for method in methods]
-    columns = min(COLUMNS, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    width = 3.7 * columns + 0.9
-    drawing = Drawing(
-        name=f"show-{methods[0].name}",
-        title=wrapped(_said(panels, rope.trained_length), width),
-        caption=CAPTION,
-        alternative=f"relative positions of {', '.join(name for name, *_ in panels)}",
-        size=(width, 3.75 * rows + 0.7),
-        draw=lambda figure: _draw_panels(figure, panels, (rows, columns), rope.trained_length),
-    )
-    return Picture({"kind": "positions", "trained_length": rope.trained_length, "panels": _numbers(panels)}, drawing)
-
-
-def _said(panels: Sequence[Panel], trained_length: int) -> str:
-    """Of one method, how far its farthest key stands."""
-    if len(panels) > 2:
-        return "How far each key stands from each query"
-    name, pieces, length = panels[1]
-    most = farthest(pieces, length)
-    return f"{name}: at {length:,} tokens no key stands farther than {most:,.6g} back; trained were {trained_length:,}"
-
-
-def _numbers(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """What each panel shows, in values that JSON has; None where a query does not see a key."""
-    found = []
-    for name, pieces, length in panels:
-        positions, places = relative_positions(pieces, length, cells=FEW)
-        found.append({"name": name, "length": length, "tokens": places, "positions": as_numbers(positions)})
-    return found
-
-
-def _draw_panels(figure: Any, panels: Sequence[Panel], shape: tuple[int, int], trained_length: int) -> None:
-    axes = figure.subplots(*shape, squeeze=False).flatten()
-    for panel, (name, pieces, length) in zip(axes, panels, strict=False):
-        image = _draw(panel, name, pieces, length, trained_length)
-    for panel in axes[len(panels) :]:
-        panel.set_axis_off()
-    bar = figure.colorbar(image, ax=axes.tolist(), shrink=0.6, aspect=28, pad=0.015, extend="max")
-    bar.set_label(f"relative position, tokens; red: beyond the {trained_length:,} that were trained", fontsize=8)
-    bar.ax.tick_params(labelsize=7, colors=GREY)
-    bar.outline.set_visible(False)
-
-
-def _length(method: Method, rope: RopeSpec) -> int:
-    return method.target_length(rope.trained_length)
-
-
-def _pieces(method: Method, rope: RopeSpec) -> tuple[Piece, ...]:
-    if not isinstance(method, RemapMethod):
-        remaps = [name for name, cls in METHODS.items() if issubclass(cls, RemapMethod)]
-        raise IncompatibleError(
-            f"Method {method.name!r} leaves every token at its own position and changes what a position means: see "
-            f"`ctxext plot frequencies`. Methods to draw here: {', '.join(remaps)}."
-        )
-    return method.pieces(rope, _length(method, rope))
-
-
 def _draw(panel: Any, name: str, pieces: Sequence[Piece], length: int, trained_length: int) -> Any:
-    """One panel; returns what the colour bar is for."""
-    from matplotlib.colors import Normalize
+    """Draw one panel; return what the colour bar is for."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap, Normalize
 
-    found, places = relative_positions(pieces, length)
-    edges = (-0.5, length - 0.5)
-    hidden = found.isnan() & torch.ones_like(found, dtype=torch.bool).tril()
+    positions, places = relative_positions(pieces, length)
+    hidden = positions.isnan() & torch.ones_like(positions, dtype=torch.bool).tril()
+    extent = (-0.5, length - 0.5, length - 0.5, -0.5)
     panel.imshow(
-        hidden.masked_fill(~hidden, False).numpy().astype(float),
-        cmap=_one_colour(DROPPED),
-        extent=(*edges, *reversed(edges)),
-        vmin=0,
-        vmax=1,
+        hidden.numpy().astype(float), cmap=ListedColormap([(1, 1, 1, 0), DROPPED]), extent=extent, vmin=0, vmax=1
     )
     image = panel.imshow(
-        found.numpy(),
-        cmap=_colours(),
+        positions.numpy(),
+        # Light for near, dark for far, red for what was never trained, nothing for what is not seen.
+        cmap=colormaps["YlGnBu"].with_extremes(over=UNTRAINED, bad=(0, 0, 0, 0)),
         norm=Normalize(0, trained_length - 1),
-        extent=(*edges, *reversed(edges)),
+        extent=extent,
         interpolation="nearest",
     )
     if length <= NUMBERED:
-        for row, query in enumerate(places):
-            for column, key in enumerate(places[: row + 1]):
-                value = float(found[row, column])
-                if not math.isnan(value):
-                    ink = "white" if value > 0.55 * trained_length else "#222222"
-                    panel.text(key, query, f"{value:.3g}", ha="center", va="center", fontsize=4.2, color=ink)
+        number_cells(
+            panel,
+            positions,
+            places,
+            text="{:.3g}".format,
+            is_dark=lambda value: value > 0.55 * trained_length,
+            size=4.2,
+        )
     if bool(hidden.any()):
         panel.text(
-            0.98, 0.97, "grey: not seen", transform=panel.transAxes, ha="right", va="top", fontsize=7, color=GREY
+            0.98, 0.97, "grey: not seen", transform=panel.transAxes, ha="right", va="top", fontsize=7, color=NOTE
         )
     panel.set_title(name, fontsize=9, fontweight="bold", loc="left", pad=4)
-    panel.set_xlabel("key", fontsize=8, color=GREY)
-    panel.set_ylabel("query", fontsize=8, color=GREY)
-    panel.tick_params(labelsize=6.5, length=2, colors=GREY)
-    for spine in panel.spines.values():
-        spine.set_visible(False)
+    panel.set_xlabel("key", fontsize=8, color=INK)
+    panel.set_ylabel("query", fontsize=8, color=INK)
+    panel.tick_params(labelsize=6.5, length=2, colors=NOTE)
+    panel.spines[:].set_visible(False)
     return image
-
-
-def _colours() -> Any:
-    """Light for near, dark for far, red for what was never trained, nothing for what is not seen."""
-    from matplotlib import colormaps
-
-    return colormaps["YlGnBu"].with_extremes(over=UNTRAINED, bad=(0, 0, 0, 0))
-
-
-def _one_colour(colour: str) -> Any:
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap([(1, 1, 1, 0), colour])

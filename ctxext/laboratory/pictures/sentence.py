@@ -2,65 +2,133 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.report.style import INK, NOTE
+from ctxext.evaluation.report.style import INK
 from ctxext.laboratory.pictures.bias import pairs_at
-from ctxext.laboratory.pictures.picture import Picture
-from ctxext.laboratory.pictures.rows import DIVERGING
+from ctxext.laboratory.pictures.picture import DIVERGING, Picture, colour_bar, number_cells
+from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.patching import patch
 from ctxext.spec import EncodingSpec, Pairs, PairScore
 from ctxext.surgery.edits import Edits
 
+SENTENCE = "the cat saw the dog . the dog saw a cat . the cat ran"
 MOST_TOKENS = 48  # more have no room for their names
-HEADS = 4  # of the toy
 SHOWN = 2  # heads that stand side by side, so that the number of each cell can be read
 NUMBERED = 18  # tokens up to which cells are large enough to hold their number
 DEEPER = "YlGnBu"  # light for none, dark for much, as in the matrix of positions
-CAPTION = "Queries down, keys across. Each row is what one token, when it reads, is told of all tokens before it."
 
 
-@dataclass(frozen=True, eq=False)
-class SentenceSeen:
-    """What an encoding makes of a text in numbers.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SentencePicture(Picture):
+    """What an encoding makes of a text, one matrix per head.
 
     Args:
-        what: the numbers are.
-        layer: that they were seen in, from 0 on.
-        tokens: of the text.
-        values: of each head, query and key; not a number where a query does not see a key.
+        what: what the numbers are.
+        layer: attention layer that they were seen in, from 0 on.
+        tokens: tokens of the text.
+        values: number of each head, query and key; not a number where a query does not see a key.
     """
+
+    kind = "sentence"
+    caption = "Queries down, keys across. Each row is what one token, when it reads, is told of all tokens before it."
 
     what: str
     layer: int
     tokens: tuple[str, ...]
     values: Float[Tensor, "head query key"]
 
+    @classmethod
+    def of(cls, method: EncodingMethod, request: PictureRequest) -> SentencePicture:
+        """Read the text with a checkpoint, or with an untrained toy.
 
-@dataclass
-class _Recorder:
-    """Stands in for the ``score`` of an encoding, and remembers what it was asked."""
+        Raises:
+            InvalidParameterError: no text, or one that is too long to be drawn; or a layer that there is not.
+        """
+        torch.manual_seed(0)
+        if request.checkpoint is None:
+            names = tuple((request.text or SENTENCE).split())
+            if not names:
+                raise InvalidParameterError("--text holds no word. Give a sentence.")
+            words = list(dict.fromkeys(names))
+            model = patch(_toy(len(words), request.trained_length or 64), method)
+            tokens = torch.tensor([[words.index(name) for name in names]])
+            place = "an untrained toy in which equal words attract"
+        else:
+            model, method, state = request.load_encoded(method)
+            tokens, tokenizer = request.tokens(request.text or SENTENCE)
+            pieces = tokenizer.convert_ids_to_tokens(tokens[0].tolist())
+            names = tuple(
+                piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "⏎").strip() or "·" for piece in pieces
+            )
+            place = request.model + (f", {state}" if state else "")
+        if len(names) > MOST_TOKENS:
+            raise InvalidParameterError(
+                f"The text has {len(names)} tokens, and a picture has room for the names of {MOST_TOKENS}. Give a "
+                f"shorter one."
+            )
+        what, values = _seen(model, tokens, request.layer)
+        title = f"{method.name}: {what}, in layer {request.layer} of {place}"
+        return cls(method=method, title=title, what=what, layer=request.layer, tokens=names, values=values)
 
-    encoding: Encoding
-    asked: list[Pairs] = field(default_factory=list)
+    @property
+    def heads(self) -> int:
+        """Number of heads that are drawn."""
+        return min(SHOWN, len(self.values))
 
-    def __call__(self, pairs: Pairs) -> PairScore | None:
-        self.asked.append(pairs)
-        return type(self.encoding).score(self.encoding, pairs)
+    @property
+    def size(self) -> tuple[float, float]:
+        side = min(max(3.0, 0.27 * len(self.tokens)), 4.6)
+        return max(self.heads * side + 1.9, 8.0), side + 1.1
+
+    def draw(self, figure: Any) -> None:
+        panels = figure.subplots(1, self.heads, sharey=True, squeeze=False)[0]
+        values = self.values[: self.heads]
+        known = values[~values.isnan()]
+        low, high = min(float(known.min()), 0.0), max(float(known.max()), 0.0)
+        both, largest = low < 0 < high, max(-low, high)
+        names = [token if len(token) <= 12 else f"{token[:11]}…" for token in self.tokens]
+        fontsize = 7.5 if len(names) <= 24 else 5
+        for head, panel in enumerate(panels):
+            image = panel.imshow(
+                values[head].numpy(),
+                cmap=DIVERGING if both else f"{DEEPER}_r" if high <= 0 else DEEPER,
+                vmin=-largest if both else low,
+                vmax=largest if both else high,
+                interpolation="nearest",
+            )
+            if len(names) <= NUMBERED:
+                dark = max(largest, 1e-9) * (0.7 if both else 0.55)
+                number_cells(
+                    panel,
+                    values[head],
+                    list(range(len(names))),
+                    text=lambda value: f"{round(value, 1) + 0.0:.1f}",
+                    is_dark=lambda value, dark=dark: abs(value) > dark,  # type: ignore[misc]
+                    size=5.8,
+                )
+            panel.set_title(f"head {head}", loc="left", fontsize=9.5, color=INK)
+            panel.set_xticks(range(len(names)), names, rotation=90, fontsize=fontsize)
+            panel.set_yticks(range(len(names)), names, fontsize=fontsize)
+            panel.tick_params(length=0, pad=2)
+            panel.spines[:].set_visible(False)
+        colour_bar(figure, image, panels.tolist(), self.what, shrink=0.75, aspect=24, pad=0.012)
 
 
 @torch.no_grad()
 def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
-    """Whether what it adds to scores depends on more than positions.
+    """Try out whether what a method adds to scores depends on more than positions.
 
-    Seen on random weights: those that it begins with may be such that nothing shows.
+    The weights are random: those that it begins with may be such that nothing shows.
     """
     if method.form == "added":
         return False
@@ -75,15 +143,15 @@ def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
     return first.shape != second.shape or not torch.equal(first, second)
 
 
-def toy(words: int, longest: int) -> PreTrainedModel:
-    """A random model of one layer that reads numbers of words, whose keys are its queries: equal words attract."""
+def _toy(words: int, longest: int) -> PreTrainedModel:
+    """Build a random model of one layer whose keys are its queries: equal words attract each other."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=words,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=HEADS,
+        num_attention_heads=4,
         max_position_embeddings=longest,
         initializer_range=0.2,
         bos_token_id=None,
@@ -96,106 +164,27 @@ def toy(words: int, longest: int) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def sentence_seen(model: PreTrainedModel, tokens: Tensor, names: tuple[str, ...], layer: int) -> SentenceSeen:
-    """What the encoding of a patched model makes of a text.
+def _seen(
+    model: PreTrainedModel, tokens: Int[Tensor, "1 seq"], layer: int
+) -> tuple[str, Float[Tensor, "head query key"]]:
+    """Return what the numbers of a layer's encoding are, and these numbers; the model is as before afterwards."""
+    asked: list[tuple[Encoding, Pairs]] = []
 
-    Args:
-        model: carries an encoding; it is as before afterwards.
-        tokens: ``[1, seq]``.
-        names: of the tokens.
-        layer: attention layer, from 0 on.
+    def record(encoding: Encoding, pairs: Pairs) -> PairScore | None:
+        asked.append((encoding, pairs))
+        return type(encoding).score(encoding, pairs)
 
-    Raises:
-        InvalidParameterError: a text that is too long to be drawn, or a layer that there is not.
-    """
-    if len(names) > MOST_TOKENS:
-        raise InvalidParameterError(
-            f"The text has {len(names)} tokens, and a picture has room for the names of {MOST_TOKENS}. Give a shorter "
-            f"one."
-        )
-    encodings = [module for module in model.modules() if isinstance(module, Encoding)]
-    recorders = [_Recorder(encoding) for encoding in encodings]
     edits = Edits()
-    for recorder in recorders:
-        edits.set(recorder.encoding, "score", recorder)
+    for module in model.modules():
+        if isinstance(module, Encoding):
+            edits.set(module, "score", functools.partial(record, module))
     try:
         model(tokens)
     finally:
         edits.undo()
-    asked = [(recorder.encoding, pairs) for recorder in recorders for pairs in recorder.asked]
     if not 0 <= layer < len(asked):
         raise InvalidParameterError(f"There is no layer {layer}: this model has {len(asked)}, from 0 on.")
     encoding, pairs = asked[layer]
     what, values = encoding.seen(pairs)
-    return SentenceSeen(what, layer, names, _unseen_hidden(values[0].double().cpu()))
-
-
-def _unseen_hidden(values: Float[Tensor, "head query key"]) -> Float[Tensor, "head query key"]:
-    later = torch.ones(values.shape[1:], dtype=torch.bool).triu(1)
-    return values.masked_fill(later, torch.nan)
-
-
-def picture_of_sentence(found: SentenceSeen, *, label: str, saved: dict[str, Any], of: str) -> Picture:
-    """One matrix per head, the text on both axes.
-
-    Args:
-        found: the numbers.
-        label: what the method is called.
-        saved: its saved form.
-        of: whose queries and keys these are, as a title ends.
-    """
-    heads = min(SHOWN, len(found.values))
-    side = min(max(3.0, 0.27 * len(found.tokens)), 4.6)
-    size = (max(heads * side + 1.9, 8.0), side + 1.1)
-    said = f"{label}: {found.what}, in layer {found.layer} of {of}"
-    return Picture.of(
-        found,
-        "sentence",
-        saved=saved,
-        said=said,
-        caption=CAPTION,
-        size=size,
-        draw=lambda figure: _draw(figure, found, heads),
-    )
-
-
-def _draw(figure: Any, found: SentenceSeen, heads: int) -> None:
-    panels = figure.subplots(1, heads, sharey=True, squeeze=False)[0]
-    values = found.values[:heads]
-    known = values[~values.isnan()]
-    low, high = float(known.min()), float(known.max())
-    both = low < 0 < high
-    largest = max(-low, high)
-    limits = (-largest, largest) if both else (min(low, 0.0), max(high, 0.0))
-    names = [token if len(token) <= 12 else f"{token[:11]}…" for token in found.tokens]
-    fontsize = 7.5 if len(names) <= 24 else 5
-    for head, panel in enumerate(panels):
-        image = panel.imshow(
-            values[head].numpy(),
-            cmap=DIVERGING if both else f"{DEEPER}_r" if high <= 0 else DEEPER,
-            vmin=limits[0],
-            vmax=limits[1],
-            interpolation="nearest",
-        )
-        if len(names) <= NUMBERED:
-            _number(panel, values[head], limits, both)
-        panel.set_title(f"head {head}", loc="left", fontsize=9.5, color=INK)
-        panel.set_xticks(range(len(names)), names, rotation=90, fontsize=fontsize)
-        panel.set_yticks(range(len(names)), names, fontsize=fontsize)
-        panel.tick_params(length=0, pad=2)
-        for spine in panel.spines.values():
-            spine.set_visible(False)
-    bar = figure.colorbar(image, ax=panels.tolist(), shrink=0.75, aspect=24, pad=0.012)
-    bar.set_label(found.what, fontsize=8, color=NOTE)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=7, length=2, colors=NOTE)
-
-
-def _number(panel: Any, values: Float[Tensor, "query key"], limits: tuple[float, float], both: bool) -> None:
-    """The number of each cell, in an ink that is read on its colour."""
-    least, most = limits
-    for query, row in enumerate(values.tolist()):
-        for key, value in enumerate(row[: query + 1]):
-            depth = abs(value) / max(abs(least), abs(most), 1e-9)
-            ink = "white" if depth > (0.7 if both else 0.55) else "#222222"
-            panel.text(key, query, f"{round(value, 1) + 0.0:.1f}", ha="center", va="center", fontsize=5.8, color=ink)
+    later = torch.ones(values.shape[2:], dtype=torch.bool).triu(1)
+    return what, values[0].double().cpu().masked_fill(later, torch.nan)

@@ -17,12 +17,13 @@ from ctxext.laboratory.encodings.cope import CoPE
 from ctxext.laboratory.encodings.kerple import KERPLE
 from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.attention import by_distance, edges_of
-from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes
-from ctxext.laboratory.pictures.of_method import SMALL, ShownOn, picture_of
+from ctxext.laboratory.pictures.bias import BiasPicture
+from ctxext.laboratory.pictures.of_method import picture_of
 from ctxext.laboratory.pictures.picture import as_numbers
-from ctxext.laboratory.pictures.positions import farthest, picture_of_positions, relative_positions
-from ctxext.laboratory.pictures.rotation import picture_of_rotation, rotation_of
-from ctxext.laboratory.pictures.rows import rows_seen
+from ctxext.laboratory.pictures.positions import PositionsPicture, farthest, relative_positions
+from ctxext.laboratory.pictures.request import SMALL, PictureRequest
+from ctxext.laboratory.pictures.rotation import RotationPicture
+from ctxext.laboratory.pictures.rows import RowsPicture
 from ctxext.laboratory.pictures.sentence import depends_on_text
 from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.methods.alibi import ALiBi
@@ -31,14 +32,14 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.methods.tile import Tiling
 from ctxext.methods.yarn import YaRN
 from ctxext.registry import discover
-from ctxext.spec import LLAMA, AlibiSpec, RopeSpec
+from ctxext.spec import LLAMA, RopeSpec
 
 ROPE = RopeSpec(rotary_dim=8, base=100.0, trained_length=64)
 
 
 def test_turns_and_scores_of_a_rotation() -> None:
     """Pair by pair, with a loop; PI turns in 4 times the text as far as plain rotation does in the trained one."""
-    found = rotation_of(PI(factor=4.0), ROPE)
+    found = RotationPicture.of(PI(factor=4.0), ROPE)
     assert found.target_length == 256
     for pair in range(4):
         wavelength = 2 * math.pi * 100.0 ** (2 * pair / 8)
@@ -50,17 +51,20 @@ def test_turns_and_scores_of_a_rotation() -> None:
     for index, distance in enumerate(found.distances.tolist()):
         expected = sum(math.cos(distance / 4 * 100.0 ** (-2 * pair / 8)) for pair in range(4)) / 4
         assert float(found.score[index]) == pytest.approx(expected, abs=1e-12)
-    assert (found.beyond, found.plain_beyond) == (0, sum(64 / (2 * math.pi * 100 ** (p / 4)) < 1 for p in range(4)))
+    assert (found.pairs_at_new_angles, found.pairs_at_new_angles_without) == (
+        0,
+        sum(64 / (2 * math.pi * 100 ** (p / 4)) < 1 for p in range(4)),
+    )
 
 
 def test_temperature_raises_the_score() -> None:
     """YaRN multiplies q and k by 0.1 ln s + 1, so the score of equal vectors at distance 0 is its square."""
-    assert float(rotation_of(YaRN(factor=4.0), ROPE).score[0]) == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    assert float(RotationPicture.of(YaRN(factor=4.0), ROPE).score[0]) == pytest.approx((0.1 * math.log(4) + 1) ** 2)
 
 
 def test_slopes_of_alibi() -> None:
     """The paper's: for 8 heads 1/2, 1/4 ... 1/256; the bias is their product with the distance."""
-    found = bias_of_slopes(ALiBi(factor=2.0), AlibiSpec(8, 64))
+    found = BiasPicture.of_slopes(ALiBi(factor=2.0), PictureRequest(trained_length=64))
     assert found.slopes.tolist() == [2.0**-head for head in range(1, 9)]
     at = found.distances.tolist().index(127)
     assert found.bias[:, at].tolist() == [-127 * 2.0**-head for head in range(1, 9)]
@@ -68,9 +72,8 @@ def test_slopes_of_alibi() -> None:
 
 def test_bias_of_an_encoding() -> None:
     torch.manual_seed(0)
-    encoding = KERPLE(factor=2.0).build(SMALL)
-    p, a = (weight.detach().double().clamp(min=0.01) for weight in encoding.parameters())
-    found = bias_of_encoding(encoding, SMALL, 1024)
+    p, a = (weight.detach().double().clamp(min=0.01) for weight in KERPLE(factor=2.0).build(SMALL).parameters())
+    found = BiasPicture.of_encoding(KERPLE(factor=2.0), PictureRequest())
     for index, distance in enumerate(found.distances.tolist()):
         torch.testing.assert_close(found.bias[:, index], -p * (1 + a * distance).log(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.slopes, p * (1 + a * 512).log() / 512, rtol=1e-6, atol=1e-9)
@@ -80,7 +83,7 @@ def test_rows_of_sinusoids() -> None:
     """The cosine of two sinusoids is the mean of cos(distance x frequency), so the same along every diagonal."""
     rows = Sinusoidal().build(SMALL).added(torch.arange(96)[None])
     assert rows is not None
-    found = rows_seen(rows[0], rows[0, :48])
+    found = RowsPicture.of(Sinusoidal(), rows[0], rows[0, :48])
     assert (found.trained_length, found.target_length) == (48, 96)
     for one, other in ((0, 0), (3, 10), (80, 7)):
         expected = sum(math.cos((one - other) * 10000.0 ** (-2 * k / 64)) for k in range(32)) / 32
@@ -93,7 +96,7 @@ def test_the_plane_is_that_of_the_trained_rows() -> None:
     trained = torch.zeros(16, 5, dtype=torch.float64)
     trained[:, 1], trained[:, 3] = angles.cos(), angles.sin()
     indices, weights = Tiling(factor=2.0).rows(16, 32)
-    found = rows_seen((weights[..., None] * trained[indices]).sum(1), trained)
+    found = RowsPicture.of(Tiling(factor=2.0), (weights[..., None] * trained[indices]).sum(1), trained)
     assert found.share == pytest.approx(1.0)
     torch.testing.assert_close(found.plane.norm(dim=1), torch.ones(32, dtype=torch.float64))
     torch.testing.assert_close(found.plane[16:], found.trained_plane)
@@ -116,7 +119,7 @@ def test_what_is_not_a_number_becomes_none() -> None:
 
 def test_numbers_of_a_remapping() -> None:
     """ReRoPE: keys nearer than the window stand where they stand, and none so far that training has not seen it."""
-    found = picture_of(METHODS["rerope"].of({"factor": 2.0, "window": 4.0}), ShownOn(trained_length=8)).numbers
+    found = picture_of(METHODS["rerope"].of({"factor": 2.0, "window": 4.0}), PictureRequest(trained_length=8)).numbers
     plain, extended = (panel["positions"] for panel in found["panels"])
     assert [len(plain), plain[9][2], plain[2][9]] == [16, 7.0, None]
     assert [extended[query][query - 3] for query in range(3, 16)] == [3.0] * 13
@@ -142,22 +145,22 @@ def test_numbers_of_a_remapping() -> None:
     ],
 )
 def test_kind(name: str, kind: str) -> None:
-    assert picture_of(known_methods()[name](factor=4.0), ShownOn()).numbers["kind"] == kind
+    assert picture_of(known_methods()[name](factor=4.0), PictureRequest()).numbers["kind"] == kind
 
 
 @pytest.mark.slow
 def test_every_method_has_a_picture() -> None:
     assert len(known_methods()) >= 30
     for kind in known_methods().values():
-        found = picture_of(kind.example(LLAMA), ShownOn(trained_length=LLAMA.trained_length))
+        found = picture_of(kind.example(LLAMA), PictureRequest(trained_length=LLAMA.trained_length))
         assert found.numbers["kind"] in {"rotation", "positions", "bias", "table", "buckets", "sentence"}
-        assert found.drawing.title
+        assert found.sentence
         json.dumps(found.numbers, allow_nan=False)
 
 
 def test_buckets_of_t5() -> None:
     """16 each way, 8 of one distance each, and 8 equally wide in the logarithm of the distance."""
-    found = picture_of(METHODS["stretch_buckets"](factor=4.0), ShownOn()).numbers
+    found = picture_of(METHODS["stretch_buckets"](factor=4.0), PictureRequest()).numbers
     by_distance = dict(zip(found["distances"], zip(found["trained"], found["buckets"], strict=True), strict=True))
     assert [by_distance[near] for near in range(8)] == [(near, near) for near in range(8)]
     assert by_distance[2047] == (15, 15)
@@ -175,7 +178,7 @@ def test_which_encodings_depend_on_the_text() -> None:
 
 def test_counts_of_a_sentence() -> None:
     """CoPE's are what the gates between query and key add up to: never fewer farther back, at most one a token."""
-    values = picture_of(CoPE(), ShownOn(text="a b a b c")).numbers["values"]
+    values = picture_of(CoPE(), PictureRequest(text="a b a b c")).numbers["values"]
     for head in values:
         for query, row in enumerate(head):
             assert row[query + 1 :] == [None] * (4 - query)
@@ -228,10 +231,10 @@ def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     try:
         kind = discover(package, Method)["parabola"]  # type: ignore[type-abstract]
-        found = picture_of(kind(factor=4.0), ShownOn()).numbers
+        found = picture_of(kind(factor=4.0), PictureRequest()).numbers
         assert (found["kind"], found["bias"][0][2]) == ("bias", -(found["distances"][2] ** 2))
         monkeypatch.setitem(METHODS, "parabola", kind)
-        assert picture_of(kind.of({"by_text": True}), ShownOn()).numbers["kind"] == "sentence"
+        assert picture_of(kind.of({"by_text": True}), PictureRequest()).numbers["kind"] == "sentence"
     finally:
         sys.modules.pop("ctxext.methods.parabola", None)
 
@@ -239,15 +242,15 @@ def test_a_method_of_a_new_file_has_a_picture(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("method", "subject", "said"),
     [
-        (YaRN(factor=4.0), ShownOn(text="a b"), "give one with --model"),
-        (None, ShownOn(text="a b", checkpoint="x"), "Name a method"),
-        (None, ShownOn(length=5), "is of the --text"),
-        (CoPE(), ShownOn(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
-        (CoPE(), ShownOn(text="  "), "no word"),
-        (CoPE(), ShownOn(text="a b", layer=3), "no layer 3: this model has 1"),
+        (YaRN(factor=4.0), PictureRequest(text="a b"), "give one with --model"),
+        (None, PictureRequest(text="a b", checkpoint="x"), "Name a method"),
+        (None, PictureRequest(length=5), "is of the --text"),
+        (CoPE(), PictureRequest(text="a " * 60), "60 tokens, and a picture has room for the names of 48"),
+        (CoPE(), PictureRequest(text="  "), "no word"),
+        (CoPE(), PictureRequest(text="a b", layer=3), "no layer 3: this model has 1"),
     ],
 )
-def test_mistakes(method: Method | None, subject: ShownOn, said: str) -> None:
+def test_mistakes(method: Method | None, subject: PictureRequest, said: str) -> None:
     with pytest.raises(InvalidParameterError, match=said):
         picture_of(method, subject)
 
@@ -267,14 +270,14 @@ def test_the_farthest_position_that_is_told_is_that_of_all_pairs(name: str, trai
 
 def test_a_long_text_is_not_thinned_out_for_the_farthest_position() -> None:
     rope = RopeSpec(rotary_dim=128, base=1e4, trained_length=8192)
-    said = picture_of_positions([METHODS["rerope"](factor=4.0)], rope).drawing.title
-    assert "no key stands farther than 8,191 back" in " ".join(said.split())
+    said = PositionsPicture.of([METHODS["rerope"](factor=4.0)], rope).sentence
+    assert "no key stands farther than 8,191 back" in said
 
 
 def test_what_does_not_turn_is_not_drawn_at_some_number_of_turns() -> None:
     rope = RopeSpec(rotary_dim=32, base=1e4, trained_length=256)
     figure = Figure()
-    picture_of_rotation(METHODS["nope"](factor=4.0), rope, label="nope").drawing.draw(figure)
+    RotationPicture.of(METHODS["nope"](factor=4.0), rope).draw(figure)
     turns = figure.axes[1]
     still = next(line for line in turns.get_lines() if "nope" in str(line.get_label()))
     assert still.get_label() == "nope: no pair turns"

@@ -1,0 +1,152 @@
+"""What a method is to be shown on: a checkpoint, or an example of the method's kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from ctxext.checkpoints.load import load, load_saved, meta_model, model_class
+from ctxext.checkpoints.source import checked_path, read_any_config
+from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.evaluation.readings import known_trained_length
+from ctxext.methods import EncodingMethod, Method, saved_class
+from ctxext.methods.encoding import Encoding
+from ctxext.methods.parameters import checked_tokens
+from ctxext.saved import saved_extension
+from ctxext.spec import EncodingSpec
+from ctxext.surgery.encodings import spec_of
+from ctxext.surgery.rebuild import rotaries
+from ctxext.surgery.tables import twins_of
+from ctxext.surgery.wrappers import base_model
+
+UNTRAINED = "as it begins, untrained"
+SMALL = EncodingSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, num_layers=1, trained_length=512)
+"""The model that an encoding is shown on where there is no checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureRequest:
+    """What a picture is asked to show beside the method.
+
+    Args:
+        checkpoint: a directory or a name on the hub; None for an example of the method's kind.
+        text: text to read.
+        layer: attention layer, from 0 on, where one has to be chosen.
+        length: tokens of the text to read; None for as many as there are, at most 1,024.
+        trained_length: tokens that the weights were trained for, where the config does not say so.
+        trust: run Python code that the checkpoint brings along.
+
+    Raises:
+        InvalidParameterError: for a length that is no number of tokens.
+    """
+
+    checkpoint: str | None = None
+    text: str | None = None
+    layer: int = 0
+    length: int | None = None
+    trained_length: int | None = None
+    trust: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "trained_length"):
+            if getattr(self, name) is not None:
+                checked_tokens(name, getattr(self, name))
+
+    @property
+    def model(self) -> str:
+        """Name of the checkpoint in a title; empty for an example."""
+        return Path(self.checkpoint).name if self.checkpoint else ""
+
+    @cached_property
+    def config(self) -> Any:
+        """Config of the checkpoint."""
+        checked_path(str(self.checkpoint), {})
+        return read_any_config(str(self.checkpoint), trust_remote_code=self.trust)
+
+    @cached_property
+    def structure(self) -> PreTrainedModel:
+        """Model of the checkpoint on the meta device."""
+        return meta_model(self.config, trust_remote_code=self.trust)
+
+    @cached_property
+    def positions(self) -> Literal["table", "rotation", "elsewhere"] | None:
+        """Place where the checkpoint has its positions; None without a checkpoint."""
+        if self.checkpoint is None:
+            return None
+        if any(True for _ in rotaries(self.structure)):
+            return "rotation"
+        twins = twins_of(self.structure)
+        return "table" if twins.has_learned or twins.has_sinusoids else "elsewhere"
+
+    def load(self, method: Method | None = None) -> PreTrainedModel:
+        """Load the checkpoint in float32, extended by a method or as it was saved."""
+        how: dict[str, Any] = {"trust_remote_code": True} if self.trust else {}
+        place = str(self.checkpoint)
+        if method is None:
+            loaded = load_saved(place, plain_class=model_class(self.config), dtype=torch.float32, **how)
+        else:
+            loaded = load(place, method, trained_length=self.trained_length, dtype=torch.float32, **how)
+        model: PreTrainedModel = base_model(loaded)
+        return model.eval()
+
+    def load_encoded(self, method: EncodingMethod) -> tuple[PreTrainedModel, EncodingMethod, str]:
+        """Load the checkpoint as it was trained with an encoding, or else as it begins with it.
+
+        Returns:
+            The model, the method as it was saved, and what to know of its weights; empty where they were trained.
+        """
+        saved = (saved_extension(self.config, str(self.checkpoint)) or {}).get("method") or {}
+        if saved.get("method") != method.name:
+            return self.load(method), method, UNTRAINED
+        known = saved_class(method.name).from_dict(saved)
+        assert isinstance(known, EncodingMethod)
+        return self.load(), known, ""
+
+    def encoding(
+        self, method: EncodingMethod, trained_length: int
+    ) -> tuple[EncodingMethod, Encoding, EncodingSpec, str, str]:
+        """Build or load one layer's encoding.
+
+        Args:
+            method: the encoding's.
+            trained_length: of an example, in tokens, where none was given.
+
+        Returns:
+            The method as it was saved, the module, the model's sizes, what to know of its weights, and what the title
+            calls the layer; both are empty where there is nothing to say.
+
+        Raises:
+            InvalidParameterError: there is no such layer.
+        """
+        torch.manual_seed(0)
+        if self.checkpoint is None:
+            spec = replace(SMALL, trained_length=self.trained_length or trained_length)
+            module, state, layer = method.build(spec), UNTRAINED, ""
+        else:
+            model, method, state = self.load_encoded(method)
+            modules = [module for module in model.modules() if isinstance(module, Encoding)]
+            if not 0 <= self.layer < len(modules):
+                raise InvalidParameterError(
+                    f"There is no layer {self.layer} with an encoding of its own: this model has {len(modules)}."
+                )
+            spec = spec_of(model, known_trained_length(model, self.trained_length))
+            module, layer = modules[self.layer], f", layer {self.layer}" if len(modules) > 1 else ""
+        return method, module, spec, state if any(True for _ in module.parameters()) else "", layer
+
+    def tokens(self, text: str) -> tuple[Int[Tensor, "1 seq"], Any]:
+        """Tokenise a text as the checkpoint does; return its tokens and the tokenizer."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self.checkpoint), trust_remote_code=self.trust)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.checkpoint} has no tokenizer to read --text with: {error}") from error
+        tokens: Tensor = tokenizer(text, return_tensors="pt").input_ids
+        if not tokens.shape[1]:
+            raise InvalidParameterError("--text holds no token. Give a sentence, or a file with one.")
+        return tokens, tokenizer
