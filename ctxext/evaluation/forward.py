@@ -221,12 +221,12 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidParameterError: anything else.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|b)?b?\s*", text, flags=re.IGNORECASE)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|b)?b?\s*", text, flags=re.IGNORECASE)
+    if match is None or not float(match[1]):
         raise InvalidParameterError(f"An amount of memory is written like 2GiB or 800MB; found {text!r}.")
-    if not found[2]:
-        raise InvalidParameterError(f"An amount of memory needs a unit, such as {found[1]}GiB; found {text!r}.")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    if not match[2]:
+        raise InvalidParameterError(f"An amount of memory needs a unit, such as {match[1]}GiB; found {text!r}.")
+    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def head_chunk(model: nn.Module) -> int:

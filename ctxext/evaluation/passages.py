@@ -75,10 +75,10 @@ class Embedder:
         try:
             encode = self.encoder.encode_query if query else self.encoder.encode_document
             # One text at a time: padding would decide which kernel computes it, and memory stays that of one text.
-            found = encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)
+            vectors = encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)
         finally:
             self.encoder.max_seq_length = before
-        return torch.nn.functional.normalize(found.float().cpu(), dim=-1)
+        return torch.nn.functional.normalize(vectors.float().cpu(), dim=-1)
 
     def embed_chunks(self, text: str, window: int) -> Float[Tensor, "chunks size"]:
         """Embed the pieces of a text with the unextended model; the result is kept, since two baselines read it."""
@@ -252,8 +252,9 @@ def _chunks(tokenizer: Any, text: str, window: int) -> list[str]:
     Of equal length, since a rest of a few words would count as much as a whole window.
     """
     room = window - tokenizer.num_special_tokens_to_add() - MARGIN
-    sentences = [tokenizer(one, add_special_tokens=False).input_ids for one in split_sentences(text)]
-    parts = [one[at : at + room] for one in sentences for at in range(0, len(one), room)]  # but what no window holds
+    sentences = [tokenizer(piece, add_special_tokens=False).input_ids for piece in split_sentences(text)]
+    # A sentence that no window holds is cut.
+    parts = [piece[at : at + room] for piece in sentences for at in range(0, len(piece), room)]
     whole = sum(map(len, parts))
     target = whole / -(-whole // room)
     chunks: list[list[int]] = [[]]
@@ -261,7 +262,7 @@ def _chunks(tokenizer: Any, text: str, window: int) -> list[str]:
         if chunks[-1] and (len(chunks[-1]) >= target or len(chunks[-1]) + len(part) > room):
             chunks.append([])
         chunks[-1] += part
-    return [tokenizer.decode(one) for one in chunks]
+    return [tokenizer.decode(piece) for piece in chunks]
 
 
 def passage_readers(
@@ -286,20 +287,21 @@ def passage_readers(
         IncompatibleError: a method that cannot be right on this model.
         UnknownNameError: an unknown method.
     """
-    own = Readings(embedder.checkpoint, trained_length=trained_length, windows=())
-    trained = own.trained_length
+    of_checkpoint = Readings(embedder.checkpoint, trained_length=trained_length, windows=())
+    trained = of_checkpoint.trained_length
     needed = (max(lengths, default=trained) / trained,)
-    wanted = chosen_methods(own.model, methods, factors or needed) if methods else ()
-    readings, refusals = own.find(wanted)
+    wanted = chosen_methods(of_checkpoint.model, methods, factors or needed) if methods else ()
+    readings, refusals = of_checkpoint.find(wanted)
     if refusals:
         raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
     candidates = [reading for reading in readings if not reading.is_reference]
     reaches = {reading.reach for reading in candidates if reading.reach is not None}
     all_lengths = tuple(sorted({*lengths} or {trained, *reaches}))
     require_reached(all_lengths[-1], reaches, trained)
-    simple = [Reader(Reading(name=name, label=_label(name, trained)), own, all_lengths) for name in BASELINES]
+    simple = [Reader(Reading(name=name, label=_label(name, trained)), of_checkpoint, all_lengths) for name in BASELINES]
     extended = [
-        Reader(one, own, tuple(length for length in all_lengths if length <= (one.reach or 0))) for one in candidates
+        Reader(reading, of_checkpoint, tuple(length for length in all_lengths if length <= (reading.reach or 0)))
+        for reading in candidates
     ]
     return (*simple, *extended)
 
@@ -438,7 +440,7 @@ def passage_report(survey: Survey[ShelfJob], haystack: str, provenance: Provenan
         PassageResult(
             reader.reading.name,
             reader.reading.label,
-            tuple(from_json(PassageTrial, one) for one in trials),
+            tuple(from_json(PassageTrial, trial) for trial in trials),
         )
         for reader, trials in survey.trials()
     ]

@@ -207,13 +207,13 @@ def measure(model: nn.Module, passkey: Passkey, *, seed: int = 0) -> PasskeyTria
     device = next(model.parameters()).device
     answer = passkey.answer.to(device)
     tokens = torch.cat([passkey.prompt.to(device), answer])[None]
-    found = []
+    pieces = []
     # The step that writes token i of the answer sees the prompt and the i tokens before it.
     for steps in _steps(model, passkey):
         seen = tokens[:, : passkey.length + steps[-1]]
         start = passkey.length + steps[0] - 1
-        found += [piece for _, piece in logits_in_chunks(model, seen, start=start, chunk=len(answer))]
-    logits = torch.cat(found, dim=1)[0].float()
+        pieces += [piece for _, piece in logits_in_chunks(model, seen, start=start, chunk=len(answer))]
+    logits = torch.cat(pieces, dim=1)[0].float()
     correct = bool((logits.argmax(dim=-1) == answer).all())
     loss = functional.cross_entropy(logits, answer).item()
     return PasskeyTrial(passkey.length, passkey.depth, passkey.distance, seed, passkey.key, correct, loss)
@@ -253,13 +253,13 @@ def make_prompts(
     haystack, front = haystack or noise(tokenizer), len(special_prefix(tokenizer))
 
     def make(length: int, depth: float, number: int) -> PasskeyPrompt:
-        made = build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=number, haystack=haystack)
+        passkey = build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=number, haystack=haystack)
         return PasskeyPrompt(
-            name=f"{length:,} tokens at {made.depth:.0%}" + (f", seed {number}" if trials > 1 else ""),
+            name=f"{length:,} tokens at {passkey.depth:.0%}" + (f", seed {number}" if trials > 1 else ""),
             length=length,
-            identity=[made.sha256, front, JUDGED],
+            identity=[passkey.sha256, front, JUDGED],
             seed=number,
-            passkey=made,
+            passkey=passkey,
             prefix=front,
             turning_point=turning_point,
         )
@@ -415,12 +415,12 @@ class PasskeyResult:
     @property
     def cells(self) -> tuple[PasskeyCell, ...]:
         """One per length and depth, by length and then by depth."""
-        found: dict[tuple[int, float], list[PasskeyTrial]] = {}
+        trials_of: dict[tuple[int, float], list[PasskeyTrial]] = {}
         for trial in sorted(self.trials, key=lambda trial: (trial.length, trial.depth)):
-            found.setdefault((trial.length, trial.depth), []).append(trial)
+            trials_of.setdefault((trial.length, trial.depth), []).append(trial)
         return tuple(
             PasskeyCell(*cell, sum(t.correct for t in trials), len(trials), sum(t.loss for t in trials) / len(trials))
-            for cell, trials in found.items()
+            for cell, trials in trials_of.items()
         )
 
     def at(self, length: int) -> PasskeyResult:

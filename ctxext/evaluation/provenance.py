@@ -79,8 +79,10 @@ class Provenance:
 
     def with_extension(self, name: str, model: nn.Module) -> Provenance:
         """Return this provenance with the extension of ``model`` under ``name``."""
-        found = patching.describe(model)
-        record = ExtensionRecord(method=found.method, fingerprint=found.fingerprint, attention=found.attention)
+        description = patching.describe(model)
+        record = ExtensionRecord(
+            method=description.method, fingerprint=description.fingerprint, attention=description.attention
+        )
         return replace(self, extensions={**self.extensions, name: record})
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,8 +104,8 @@ class Provenance:
                 f"{', '.join(sorted(saved.keys() - known)) or 'nothing'}. It was written by another version; measure "
                 f"again."
             )
-        found: Provenance = _from_fields(cls, saved)
-        return found
+        read: Provenance = _from_fields(cls, saved)
+        return read
 
 
 # What `Report.OLDER` says where format 1 knew one truncation alone.
@@ -130,10 +132,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        own: Any = self
-        nested = {item.name: getattr(self, item.name) for item in fields(own)}
-        written = {name: one.to_dict() for name, one in nested.items() if isinstance(one, Report | Provenance)}
-        return {**self._head(), **asdict(own), **written}
+        report: Any = self
+        nested = {item.name: getattr(self, item.name) for item in fields(report)}
+        written = {name: part.to_dict() for name, part in nested.items() if isinstance(part, Report | Provenance)}
+        return {**self._head(), **asdict(report), **written}
 
     @classmethod
     def from_dict(cls: type[Kind], saved: Mapping[str, Any]) -> Kind:
@@ -146,10 +148,10 @@ class Report:
         head, missing = cls._head(), {item.name for item in fields(known)} - saved.keys()
         is_other = any(saved.get(name) != value for name, value in head.items())
         if is_other or missing:
-            found = ", ".join(f"{name} {saved.get(name)!r}" for name in reversed(head))
+            values = ", ".join(f"{name} {saved.get(name)!r}" for name in reversed(head))
             without = "" if is_other else f", without {', '.join(sorted(missing))}"
             raise InvalidParameterError(
-                f"This is not {cls.TITLE} of format {cls.FORMAT}: found {found}{without}.{cls.OLDER}"
+                f"This is not {cls.TITLE} of format {cls.FORMAT}: found {values}{without}.{cls.OLDER}"
             )
         read: Kind = _from_fields(cls, saved)
         return read
@@ -170,9 +172,9 @@ def from_json(kind: Any, value: Any) -> Any:
     if get_origin(kind) is UnionType:  # X | None
         return None if value is None else from_json(inner[0], value)
     if get_origin(kind) is tuple:
-        return tuple(from_json(inner[0], one) for one in value)
+        return tuple(from_json(inner[0], item) for item in value)
     if get_origin(kind) is Mapping:
-        return {name: from_json(inner[1], one) for name, one in value.items()}
+        return {name: from_json(inner[1], item) for name, item in value.items()}
     if is_dataclass(kind):
         return kind.from_dict(value) if hasattr(kind, "from_dict") else _from_fields(kind, value)
     return value

@@ -190,12 +190,12 @@ class Readings:
         Asked for before anything is applied: a method may bring an attention of its own, which is part of the reading.
         """
         parameter = next(self.model.parameters())
-        found: Any = self.model
+        model: Any = self.model
         return {
             "checkpoint": self.checkpoint.sha256,
             "dtype": str(parameter.dtype),
             "device": parameter.device.type,
-            "attention": getattr(found.config, "_attn_implementation", None),
+            "attention": getattr(model.config, "_attn_implementation", None),
             "sliding_window": self.sliding_window,
             "versions": {name: version for name, version in versions().items() if name != "python"},
         }
@@ -240,14 +240,14 @@ class Readings:
         return tuple(readings), tuple(Refusal(label=", ".join(who), reason=why) for why, who in refused.items())
 
     def _references(self) -> tuple[Reading, ...]:
-        found = patching.describe(self.model)
-        how = f" ({found.method['method']} {TIMES}{found.method['factor']:g})" if found.method else ""
+        description = patching.describe(self.model)
+        how = f" ({description.method['method']} {TIMES}{description.method['factor']:g})" if description.method else ""
         plain = Reading(
             name=UNPATCHED,
             label=f"as saved{how}" if self.extended else label_of(UNPATCHED),
-            method=found.method,
-            reach=found.target_length if self.extended else None,
-            fingerprint=found.fingerprint,
+            method=description.method,
+            reach=description.target_length if self.extended else None,
+            fingerprint=description.fingerprint,
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
         )
         names = [*map(window_name, self.windows), TRUNCATED]
@@ -256,16 +256,16 @@ class Readings:
     @contextlib.contextmanager
     def _patched(self, method: Method) -> Iterator[None]:
         base = base_model(self.model)
-        own = patched_state(base)
-        if own is not None:
+        state = patched_state(base)
+        if state is not None:
             trained = architecture_of(base).replaced_weights(base)  # which may have been trained since
             patching.unpatch(self.model)
         try:
             with patching.patched(self.model, method, trained_length=self._given, sliding_window=self.sliding_window):
                 yield
         finally:
-            if own is not None:
-                patching.patch(self.model, own.method, **choices(own.saved_form()))
+            if state is not None:
+                patching.patch(self.model, state.method, **choices(state.saved_form()))
                 if (again := patched_state(base)) is not None:
                     put_weights(base, trained, again.edits)
 
@@ -304,17 +304,17 @@ def chosen_methods(model: nn.Module, wanted: Sequence[str | Method], factors: Se
     """
     if not factors and not any(isinstance(item, Method) for item in wanted):
         raise InvalidParameterError("Give at least one factor (target length over trained length).")
-    found: list[Method] = []
+    methods: list[Method] = []
     for item in wanted or _default_names(model):
         if isinstance(item, Method) or is_choice(item):
-            found.append(item if isinstance(item, Method) else method_in(item))
+            methods.append(item if isinstance(item, Method) else method_in(item))
             continue
         built = list(dict.fromkeys(named_method(item, factor) for factor in sorted(set(factors))))
-        found += built[-1:] if ignores_factor(built[-1]) else built
-    if len(set(found)) != len(found):
-        twice = next(method for method in found if found.count(method) > 1)
+        methods += built[-1:] if ignores_factor(built[-1]) else built
+    if len(set(methods)) != len(methods):
+        twice = next(method for method in methods if methods.count(method) > 1)
         raise InvalidParameterError(f"Give each method once; found {name_for(twice)!r} twice.")
-    return tuple(found)
+    return tuple(methods)
 
 
 def _default_names(model: nn.Module) -> list[str]:
@@ -348,8 +348,8 @@ def ignores_factor(method: Method) -> bool:
         if isinstance(of, RemapMethod):
             return of.pieces(rope, of.target_length(trained))
         if isinstance(of, RopeMethod):
-            found = of.frequencies(rope, length)
-            return found.inv_freq.tolist(), found.attention_scale
+            frequencies = of.frequencies(rope, length)
+            return frequencies.inv_freq.tolist(), frequencies.attention_scale
         return (of.slopes(alibi, length).tolist(), 1.0) if isinstance(of, BiasMethod) else None
 
     other = replace(method, factor=method.factor * 1.5)
@@ -357,7 +357,7 @@ def ignores_factor(method: Method) -> bool:
         pairs = [(positions(method, length), positions(other, length)) for length in (trained, 2 * trained)]
     except InvalidParameterError:  # one of them does not fit so short a window, or reaches its target no more
         return False
-    return all(one is not None and one == another for one, another in pairs)
+    return all(before is not None and before == another for before, another in pairs)
 
 
 def named_method(text: str, factor: float) -> Method:
@@ -387,8 +387,8 @@ def name_for(method: Method) -> str:
 def label_for(method: Method) -> str:
     """Return a method's name with its factor and parameters, as tables show it."""
     factor = "" if ignores_factor(method) else f" {TIMES}{method.factor:g}"
-    own = _own(method)
-    return f"{label_of(method.name)}{factor}" + (f" ({', '.join(own)})" if own else "")
+    parameters = _own(method)
+    return f"{label_of(method.name)}{factor}" + (f" ({', '.join(parameters)})" if parameters else "")
 
 
 def _own(method: Method) -> list[str]:
@@ -471,17 +471,19 @@ def find_readers(
         IncompatibleError: a method that cannot be right on this model.
         UnknownNameError: an unknown method.
     """
-    own = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
-    trained = own.trained_length
+    of_checkpoint = Readings(checkpoint, trained_length=trained_length, sliding_window=sliding_window)
+    trained = of_checkpoint.trained_length
     factors = factors_for(methods, factors, lengths, trained)
-    (plain, *others), refusals = own.find(chosen_methods(own.model, methods, factors) if methods else ())
+    (plain, *others), refusals = of_checkpoint.find(
+        chosen_methods(of_checkpoint.model, methods, factors) if methods else ()
+    )
     if refusals:
         raise IncompatibleError(f"{refusals[0].label}: {refusals[0].reason}")
-    original = own if reference is None else _original(own, reference)
+    original = of_checkpoint if reference is None else _original(of_checkpoint, reference)
     candidates = [reading for reading in others if not reading.is_reference]
     last = label_of(window_name(trained))
     references = [Reading(name=UNPATCHED, label=UNPATCHED), Reading(name=TRUNCATED, label=last)]
-    if own.extended is not None:
+    if of_checkpoint.extended is not None:
         plain = replace(plain, name=AS_SAVED)
         candidates = [plain, *candidates]
         if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
@@ -494,7 +496,7 @@ def find_readers(
     for reading in (*references, *candidates):
         asked = tuple(length for length in wanted if _is_asked(reading, length, trained, control, beyond))
         if asked:
-            readers.append(Reader(reading, own if reading in candidates else original, asked))
+            readers.append(Reader(reading, of_checkpoint if reading in candidates else original, asked))
     return tuple(readers)
 
 

@@ -130,8 +130,8 @@ def document_difference(
         IncompatibleError: a loss is no number.
     """
     _check_same_tokens(losses, baseline)
-    kept = [(own, other) for own, other in zip(losses, baseline, strict=True) if len(own)]
-    sides = [own for own, _ in kept], [other for _, other in kept]
+    kept = [(document, other) for document, other in zip(losses, baseline, strict=True) if len(document)]
+    sides = [document for document, _ in kept], [other for _, other in kept]
     if len(kept) >= ENOUGH_DOCUMENTS:
         return grouped_difference(*sides, over="documents", baselines=baselines)
     return block_difference(*sides, baselines=baselines)
@@ -167,9 +167,9 @@ def block_difference(
         )
     blocks = min(tokens, max(LEAST_BLOCKS, min(most, tokens // BLOCK)))
     sides = [torch.tensor_split(side, blocks) for side in joined]
-    found = grouped_difference(*sides, over="blocks", baselines=baselines)
+    difference = grouped_difference(*sides, over="blocks", baselines=baselines)
     # Blocks differ by a token where their number does not divide the tokens; the mean is that of all tokens.
-    return replace(found, mean=(joined[0] - joined[1]).mean().item())
+    return replace(difference, mean=(joined[0] - joined[1]).mean().item())
 
 
 def grouped_difference(
@@ -204,7 +204,7 @@ def grouped_difference(
         raise InvalidParameterError(
             f"A standard error needs at least two groups of tokens; found {units} of the {over}. Give more texts."
         )
-    means = torch.stack([own.mean(dtype=torch.float64) - other.mean(dtype=torch.float64) for own, other in pairs])
+    means = torch.stack([group.mean(dtype=torch.float64) - other.mean(dtype=torch.float64) for group, other in pairs])
     check_finite(means, f"among {units} {over} that are compared")
     error = means.std().item() / math.sqrt(units)
     return PairedDifference(means.mean().item(), error, sum(map(len, losses)), units, over, baselines)

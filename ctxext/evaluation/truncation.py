@@ -105,7 +105,7 @@ def join_best(losses: Mapping[int, Float[Tensor, "documents positions"]], edges:
         raise InvalidParameterError("There is no window to choose from.")
     parts, windows = [losses[max(losses)][:, : edges[0]]], []
     for start, stop in itertools.pairwise(edges):
-        windows.append(best_window({window: own[:, start:stop] for window, own in losses.items()}))
+        windows.append(best_window({window: of_window[:, start:stop] for window, of_window in losses.items()}))
         parts.append(losses[windows[-1]][:, start:stop])
     return BestTruncation(torch.cat(parts, dim=1), tuple(windows), tuple(sorted(losses)))
 

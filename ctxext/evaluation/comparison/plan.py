@@ -141,10 +141,10 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
     wanted = sorted({*(lengths or reaches), trained_length})
     require_reached(wanted[-1], reaches, trained_length)
     if wanted[0] < trained_length or len(wanted) < 2:
-        found = ", ".join(f"{length:,}" for length in wanted)
+        lengths_found = ", ".join(f"{length:,}" for length in wanted)
         raise InvalidParameterError(
             f"A comparison reads beyond the trained {trained_length:,} tokens (what happens inside is in every table); "
-            f"found lengths of {found}. Give a --length above it, or a --factor above 1."
+            f"found lengths of {lengths_found}. Give a --length above it, or a --factor above 1."
         )
     edges_for(trained_length, wanted[1])
     return tuple(wanted)

@@ -281,15 +281,15 @@ class FinishedLosses:
         """[documents, positions] from ``start`` to ``length``, and which window they are of; None for no truncation."""
         if reading.name != TRUNCATED:
             return reading.window, self.losses(reading, length)[:, start:]
-        found = self.truncations(length, start)
-        window = best_window(found)
-        return window, found[window]
+        losses = self.truncations(length, start)
+        window = best_window(losses)
+        return window, losses[window]
 
     def best_end(self, length: int) -> Tensor:
         """Return the best truncation's losses of the last stretch before ``length``, the baseline of every reading."""
         if length not in self._ends:
-            found = self.truncations(length, self.last_stretch(length))
-            self._ends[length] = found[best_window(found)]
+            losses = self.truncations(length, self.last_stretch(length))
+            self._ends[length] = losses[best_window(losses)]
         return self._ends[length]
 
     def last_stretch(self, length: int) -> int:
@@ -334,8 +334,8 @@ class FinishedLosses:
 
 def _row(finished: FinishedLosses, reading: Reading) -> Row:
     window = finished.plan.trained_length
-    own = finished.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
-    inside, plain = (finished.losses(which, window) for which in (own, finished.unpatched))
+    read_inside = finished.unpatched if reading.name == TRUNCATED else reading  # inside the window nothing is dropped
+    inside, plain = (finished.losses(which, window) for which in (read_inside, finished.unpatched))
     return Row(
         reading=reading,
         inside=bucketed(inside, [0, window])[0],
@@ -380,10 +380,12 @@ def _panels(finished: FinishedLosses) -> tuple[FactorSeries, ...]:
     factors: list[float | None] = [*sorted({reading.factor for reading in methods if not reading.any_factor})]
     panels = []
     for factor in factors or [max((reading.factor for reading in methods), default=None)]:
-        own = [r for r in methods if r.factor == factor or (r.any_factor and factor is not None and r.factor >= factor)]
-        length = max(plan.lengths_of(own[0])) if own else plan.lengths[-1]
+        of_factor = [
+            r for r in methods if r.factor == factor or (r.any_factor and factor is not None and r.factor >= factor)
+        ]
+        length = max(plan.lengths_of(of_factor[0])) if of_factor else plan.lengths[-1]
         references = [reading for reading in plan.readings if reading.is_reference]
-        shown = [*references, *(reading for reading in own if length in plan.lengths_of(reading))]
+        shown = [*references, *(reading for reading in of_factor if length in plan.lengths_of(reading))]
         unpatched = finished.losses(finished.unpatched, length)
         truncated = join_best(finished.truncations(length, 0), edges_for(plan.trained_length, length)[1:])
         series = [
@@ -445,10 +447,15 @@ def judge(
     """
     window = best_window(truncations)
     baseline = [*truncations[window]]
-    versus = {name: document_difference([*own], baseline, baselines=len(truncations)) for name, own in losses.items()}
+    versus = {
+        name: document_difference([*candidate], baseline, baselines=len(truncations))
+        for name, candidate in losses.items()
+    }
     best = min(versus, key=lambda name: versus[name].mean)
     needed = versus[best].errors_needed(len(losses))
-    others = {name: document_difference([*own], [*losses[best]]) for name, own in losses.items() if name != best}
+    others = {
+        name: document_difference([*candidate], [*losses[best]]) for name, candidate in losses.items() if name != best
+    }
     return Verdict(
         length=length,
         best=best,

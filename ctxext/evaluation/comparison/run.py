@@ -44,12 +44,12 @@ class Comparison(Survey[Cell]):
 
     def so_far(self, readings: Sequence[Reading]) -> ComparisonResult | None:
         """Put the cells of some finished readings together; return None before every reference is among them."""
-        own = [reading for reading in self.plan.readings if reading in readings or reading.name == TRUNCATED]
-        if not all(reading in own for reading in self.plan.readings if reading.is_reference):
+        shown = [reading for reading in self.plan.readings if reading in readings or reading.name == TRUNCATED]
+        if not all(reading in shown for reading in self.plan.readings if reading.is_reference):
             return None
-        readers = [reader for reader in self.readers if reader.reading in own]
+        readers = [reader for reader in self.readers if reader.reading in shown]
         cells = [cell for cell in self.plan.cells if cell.reader in readers]
-        return self._assembled(replace(self.plan, readings=tuple(own), cells=tuple(cells)))
+        return self._assembled(replace(self.plan, readings=tuple(shown), cells=tuple(cells)))
 
     def losses(self, reading: Reading) -> Float[Tensor, "documents positions"]:
         """Return a finished reading's losses at its greatest length; a truncation's, beyond the trained window."""
@@ -62,13 +62,13 @@ class Comparison(Survey[Cell]):
         provenance = provenance_of(self.checkpoint, self.corpus, seed=self.seed).to_dict()
         del provenance["extensions"], provenance["trained_length"]  # in the rows, and as it was measured
         finished = self.journal.finished()
-        made = {
+        circumstances = {
             "date": provenance.pop("date"),
             "command": provenance.pop("command"),
             "seconds": sum(finished[cell.key]["seconds"] for cell in plan.cells),
             "processes": self.group.processes,
         }
-        return assemble(plan, self.journal, provenance=provenance, made=made)
+        return assemble(plan, self.journal, provenance=provenance, made=circumstances)
 
 
 def prepare(

@@ -85,17 +85,17 @@ class RulerResult:
     @property
     def cells(self) -> tuple[RulerCell, ...]:
         """The score of each task at each length that was measured."""
-        found: dict[tuple[str, int], list[RulerTrial]] = {}
+        trials_of: dict[tuple[str, int], list[RulerTrial]] = {}
         for trial in self.trials:
-            found.setdefault((trial.task, trial.length), []).append(trial)
-        return tuple(_cell(trials) for trials in found.values())
+            trials_of.setdefault((trial.task, trial.length), []).append(trial)
+        return tuple(_cell(trials) for trials in trials_of.values())
 
     @property
     def averages(self) -> dict[int, float]:
         """Mean score over all tasks, each weighing the same, at every length at which all of them were measured."""
         cells, tasks = self.cells, len(self.tasks)
         scores = {length: [cell.score for cell in cells if cell.length == length] for length in self.lengths}
-        return {length: sum(found) / tasks for length, found in scores.items() if len(found) == tasks}
+        return {length: sum(of_tasks) / tasks for length, of_tasks in scores.items() if len(of_tasks) == tasks}
 
     @property
     def relative_effective_length(self) -> int | None:

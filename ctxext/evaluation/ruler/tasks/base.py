@@ -156,12 +156,12 @@ def words() -> Words:
 
 def distinct(count: int, draw: Callable[[], str], without: Collection[str] = ()) -> list[str]:
     """Return the first ``count`` different texts that ``draw`` makes, leaving out those of ``without``."""
-    found: dict[str, None] = {}
-    while len(found) < count:
+    drawn_texts: dict[str, None] = {}
+    while len(drawn_texts) < count:
         drawn = draw()
         if drawn not in without:
-            found[drawn] = None
-    return list(found)
+            drawn_texts[drawn] = None
+    return list(drawn_texts)
 
 
 def largest_fit(
@@ -195,9 +195,9 @@ def largest_fit(
             return low
         part = (room - at_low) / (at_high - at_low) if attempt < GUESSES else 0.5
         size = min(max(low + int(part * (high - low)), low + 1), high - 1)
-        found = tokens(size)
-        if found > room:
-            high, at_high = size, found
+        at_size = tokens(size)
+        if at_size > room:
+            high, at_high = size, at_size
         else:
-            low, at_low = size, found
+            low, at_low = size, at_size
     raise AssertionError  # the count has no end

@@ -72,10 +72,13 @@ class Needles(Task):
         generator.shuffle(needles)
         asked = generator.sample(keys, self.queries)
         context = self._context(size, needles, asked, generator)
-        one = self.queries * self.values == 1
-        fields = {"kind": self.kind_of_value.removesuffix("s") if one else self.kind_of_value, "query": _listed(asked)}
-        text = (ONE if one else MANY).format(context=context, **fields)
-        prompt = self.setting.dress(text) + (ONE_PREFIX if one else MANY_PREFIX).format(**fields)
+        single = self.queries * self.values == 1
+        fields = {
+            "kind": self.kind_of_value.removesuffix("s") if single else self.kind_of_value,
+            "query": _listed(asked),
+        }
+        text = (ONE if single else MANY).format(context=context, **fields)
+        prompt = self.setting.dress(text) + (ONE_PREFIX if single else MANY_PREFIX).format(**fields)
         return Question(prompt, tuple(value for key in asked for value in pairs[key]))
 
     def _context(self, size: int, needles: Sequence[str], asked: Sequence[str], generator: random.Random) -> str:

@@ -125,12 +125,12 @@ def _read_squad(data: Any) -> Read:
 
 def _read_hotpotqa(data: Any) -> Read:
     """Read HotpotQA: the answer takes two of the ten paragraphs that come with each question."""
-    own = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]
-    documents = sorted({text for texts in own for text in texts})
+    contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]
+    documents = sorted({text for texts in contexts for text in texts})
     place = {text: index for index, text in enumerate(documents)}
     asked = [
         Asked(item["question"], (item["answer"],), tuple(place[text] for text in texts))
-        for item, texts in zip(data, own, strict=True)
+        for item, texts in zip(data, contexts, strict=True)
     ]
     return asked, documents
 
