@@ -20,7 +20,7 @@ import bench
 import torch
 import typer
 
-from ctxext.evaluation.loss import STRIDE, loss_by_position, sliding, yarn
+from ctxext.evaluation.loss import STRIDE, Window, loss_by_position, truncation_windows, yarn_windows
 
 STEPS = 8
 Protocols = Literal["compute", "run", "skip"]
@@ -51,8 +51,13 @@ def measure(length: int, dtype: str, device: str, layers: int, rounds: int, prot
         return [*row, "", "", ""]
     lengths = [length * step // STEPS for step in range(1, STEPS + 1)]
     if protocols == "run":
-        stride = bench.seconds_of(lambda: sliding(model, [document], length=length, stride=STRIDE), device)
-        sweep = sum(bench.seconds_of(partial(yarn, model, [document], length=size), device) for size in lengths)
+        tokens = document.shape[1]
+
+        def read(windows: tuple[Window, ...]) -> float:
+            return bench.seconds_of(lambda: [window.losses(model, document) for window in windows], device)
+
+        stride = read(truncation_windows(tokens - 1, window=length, stride=STRIDE))
+        sweep = sum(read(yarn_windows(tokens, length=size)) for size in lengths)
         return [*row, f"{stride / referee:.0f}x", f"{sweep / referee:.0f}x", "measured"]
     # What follows a window of the longest length: the rest of a document of twice that, 256 tokens at a time.
     passes = {size: 1 + -(-(2 * length - size) // STRIDE) for size in lengths}

@@ -227,7 +227,7 @@ def _seconds(comparison: Comparison, reading: Reading) -> float:
 
 def _so_far(comparison: Comparison, reader: Reader, edges: tuple[int, ...]) -> list[float | None]:
     """The perplexity of a finished reading between the edges; None inside the window, which truncations share."""
-    losses = comparison.losses(reader.reading)
+    losses = comparison.losses_of(reader.reading)
     if reader.window is None:
         return [bucket.perplexity for bucket in bucketed(losses, edges)]
     shifted = tuple(edge - edges[1] for edge in edges[1:])

@@ -20,7 +20,7 @@ from ctxext.errors import ResultsError
 from ctxext.files import write_whole
 
 FORMAT = 1
-LOSSES = "losses"
+LOSSES = "losses"  # the folder of losses, where the journal's folder is its own
 
 
 class JournalLine(dict[str, Any]):
@@ -62,8 +62,9 @@ class Journal:
         self.folder = Path() if path is None else path.parent
         self._process = process
         self._identity = identity
+        self._losses = LOSSES if path is None or identity is not None else f"{path.stem}.{LOSSES}"
         self._is_whole = False
-        self._in_memory: dict[str, dict[str, Any]] = {}
+        self.in_memory: dict[str, dict[str, Any]] = {}
 
     def claim(self, identity: Mapping[str, Any]) -> None:
         """Make the journal this measurement's, or see that it already is.
@@ -106,7 +107,7 @@ class Journal:
             ResultsError: a file cannot be read, or a line of it is damaged.
         """
         if self.path is None:
-            return dict(self._in_memory)
+            return dict(self.in_memory)
         with explain_disk_error(self.path, lambda: 0, self.work):
             lines = [line for line in self._lines(self.path) if "key" in line]
             for line in lines:
@@ -126,13 +127,13 @@ class Journal:
             ResultsError: it cannot be written; everything before it is kept.
         """
         if self.path is None:
-            self._in_memory[line["key"]] = {**line, **({} if losses is None else {"losses": losses})}
+            self.in_memory[line["key"]] = {**line, **({} if losses is None else {"losses": losses})}
             return
         with explain_disk_error(self.path, lambda: len(self.finished()), self.work):
             if losses is not None:
-                line = {**line, "file": f"{LOSSES}/{line['key']}.safetensors"}
+                line = {**line, "file": f"{self._losses}/{line['key']}.safetensors"}
                 about = {"reading": line["reading"], "document": line["item"], "unit": "nats per token"}
-                (self.folder / LOSSES).mkdir(exist_ok=True)
+                (self.folder / self._losses).mkdir(exist_ok=True)
                 content = safetensors.torch.save({"losses": losses.contiguous()}, metadata=about)
                 write_whole(self.folder / line["file"], content)
             self.append(line)

@@ -17,7 +17,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ from ctxext.evaluation.forward import Progress, check_reach, pass_cost, ticking,
 from ctxext.evaluation.key_tokens import KeyTokens, ending
 from ctxext.evaluation.labels import label_of
 from ctxext.evaluation.loss import loss_by_position
-from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, Provenance, Report, provenance_of
+from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, ExtensionRecord, Provenance, Report, provenance_of
 from ctxext.evaluation.readings import check_reference, label_for, name_for
 from ctxext.evaluation.statistics import (
     PairedDifference,
@@ -183,7 +183,7 @@ def run(
     keys.check(checkpoint, corpus)
     lengths = _lengths(lengths, keys)
     work = _Work(corpus, keys, progress, turning_point(checkpoint.model))
-    provenance = provenance_of(checkpoint, corpus, trained_length=trained_length).with_extension(UNPATCHED, plain)
+    records = {UNPATCHED: ExtensionRecord.of(plain)}
     unpatched = work.read(plain, UNPATCHED, keys.window)
     windows = _windows(_trained(plain, trained_length, keys), lengths)
     truncations = {size: work.truncate(plain, size, lengths[-1]) for size in windows}
@@ -199,10 +199,11 @@ def run(
         given = {"trained_length": trained_length}
         with patching.patched(checkpoint.model, method, **given) if method is not None else contextlib.nullcontext():
             check_reach(checkpoint.model, lengths[-1], beyond=False)
-            provenance = provenance.with_extension(name, checkpoint.model)
+            records[name] = ExtensionRecord.of(checkpoint.model)
             found = [work.read(checkpoint.model, name, length) for length in lengths]
         readings.append(work.reading(name, label, found, truncations))
-    return LongPplResult(keys=keys, readings=tuple(readings), provenance=provenance)
+    provenance = provenance_of(checkpoint, corpus, trained_length=trained_length)
+    return LongPplResult(keys=keys, readings=tuple(readings), provenance=replace(provenance, extensions=records))
 
 
 def total_cost(

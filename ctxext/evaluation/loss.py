@@ -7,7 +7,7 @@ outside its window from position L on. All losses are natural logarithms (nats) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +143,72 @@ def truncated_loss(
     Source: Press et al., arXiv:2012.15832 (sliding window evaluation), with a window that is always full.
     """
     check_token_ids(input_ids, least=2)
-    positions = input_ids.shape[1] - 1
     stride = max(1, (window - prefix) // 4) if stride is None else stride
+    windows = truncation_windows(input_ids.shape[1] - 1, window=window, stride=stride, start=start, prefix=prefix)
+    return torch.cat([one.losses(model, input_ids, chunk=chunk, cached=cached) for one in windows], dim=1)
+
+
+# Tokens between the starts of windows in both published protocols.
+STRIDE = 256
+
+
+@dataclass(frozen=True)
+class Window:
+    """One pass over a stretch of a text, and which of its losses count.
+
+    The last token predicts nothing and is not run, so a dynamic method sees a text one token shorter than published
+    code does.
+
+    Args:
+        begin: first token of the stretch.
+        end: one past its last token.
+        scored: positions at its end whose losses count.
+        prefix: leading tokens of the text that stand in front of the stretch.
+    """
+
+    begin: int
+    end: int
+    scored: int
+    prefix: int = 0
+
+    @property
+    def positions(self) -> int:
+        """Positions that the pass runs over."""
+        return self.prefix + self.end - self.begin - 1
+
+    def losses(self, model: nn.Module, input_ids: Int[Tensor, "batch tokens"], **options: Any) -> Tensor:
+        """Return the losses that count, [batch, scored], in nats per token.
+
+        Args:
+            model: a causal language model in eval mode.
+            input_ids: the whole text.
+            **options: ``chunk`` and ``cached`` of ``loss_by_position``, whose errors are raised too.
+        """
+        tokens = torch.cat([input_ids[:, : self.prefix], input_ids[:, self.begin : self.end]], dim=1)
+        return loss_by_position(model, tokens, start=self.positions - self.scored, **options)
+
+
+def truncation_windows(
+    positions: int, *, window: int, stride: int, start: int = 0, prefix: int = 0
+) -> tuple[Window, ...]:
+    """Lay out a sliding window: every position is scored once, by a window that is always full.
+
+    Positions below ``window`` come from one pass. Those from there on are taken ``stride`` at a time, each group by the
+    window that ends with it.
+
+    Args:
+        positions: of the text, one fewer than its tokens.
+        window: positions that the model may see, at least 1.
+        stride: positions scored per pass, from 1 to ``window - prefix``.
+        start: first position to score. The passes before it are left out; every position sees what it sees without
+            ``start``.
+        prefix: leading tokens of the text that every window keeps in front, below ``window``.
+
+    Raises:
+        InvalidParameterError: an argument out of range.
+
+    Source: Press et al., arXiv:2012.15832, appendix B.
+    """
     for name, value, low, high in (
         ("window", window, 1, None),
         ("prefix", prefix, 0, window - 1),
@@ -154,252 +218,113 @@ def truncated_loss(
         if value < low or (high is not None and value > high):
             allowed = f"at least {low}" if high is None else f"from {low} to {high}"
             raise InvalidParameterError(f"{name} must be {allowed} tokens, found {value}.")
-    options = {"chunk": chunk, "cached": cached}
-    pieces = []
+    windows = []
     if start < window:
-        pieces.append(loss_by_position(model, input_ids[:, : window + 1], start=start, **options))
+        first = min(window, positions)
+        windows.append(Window(0, first + 1, first - start))
     # Groups lie on the grid of the window, wherever the first position of interest is.
-    begin = window + max(0, start - window) // stride * stride
-    for first in range(begin, positions, stride):
-        stop = min(first + stride, positions)
-        kept = [input_ids[:, :prefix], input_ids[:, stop - window + prefix : stop + 1]]
-        scored = stop - max(first, start)
-        pieces.append(loss_by_position(model, torch.cat(kept, dim=1), start=window - scored, **options))
-    return torch.cat(pieces, dim=1)
-
-
-# Tokens between the starts of windows in both published protocols.
-STRIDE = 256
-# Does a piece of work on every item and returns what was found, in order; perhaps on several processes.
-Spread = Callable[[Sequence[Any], Callable[[Any], Any]], list[Any]]
-
-
-def alone(items: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
-    """All items on this process."""
-    return [work(item) for item in items]
-
-
-@dataclass(frozen=True, eq=False)
-class Window:
-    """What one pass reads and which of its losses count.
-
-    The last token predicts nothing and is not run, so a dynamic method sees a text one token shorter than published
-    code does.
-
-    Args:
-        input_ids: [1, tokens].
-        start: first position whose loss counts.
-    """
-
-    input_ids: Int[Tensor, "1 tokens"]
-    start: int
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """What a protocol measured.
-
-    Args:
-        losses: of every token scored, [tokens], one tensor per document (LongLoRA: per window).
-        shares: for each document, how many of its tokens make up each mean that is averaged; None where every token
-            weighs the same.
-        passes: forward passes.
-        tokens: that went through the model, in all passes.
-    """
-
-    losses: tuple[Tensor, ...]
-    shares: tuple[tuple[int, ...], ...] | None
-    passes: int
-    tokens: int
-
-    def average(self, losses: Sequence[Tensor]) -> float:
-        """The protocol's average of losses of the same tokens, by this model or another; nats per token."""
-        if self.shares is None:
-            return torch.cat(list(losses)).double().mean().item()
-        means = [
-            part.mean()
-            for one, share in zip(losses, self.shares, strict=True)
-            for part in torch.split(one.double(), list(share))
-        ]
-        return torch.stack(means).mean().item()
-
-    @property
-    def loss(self) -> float:
-        """The protocol's own average, nats per token."""
-        return self.average(self.losses)
-
-
-@torch.no_grad()
-def sliding(
-    model: nn.Module,
-    documents: Sequence[Tensor],
-    *,
-    length: int,
-    stride: int,
-    prefix: int = 0,
-    spread: Spread = alone,
-    **options: Any,
-) -> Scored:
-    """True sliding window: every token is scored once, by a window that is always full, and weighs the same.
-
-    Args:
-        model: a causal language model in eval mode.
-        documents: token ids, [1, tokens] each, prefix included.
-        length: tokens in a window.
-        stride: tokens scored by each window after the first, from 1 to ``length - prefix``; each of them sees at least
-            ``length - stride + 1`` tokens.
-        prefix: leading tokens that every window keeps in front.
-        spread: over documents.
-        **options: ``chunk`` and ``cached`` of ``loss_by_position``.
-
-    Raises:
-        InvalidParameterError: no documents, or as ``truncated_loss``.
-
-    Source: Press et al., arXiv:2012.15832, appendix B.
-    """
-    _check(documents, length, stride)
-    found = spread(
-        documents,
-        lambda ids: truncated_loss(model, ids, window=length, stride=stride, prefix=prefix, **options)[0],
-    )
-    later = [-(-max(0, len(losses) - length) // stride) for losses in found]
-    tokens = sum(min(len(losses), length) + more * length for losses, more in zip(found, later, strict=True))
-    return Scored(tuple(found), None, len(found) + sum(later), tokens)
-
-
-@torch.no_grad()
-def yarn(
-    model: nn.Module,
-    documents: Sequence[Tensor],
-    *,
-    length: int,
-    stride: int = STRIDE,
-    front: Sequence[int] = (),
-    truncate: bool = False,
-    spread: Spread = alone,
-    **options: Any,
-) -> Scored:
-    """The number that ``eval/perplexity.py`` of YaRN prints for one ``--max-tokens``.
-
-    Windows of ``length`` tokens, BOS included, start every ``stride`` tokens; each scores the tokens of the text that
-    no earlier one scored. The mean loss of *each window* counts the same, whether it scored ``length`` tokens (the
-    first), the stride, or a ragged rest: shorter documents and first windows weigh more or less than their tokens. With
-    ``truncate``, which made the published figures, every document is cut to its first window: then the number is the
-    cumulative mean over the first ``length`` tokens, averaged over documents.
-
-    Args:
-        model: a causal language model in eval mode.
-        documents: token ids of the texts, [1, tokens] each, without BOS.
-        length: tokens in a window, BOS included; at least 2.
-        stride: tokens between the starts of windows (the paper's "sliding window of 256"), at most what a window
-            holds of the text.
-        front: token ids put in front of every window and not scored: BOS, or all that the tokenizer puts in front.
-            Without any, the first token of each text has no loss.
-        truncate: as the option of that name.
-        spread: over documents.
-        **options: ``chunk`` and ``cached`` of ``loss_by_position``.
-
-    Raises:
-        InvalidParameterError: no documents, or a length or stride out of range.
-
-    Source: Peng et al., arXiv:2309.00071, section 4.3.1; jquesnelle/yarn@995db5b, eval/perplexity.py.
-    """
-    _check(documents, length, stride)
-
-    def read(ids: Tensor) -> list[tuple[Tensor, int]]:
-        windows = yarn_windows(ids, length=length, stride=stride, front=front, truncate=truncate)
-        return [(_score(model, window, options), window.input_ids.shape[1] - 1) for window in windows]
-
-    found = spread(documents, read)
-    losses = tuple(torch.cat([part for part, _ in parts]) for parts in found)
-    shares = tuple(tuple(len(part) for part, _ in parts) for parts in found)
-    return Scored(losses, shares, sum(map(len, shares)), sum(tokens for parts in found for _, tokens in parts))
+    for begin in range(window + max(0, start - window) // stride * stride, positions, stride):
+        stop = min(begin + stride, positions)
+        windows.append(Window(stop - window + prefix, stop + 1, stop - max(begin, start), prefix))
+    return tuple(windows)
 
 
 def yarn_windows(
-    input_ids: Int[Tensor, "1 tokens"], *, length: int, stride: int, front: Sequence[int] = (), truncate: bool = False
-) -> Iterator[Window]:
-    """The windows of one text, as ``yarn`` reads them."""
-    room = length - len(front)
+    tokens: int, *, length: int, stride: int = STRIDE, prefix: int = 0, truncate: bool = False
+) -> tuple[Window, ...]:
+    """Lay out one text as ``eval/perplexity.py`` of YaRN does for one ``--max-tokens``.
+
+    Windows of ``length`` tokens, BOS included, start every ``stride`` tokens; each scores the tokens of the text that
+    no earlier one scored. The published number is the mean of the windows' means (``mean_of_windows``): *each window*
+    counts the same, whether it scored ``length`` tokens (the first), the stride, or a ragged rest. With ``truncate``,
+    which made the published figures, every text is cut to its first window: then the number is the cumulative mean
+    over the first ``length`` tokens, averaged over texts.
+
+    Args:
+        tokens: of the text, ``prefix`` included.
+        length: tokens in a window, at least 2.
+        stride: tokens between the starts of windows (the paper's "sliding window of 256"), at most what a window
+            holds of the text.
+        prefix: leading tokens that stand in front of every window and are not scored: BOS, or all that the tokenizer
+            puts in front. Without any, the first token of each text has no loss.
+        truncate: as the option of that name.
+
+    Raises:
+        InvalidParameterError: a length or stride out of range.
+
+    Source: Peng et al., arXiv:2309.00071, section 4.3.1; jquesnelle/yarn@995db5b, eval/perplexity.py.
+    """
+    _check_window(length, stride)
+    room = length - prefix
+    tokens -= prefix
     if truncate:
-        input_ids, stride = input_ids[:, :room], room
-    most = room if truncate or len(front) else room - 1
+        tokens, stride = min(tokens, room), room
+    most = room if truncate or prefix else room - 1
     if not 1 <= stride <= most:
         raise InvalidParameterError(
             f"stride must be from 1 to {most} for windows of {length} tokens, found {stride}: a longer one leaves "
             f"tokens without a loss."
         )
-    prefix = input_ids.new_tensor([list(front)])
-    scored, tokens = 0, input_ids.shape[1]
+    windows: list[Window] = []
+    scored = 0
     for begin in range(0, tokens, stride):
         end = min(begin + room, tokens)
-        window = torch.cat([prefix, input_ids[:, begin:end]], dim=1)
         # The token at index i is predicted at position i - 1; the very first one of a window has no prediction.
-        first = max(0, window.shape[1] - (end - scored) - 1)
-        if window.shape[1] > 1:
-            yield Window(window, first)
+        positions = prefix + end - begin - 1
+        if positions:
+            windows.append(Window(prefix + begin, prefix + end, min(positions, end - scored), prefix))
         scored = end
         if end == tokens:
             break
+    return tuple(windows)
 
 
-@torch.no_grad()
-def longlora(
-    model: nn.Module,
-    documents: Sequence[Tensor],
-    *,
-    length: int,
-    stride: int = STRIDE,
-    spread: Spread = alone,
-    **options: Any,
-) -> Scored:
-    """The number that LongLoRA's ``eval.py`` prints for one ``--seq_len`` with ``--batch_size 1``.
+def longlora_starts(tokens: int, *, length: int, stride: int = STRIDE) -> range:
+    """Return where the windows begin that LongLoRA's ``eval.py`` reads for one ``--seq_len`` with ``--batch_size 1``.
 
     All texts are *one* stream of tokens without BOS, and windows of ``length`` tokens start every ``stride`` tokens,
     across the seams between texts; the last window is dropped. Every window scores *all* of its tokens, so each token
     is scored by up to ``length / stride`` windows, with everything from no context to nearly the full window: the
-    number is the mean over all context lengths from 1 to ``length - 1``, not the loss at ``length``, and cannot be
-    compared with YaRN's or with a sliding window. (The script prints ``2.71828 ** loss``, ours differs from it in the
-    sixth digit. With a larger batch it averages means of batches, the last of which may be smaller.)
+    published number is the mean over all context lengths from 1 to ``length - 1``, not the loss at ``length``, and
+    cannot be compared with YaRN's or with a sliding window. (The script prints ``2.71828 ** loss``, ours differs from
+    it in the sixth digit. With a larger batch it averages means of batches, the last of which may be smaller.)
 
     Args:
-        model: a causal language model in eval mode.
-        documents: token ids of the texts, [1, tokens] each, without BOS.
+        tokens: of the stream.
         length: tokens in a window, at least 2.
         stride: tokens between the starts of windows.
-        spread: over windows.
-        **options: ``chunk`` and ``cached`` of ``loss_by_position``.
 
     Raises:
-        InvalidParameterError: no documents, a stride below 1, or fewer tokens than two windows need.
+        InvalidParameterError: a length or stride out of range, or fewer tokens than two windows need.
 
     Source: Chen et al., arXiv:2309.12307; dvlab-research/LongLoRA@d4eb344, eval.py.
     """
-    _check(documents, length, stride)
-    windows = list(longlora_windows(documents, length=length, stride=stride))
-    found = tuple(spread(windows, lambda window: _score(model, window, options)))
-    return Scored(found, tuple((length - 1,) for _ in found), len(windows), len(windows) * (length - 1))
-
-
-def longlora_windows(documents: Sequence[Tensor], *, length: int, stride: int) -> Iterator[Window]:
-    """The windows of all texts, as ``longlora`` reads them."""
-    stream = torch.cat(list(documents), dim=1)
-    starts = range(0, stream.shape[1] - length, stride)[:-1]
+    _check_window(length, stride)
+    starts = range(0, tokens - length, stride)[:-1]
     if not starts:
         raise InvalidParameterError(
             f"LongLoRA's protocol drops the last window, so it needs more than {length + stride:,} tokens in all for "
-            f"windows of {length:,}; found {stream.shape[1]:,}."
+            f"windows of {length:,}; found {tokens:,}."
         )
-    yield from (Window(stream[:, begin : begin + length], 0) for begin in starts)
+    return starts
 
 
-def _score(model: nn.Module, window: Window, options: dict[str, Any]) -> Tensor:
-    return loss_by_position(model, window.input_ids, start=window.start, **options)[0]
+def mean_of_windows(losses: Sequence[Tensor], scored: Sequence[Sequence[int]]) -> float:
+    """Return the mean of the means of windows, each counting the same, as both published protocols average.
+
+    Args:
+        losses: nats per token, [tokens], one tensor per text.
+        scored: for each text, how many of its losses each window gave.
+    """
+    means = [
+        part.mean()
+        for text, sizes in zip(losses, scored, strict=True)
+        for part in torch.split(text.double(), list(sizes))
+    ]
+    return torch.stack(means).mean().item()
 
 
-def _check(documents: Sequence[Tensor], length: int, stride: int) -> None:
-    if not documents:
-        raise InvalidParameterError("There is no document to measure.")
+def _check_window(length: int, stride: int) -> None:
     if length < 2 or stride < 1:
         raise InvalidParameterError(
             f"A window needs at least 2 tokens and a stride of at least 1, found length={length}, stride={stride}."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,39 +17,21 @@ from ctxext import patching
 from ctxext.architectures import architecture_of
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import (
-    Progress,
-    cached_tokens_for,
-    fitted_length_of,
-    follows_length,
-    pass_cost,
-    ticking,
-    turning_point,
-)
-from ctxext.evaluation.loss import (
-    STRIDE,
-    Scored,
-    Spread,
-    alone,
-    longlora,
-    longlora_windows,
-    loss_by_position,
-    sliding,
-    yarn,
-)
-from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
-from ctxext.evaluation.provenance import provenance_of
-from ctxext.evaluation.readings import check_reference, known_trained_length
-from ctxext.evaluation.statistics import PairedDifference, check_finite, document_difference
+from ctxext.evaluation.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.labels import label_of
+from ctxext.evaluation.loss import STRIDE, Window, longlora_starts, mean_of_windows, truncation_windows, yarn_windows
+from ctxext.evaluation.provenance import TRUNCATED_TO_ONE_WINDOW, ExtensionRecord, Provenance, Report, provenance_of
+from ctxext.evaluation.readings import Reader, Reading, Readings, check_reference, known_trained_length
+from ctxext.evaluation.statistics import PairedDifference, difference_columns, document_difference
+from ctxext.evaluation.survey import LossJob, ProcessGroup, Survey
 from ctxext.evaluation.truncation import (
     AS_SAVED,
     TRUNCATED,
     UNPATCHED,
     best_window,
-    stride_of,
-    tail_losses,
-    tail_passes,
-    tails_cost,
+    is_reference,
+    tail_windows,
     window_name,
     window_of,
     windows_of,
@@ -57,7 +39,7 @@ from ctxext.evaluation.truncation import (
 from ctxext.patching import patched_state
 from ctxext.saved import already_extended
 from ctxext.surgery.wrappers import base_model
-from ctxext.texts.corpus import Corpus
+from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 MODES = ("position", "sliding", "yarn", "longlora")
 PARTS = 4
@@ -75,6 +57,7 @@ class PerplexityPlan:
         truncate: YaRN's option of that name.
         method: to extend by; None measures the checkpoint as it is.
         arguments: of ``ctxext.patch`` beside the method.
+        extension: what the method did to the model when it was tried.
         dynamic: whether the extension's positions follow the length.
         fitted_lengths: for each length, the length that its positions are made for.
         cached: tokens per cached call; None for uncached passes.
@@ -88,6 +71,7 @@ class PerplexityPlan:
     truncate: bool = False
     method: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    extension: ExtensionRecord = field(default_factory=ExtensionRecord)
     dynamic: bool = False
     fitted_lengths: Mapping[int, int] = field(default_factory=dict)
     cached: int | None = None
@@ -97,6 +81,28 @@ class PerplexityPlan:
     def length(self) -> int:
         """The greatest length."""
         return self.lengths[-1]
+
+    def passes(self, *, dynamic: bool) -> dict[int, list[int]]:
+        """Return the lengths that a pass at each length serves, because their positions are the same."""
+        if self.mode != "position":
+            return {length: [length] for length in self.lengths}
+        if not dynamic:
+            return {self.length: list(self.lengths)}
+        groups: dict[int, list[int]] = {}
+        for length in self.lengths:
+            groups.setdefault(self.fitted_lengths[length], []).append(length)
+        return {max(group): group for group in groups.values()}
+
+    def windows(self, text: TokenisedDocument, length: int) -> tuple[Window, ...]:
+        """Return the passes over a text at one length."""
+        if self.mode == "position":
+            return (Window(0, length + 1, length),)
+        if self.mode == "longlora":
+            return (Window(0, length, length - 1),)
+        stride = self.stride or STRIDE
+        if self.mode == "sliding":
+            return truncation_windows(text.tokens - 1, window=length, stride=stride, prefix=text.prefix)
+        return yarn_windows(text.tokens, length=length, stride=stride, prefix=text.prefix, truncate=self.truncate)
 
 
 def make_plan(
@@ -141,7 +147,11 @@ def make_plan(
     trained = known_trained_length(model, given.get("trained_length"))
     if method is not None and not given.keys() & {"factor", "target_length"} and max(lengths, default=0) > trained:
         given["target_length"] = max(lengths)
-    reach, dynamic, fitted = _extension(model, method, given, trained)
+    with patching.patched(model, method, **given) if method is not None else contextlib.nullcontext():
+        base = base_model(model)
+        extension, dynamic, fitted = ExtensionRecord.of(model), follows_length(base), fitted_length_of(base, trained)
+        extended = dynamic or patched_state(base) is not None or already_extended(base.config) is not None
+        reach = patching.describe(model).target_length if extended else None
     chosen = _lengths(mode, lengths, trained, reach, stride)
     _require_reach(model, chosen[-1], reach, dynamic, trained, method)
     return PerplexityPlan(
@@ -152,30 +162,12 @@ def make_plan(
         truncate=truncate,
         method=method,
         arguments=given if method is not None else {},
+        extension=extension,
         dynamic=dynamic,
         fitted_lengths={length: fitted(length) for length in chosen},
         cached=cached_tokens_for(model, chosen[-1], memory),
         unpatched=unpatched,
     )
-
-
-def groups_by_positions(plan: PerplexityPlan) -> dict[int, list[int]]:
-    """The lengths of a plan that one pass serves because their positions are the same, by the longest of them."""
-    found: dict[int, list[int]] = {}
-    for length in plan.lengths:
-        found.setdefault(plan.fitted_lengths[length], []).append(length)
-    return {max(group): group for group in found.values()}
-
-
-def _extension(
-    model: nn.Module, method: str | None, given: Mapping[str, Any], trained: int
-) -> tuple[int | None, bool, Callable[[int], int]]:
-    """How far the model reaches once extended, whether it is dynamic, and what lengths share their positions."""
-    with patching.patched(model, method, **given) if method is not None else contextlib.nullcontext():
-        base = base_model(model)
-        found, dynamic = patching.describe(model), follows_length(base)
-        extended = dynamic or patched_state(base) is not None or already_extended(base.config) is not None
-        return (found.target_length if extended else None), dynamic, fitted_length_of(base, trained)
 
 
 def _lengths(mode: str, lengths: Sequence[int], trained: int, reach: int | None, stride: int | None) -> tuple[int, ...]:
@@ -207,7 +199,165 @@ def _require_reach(
         architecture_of(base_model(model))
 
 
-def run(
+@dataclass(frozen=True, eq=False)
+class LossesAt:
+    """The jobs whose losses make up one reading.
+
+    Args:
+        name: of the reading.
+        at: by increasing length, for each text the jobs whose losses follow each other.
+        counted: the jobs whose passes the reading is charged for.
+        skip: losses at the start of each text that are left out.
+    """
+
+    name: str
+    at: Mapping[int, Sequence[Sequence[LossJob]]]
+    counted: Sequence[LossJob] = ()
+    skip: int = 0
+
+
+@dataclass(eq=False, kw_only=True)
+class Perplexity(Survey[LossJob]):
+    """A planned measurement; ``begin`` it, ``measure`` what is pending, then ask for its ``result``.
+
+    Args:
+        plan: what is measured.
+        readings: the references, then the measured model.
+        windows: the truncations among them, by window; empty where nothing lies beyond the trained window.
+        inside: positions inside the trained window that are compared with the unpatched model's.
+        own_inside: for each text, the jobs of the measured model inside the window; empty without a comparison.
+        plain_inside: the same of the unpatched model.
+        known_inside: instead of these, the unpatched model's losses, known from before.
+        provenance: of the measurement.
+        notes: what a reader must know.
+    """
+
+    plan: PerplexityPlan
+    readings: tuple[LossesAt, ...]
+    windows: Mapping[int, LossesAt]
+    inside: int
+    own_inside: Sequence[Sequence[LossJob]]
+    plain_inside: Sequence[Sequence[LossJob]]
+    known_inside: Sequence[Tensor] | None
+    provenance: Provenance
+    notes: tuple[str, ...]
+
+    def result(self) -> PerplexityResult:
+        """Average the losses of the finished jobs as the protocol does.
+
+        Raises:
+            ResultsError: losses cannot be read.
+        """
+        scoring = _Scoring(self, self.losses())
+        lines = self.journal.finished()
+        return PerplexityResult(
+            mode=self.plan.mode,
+            trained_length=self.plan.trained_length,
+            lengths=self.plan.lengths,
+            stride=self.plan.stride,
+            readings=tuple(
+                PerplexityReading(
+                    name=reading.name,
+                    scores=scoring.scores(reading),
+                    in_window=scoring.in_window() if reading is self.readings[-1] else None,
+                    dynamic=self.plan.dynamic and reading is self.readings[-1],
+                    passes=sum(len(job.windows) for job in reading.counted),
+                    tokens=sum(window.positions for job in reading.counted for window in job.windows),
+                    seconds=sum(lines[job.key]["seconds"] for job in reading.counted),
+                )
+                for reading in self.readings
+            ),
+            notes=self.notes,
+            provenance=self.provenance,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Scoring:
+    """Averages losses as the protocol does, and holds them against the best truncation.
+
+    Args:
+        survey: whose jobs are finished.
+        losses: by the jobs' keys.
+    """
+
+    survey: Perplexity
+    losses: Mapping[str, Tensor]
+
+    def scores(self, reading: LossesAt) -> tuple[PerplexityScore, ...]:
+        """Return all scores of a reading: in position mode those between consecutive lengths, then the lengths'."""
+        spans = [(LENGTH, 0, length) for length in reading.at]
+        if self.survey.plan.mode == "position":
+            spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.survey.plan.lengths))] + spans
+        return tuple(self._score(reading, *span) for span in spans)
+
+    def in_window(self) -> PairedDifference | None:
+        """Return the loss inside the trained window minus the unpatched model's; None without a comparison."""
+        survey = self.survey
+        if not survey.own_inside:
+            return None
+        plain = survey.known_inside
+        plain = self._joined(survey.plain_inside, 0, survey.inside) if plain is None else plain
+        return document_difference(self._joined(survey.own_inside, 0, survey.inside), plain)
+
+    def _joined(self, texts: Sequence[Sequence[LossJob]], start: int = 0, stop: int | None = None) -> list[Tensor]:
+        return [torch.cat([self.losses[job.key] for job in jobs])[start:stop] for jobs in texts]
+
+    def _counted(self, reading: LossesAt, start: int, stop: int) -> list[Tensor]:
+        """Return the losses of the tokens that the protocol scores of the measured model, by text."""
+        measured = self._joined(self.survey.readings[-1].at[stop])
+        end = stop if self.survey.plan.mode == "position" else None
+        texts = self._joined(reading.at[stop], reading.skip)
+        return [own[start : len(whole[:end])] for own, whole in zip(texts, measured, strict=True)]
+
+    def _score(self, reading: LossesAt, kind: str, start: int, stop: int) -> PerplexityScore:
+        # Between two lengths, a dynamic method's losses come from the pass at the greater one.
+        texts, versus, window = self._counted(reading, start, stop), None, None
+        windows, trained = self.survey.windows, self.survey.plan.trained_length
+        if windows and (start >= trained or (kind == LENGTH and stop > trained)):
+            truncated = {size: self._counted(one, start, stop) for size, one in windows.items()}
+            compared = {size: self._compared(one) for size, one in truncated.items()}
+            window = best_window(compared)
+            if reading.name == TRUNCATED:
+                texts = truncated[window]
+            else:
+                versus = document_difference(self._compared(texts), compared[window], baselines=len(windows))
+                window = window_of(reading.name)
+        return PerplexityScore(
+            kind=kind,
+            start=start,
+            stop=stop,
+            tokens=sum(map(len, texts)),
+            loss=self._average(texts, stop),
+            versus_truncation=versus,
+            window=window,
+        )
+
+    def _average(self, texts: list[Tensor], length: int) -> float:
+        """Average as the protocol does: published ones count windows, the others tokens."""
+        if self.survey.plan.mode in ("position", "sliding"):
+            return torch.cat(texts).double().mean().item()
+        measured = self.survey.readings[-1].at[length]
+        return mean_of_windows(texts, [[window.scored for job in jobs for window in job.windows] for jobs in measured])
+
+    def _compared(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return what is compared: losses by document, or of LongLoRA's stream, where windows score a token together.
+
+        Neighbouring windows hold the same tokens, so that they would be no independent groups.
+        """
+        plan = self.survey.plan
+        if plan.mode != "longlora":
+            return losses
+        stride = plan.stride or len(losses[0])
+        places = torch.cat([torch.arange(len(part)) + number * stride for number, part in enumerate(losses)])
+        total, count = (
+            torch.zeros(int(places.max()) + 1, dtype=torch.float64).index_add_(0, places, part)
+            for part in (torch.cat(losses).double(), torch.ones(len(places), dtype=torch.float64))
+        )
+        return [(total / count)[count > 0]]
+
+
+def prepare(
     checkpoint: Checkpoint,
     corpus: Corpus,
     plan: PerplexityPlan,
@@ -215,10 +365,10 @@ def run(
     reference: Checkpoint | None = None,
     inside: Sequence[Tensor] | None = None,
     name: str | None = None,
-    spread: Spread = alone,
-    progress: Progress = lambda *_: None,
-) -> PerplexityResult:
-    """Measure the references, then the extended model; it is patched in place and at the end what it was.
+    journal: Journal | None = None,
+    group: ProcessGroup | None = None,
+) -> Perplexity:
+    """Lay out the references' jobs, then those of the extended model, before anything is measured.
 
     The references are read by the checkpoint unpatched. A checkpoint that comes extended may have been trained since,
     so that taking its extension off gives a model that nobody uses: then they are read by ``reference``, or, without
@@ -229,162 +379,193 @@ def run(
         corpus: of the texts; each longer than the greatest length (longlora: all together).
         plan: from ``make_plan``.
         reference: the checkpoint as it was before it was extended and trained, with the same tokenizer.
-        inside: instead of ``reference``, where the original is there no more: what ``window_losses`` found then. The
-            truncations are read by the extended model itself.
+        inside: instead of ``reference``, where the original is there no more: the losses that ``inside_survey`` found
+            then. The truncations are read by the extended model itself.
         name: of what is measured; default the method's.
-        spread: over documents or windows, perhaps on several processes.
-        progress: called with what is being done and the cost done since the last call (``total_cost`` in all).
+        journal: where losses are kept; default in memory.
+        group: the processes that share the work; None for this one alone.
 
     Raises:
-        CtxextError: as ``ctxext.patch`` and the evaluations do.
+        InvalidParameterError: a reference that makes no sense, or a text that is too short.
     """
-    model = checkpoint.model
-    saved = plan.method is None and already_extended(base_model(model).config) is not None
+    saved = plan.method is None and already_extended(base_model(checkpoint.model).config) is not None
     measured = name or plan.method or (AS_SAVED if saved else UNPATCHED)
-    remembered = inside is not None
-    plain = None if remembered or saved else model
-    if reference is not None and not remembered:
+    plain = None if inside is not None or saved else checkpoint
+    if reference is not None and inside is None:
         check_reference(checkpoint, reference)
-        plain = reference.model
-    work = Passes(plan, corpus, spread, progress, turning_point(model))
-    provenance = provenance_of(checkpoint, corpus, trained_length=plan.trained_length)
-    readings: list[Losses] = []
+        plain = reference
+    records = {measured: plan.extension if plan.method else ExtensionRecord.of(checkpoint.model)}
     if plain is not None and measured != UNPATCHED:
-        provenance = provenance.with_extension(UNPATCHED, plain)
-        if work.has_control:
-            readings.append(work.read(plain, UNPATCHED, dynamic=False))
-    truncations = work.read_truncated(model if plain is None else plain)
-    readings += truncations.values()
-    with patching.patched(model, plan.method, **plan.arguments) if plan.method else contextlib.nullcontext():
-        provenance = provenance.with_extension(measured, model)
-        found = work.read(model, measured, dynamic=plan.dynamic)
-        comparable = measured != UNPATCHED and (inside is not None or plain is not None)
-        own = _inside(work, model, found) if comparable else None
-    if plain is not None and own is not None:
-        inside = _inside(work, plain, readings[0] if readings else None)
-    change = document_difference(own, inside) if own is not None and inside is not None else None
-    if truncations:
-        readings.append(Losses(TRUNCATED, truncations[max(truncations)].at))  # each score takes the best there
-    readings.append(found)
-    scoring = _Scoring(plan, found, truncations, change)
-    return PerplexityResult(
-        mode=plan.mode,
-        trained_length=plan.trained_length,
-        lengths=plan.lengths,
-        stride=plan.stride,
-        readings=tuple(map(scoring.reading, readings)),
-        notes=_notes(checkpoint, corpus, plan, plain, reference, remembered),
-        provenance=provenance,
+        records = {UNPATCHED: ExtensionRecord.of(plain.model)} | records
+    own = _Layout.of(checkpoint, corpus, plan)
+    originals = own if plain is None or plain is checkpoint else _Layout.of(plain, corpus, plan)
+    apply = partial(patching.patched, checkpoint.model, plan.method, **plan.arguments) if plan.method else None
+    extended = own.reader(measured, records[measured], apply)
+    unpatched = originals.reader(window_name(plan.trained_length) if plain is None else UNPATCHED)
+
+    windows = originals.truncations(unpatched)
+    readings = [*windows.values(), own.whole(extended, dynamic=plan.dynamic)]
+    control = None
+    if UNPATCHED in records and plan.mode == "position" and plan.unpatched and plan.length > plan.trained_length:
+        control = originals.whole(unpatched, dynamic=False) if measured != UNPATCHED else None
+    if windows:  # each score takes the best window there
+        readings.insert(-1, LossesAt(TRUNCATED, windows[plan.trained_length].at, skip=own.skip))
+    compared = measured != UNPATCHED and (inside is not None or plain is not None)
+    own_inside = own.inside(extended, readings[-1]) if compared else []
+    plain_inside = originals.inside(unpatched, control) if compared and inside is None else []
+    readings = ([control] if control else []) + readings
+    jobs = [job for reading in readings for texts in reading.at.values() for text in texts for job in text]
+    jobs += [job for text in (*plain_inside, *own_inside) for job in text]
+    order = {job.reader: number for number, job in reversed(list(enumerate(jobs)))}  # a model is patched once
+    unique = {job.key: job for job in sorted(jobs, key=lambda job: order[job.reader])}
+    return Perplexity(
+        "ctxext eval perplexity",
+        checkpoint,
+        list(unique.values()),
+        corpus=corpus,
+        journal=journal or Journal(None),
+        group=group or ProcessGroup(),
+        plan=plan,
+        readings=tuple(readings),
+        windows=windows,
+        inside=own.window,
+        own_inside=own_inside,
+        plain_inside=plain_inside,
+        known_inside=inside,
+        provenance=replace(provenance_of(checkpoint, corpus, trained_length=plan.trained_length), extensions=records),
+        notes=_notes(checkpoint, corpus, plan, plain, reference, inside is not None),
     )
 
 
-def window_losses(
-    checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan, *, progress: Progress = lambda *_: None
-) -> tuple[Tensor, ...]:
-    """The losses inside the trained window, nats per token, [tokens] for each text.
+def inside_survey(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> Survey[LossJob]:
+    """Return the jobs, one per text, that read inside the trained window; for ``prepare(inside=...)``.
 
     Args:
         checkpoint: as it is before it is extended and trained.
         corpus: that it will be measured on.
         plan: that it will be measured by.
-        progress: as for ``run``.
     """
-    work = Passes(plan, corpus, alone, progress, turning_point(checkpoint.model))
-    return work.pass_over(checkpoint.model, UNPATCHED, work.window)
-
-
-def total_cost(checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> float:
-    """About what ``run`` reports to ``progress`` in all."""
-    return Passes(plan, corpus, alone, lambda *_: None, turning_point(checkpoint.model)).cost()
-
-
-def _inside(work: Passes, model: nn.Module, known: Losses | None) -> Sequence[Tensor]:
-    """The losses inside the trained window: out of what was read, or from a pass over just that."""
-    name = UNPATCHED if known is None else known.name
-    windows_in_order = work.plan.mode != "longlora" and not work.unscored
-    in_order = work.plan.mode == "position" or (window_of(name) is not None and windows_in_order)
-    if known is None or not in_order:
-        return work.pass_over(model, name, work.window)
-    nearest = next(scored for length, scored in known.at.items() if length >= work.window)
-    return [part[: work.window] for part in nearest.losses]
+    layout = _Layout.of(checkpoint, corpus, plan)
+    texts = layout.inside(layout.reader(UNPATCHED))
+    return Survey("ctxext eval perplexity", checkpoint, [job for jobs in texts for job in jobs], corpus=corpus)
 
 
 @dataclass(frozen=True, eq=False)
-class _Scoring:
-    """Turns losses into scores: averaged as the protocol does, and held against the best truncation."""
+class _Layout:
+    """Lays out what one checkpoint reads.
 
+    Args:
+        readings: of the checkpoint.
+        corpus: of the texts.
+        plan: of the measurement.
+        texts: by length, documents or LongLoRA's windows over all of them joined.
+        turning_point: of the model's cost, see ``pass_cost``.
+    """
+
+    readings: Readings
+    corpus: Corpus
     plan: PerplexityPlan
-    measured: Losses
-    truncations: Mapping[int, Losses]
-    inside: PairedDifference | None
+    texts: Mapping[int, Sequence[TokenisedDocument]]
+    turning_point: int
 
-    def reading(self, own: Losses) -> PerplexityReading:
-        """All scores of a reading: in position mode those between consecutive lengths, then those of the lengths."""
-        is_measured = own is self.measured
-        spans = [(LENGTH, 0, length) for length in own.at]
-        if self.plan.mode == "position":
-            spans = [(POSITIONS, *span) for span in itertools.pairwise((0, *self.plan.lengths))] + spans
-        return PerplexityReading(
-            name=own.name,
-            scores=tuple(self._score(own, *span) for span in spans),
-            in_window=self.inside if is_measured else None,
-            dynamic=self.plan.dynamic and is_measured,
-            passes=own.passes,
-            tokens=own.tokens,
-            seconds=own.seconds,
-        )
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, corpus: Corpus, plan: PerplexityPlan) -> _Layout:
+        """Cut the texts for a checkpoint."""
+        lifted = plan.arguments.get("sliding_window")
+        readings = Readings(checkpoint, trained_length=plan.trained_length, sliding_window=lifted, windows=())
+        texts: dict[int, Sequence[TokenisedDocument]] = dict.fromkeys(plan.lengths, corpus.documents)
+        if plan.mode == "longlora":
+            stream = torch.cat([document.input_ids[:, document.prefix :] for document in corpus.documents], dim=1)
+            for length in plan.lengths:
+                starts = longlora_starts(stream.shape[1], length=length, stride=plan.stride or length)
+                texts[length] = [
+                    TokenisedDocument(f"window {number}", stream[:, start : start + length], 0)
+                    for number, start in enumerate(starts, start=1)
+                ]
+        return cls(readings, corpus, plan, texts, turning_point(checkpoint.model))
 
-    def _score(self, own: Losses, kind: str, start: int, stop: int) -> PerplexityScore:
-        # The tokens that the protocol scores of the measured model, averaged as it does, are those of the others too.
-        # Between two lengths, a dynamic method's losses come from the pass at the greater one.
-        weights = self.measured.at[stop]
+    @property
+    def window(self) -> int:
+        """Positions inside the trained window that every text has, up to the greatest length."""
+        texts = [document.tokens - 1 for document in self.corpus.documents]
+        return min(self.plan.trained_length, self.plan.length, *texts)
 
-        def counted(losses: Losses) -> list[Tensor]:
-            both = zip(losses.at[stop].losses, weights.losses, strict=True)
-            return [part[start : len(measured)] for part, measured in both]
+    @property
+    def skip(self) -> int:
+        """Positions at the start of each text that YaRN's protocol does not score: they predict prefix tokens."""
+        return max(0, self.corpus.documents[0].prefix - 1) if self.plan.mode == "yarn" else 0
 
-        parts, versus, window = counted(own), None, None
-        trained = self.plan.trained_length
-        if self.truncations and (start >= trained or (kind == LENGTH and stop > trained)):
-            truncated = {window: counted(one) for window, one in self.truncations.items()}
-            compared = {window: self._texts(one) for window, one in truncated.items()}
-            best = best_window(compared)
-            if own.name == TRUNCATED:
-                parts, window = truncated[best], best
-            else:
-                versus = document_difference(self._texts(parts), compared[best], baselines=len(self.truncations))
-                window = window_of(own.name)
-        return PerplexityScore(
-            kind=kind,
-            start=start,
-            stop=stop,
-            tokens=sum(map(len, parts)),
-            loss=weights.average(parts),
-            versus_truncation=versus,
-            window=window,
-        )
+    def reader(
+        self,
+        name: str,
+        record: ExtensionRecord | None = None,
+        apply: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> Reader:
+        """Return a reader of the model as it is, or as ``apply`` makes it."""
+        reading = Reading(name=name, label=label_of(name), **(vars(record) if record else {}))
+        return Reader(reading, self.readings, self.plan.lengths, apply=apply or contextlib.nullcontext)
 
-    def _texts(self, losses: list[Tensor]) -> list[Tensor]:
-        """Return what is compared: losses by document, or of LongLoRA's stream, where windows score a token together.
+    def whole(self, reader: Reader, *, dynamic: bool) -> LossesAt:
+        """Lay out what the mode reads at every length."""
+        at: dict[int, Sequence[Sequence[LossJob]]] = {}
+        counted: list[LossJob] = []
+        for longest, lengths in self.plan.passes(dynamic=dynamic).items():
+            jobs = [self._job(reader, text, self.plan.windows(text, longest)) for text in self.texts[longest]]
+            at |= {length: [(job,) for job in jobs] for length in lengths}
+            counted += jobs
+        return LossesAt(reader.reading.name, dict(sorted(at.items())), counted)
 
-        Neighbouring windows hold the same tokens, so that they would be no independent groups.
+    def truncations(self, unpatched: Reader) -> dict[int, LossesAt]:
+        """Lay out the readings of the last tokens, by window; none where nothing lies beyond the trained window.
+
+        Inside the trained window nothing is dropped: what ``unpatched`` reads there is part of each.
         """
-        if self.plan.mode != "longlora":
-            return losses
-        stride = self.plan.stride or len(losses[0])
-        places = torch.cat([torch.arange(len(part)) + number * stride for number, part in enumerate(losses)])
-        total, count = (
-            torch.zeros(int(places.max()) + 1, dtype=torch.float64).index_add_(0, places, part)
-            for part in (torch.cat(losses).double(), torch.ones(len(places), dtype=torch.float64))
-        )
-        return [(total / count)[count > 0]]
+        plan, trained = self.plan, self.plan.trained_length
+        beyond = [length for length in plan.lengths if length > trained]
+        groups = [[length] for length in beyond] if plan.mode == "longlora" else [beyond] if beyond else []
+        if plan.mode == "position" and beyond:
+            groups = [list(plan.lengths)]
+        found: dict[int, LossesAt] = {}
+        for window in windows_of(trained) if beyond else ():
+            reader = self.reader(window_name(window))
+            at: dict[int, Sequence[Sequence[LossJob]]] = {}
+            for lengths in groups:
+                pairs = [self._truncated(unpatched, reader, window, text) for text in self.texts[lengths[-1]]]
+                at |= dict.fromkeys(lengths, pairs)
+            jobs = {job.key: job for texts in at.values() for head, tail in texts for job in (head, tail)}
+            counted = [job for job in jobs.values() if window == trained or job.reader is reader]
+            found[window] = LossesAt(reader.reading.name, at, counted, self.skip)
+        return found
+
+    def inside(self, reader: Reader, known: LossesAt | None = None) -> Sequence[Sequence[LossJob]]:
+        """Lay out the positions inside the trained window, for each text; in position mode ``known`` has them."""
+        if known is not None and self.plan.mode == "position":
+            nearest = next(length for length in self.plan.lengths if length >= self.window)
+            return known.at[nearest]
+        window = Window(0, self.window + 1, self.window)
+        return [(self._job(reader, document, [window]),) for document in self.corpus.documents]
+
+    def _truncated(
+        self, unpatched: Reader, reader: Reader, window: int, text: TokenisedDocument
+    ) -> tuple[LossJob, LossJob]:
+        """Lay out the start of a text up to the trained length, and the rest as the last tokens show it."""
+        plan, trained = self.plan, self.plan.trained_length
+        positions = text.tokens - 1
+        if plan.mode == "position" or plan.truncate:
+            positions = min(positions, plan.length)
+        tail = tail_windows(window, start=trained, positions=positions, prefix=text.prefix)
+        return self._job(unpatched, text, [Window(0, trained + 1, trained)]), self._job(reader, text, tail)
+
+    def _job(self, reader: Reader, text: TokenisedDocument, windows: Sequence[Window]) -> LossJob:
+        name = f"{reader.reading.name}, {text.name}"
+        return LossJob.of(reader, text, windows, name=name, turning_point=self.turning_point, cached=self.plan.cached)
 
 
 def _notes(
     checkpoint: Checkpoint,
     corpus: Corpus,
     plan: PerplexityPlan,
-    plain: nn.Module | None,
+    plain: Checkpoint | None,
     reference: Checkpoint | None,
     remembered: bool,
 ) -> tuple[str, ...]:
@@ -413,210 +594,144 @@ def _notes(
     return tuple(found)
 
 
-@dataclass(frozen=True, eq=False)
-class Losses:
-    """What one reading gave.
+# The two kinds of score: positions start..stop of a text, and a protocol's own average at a length.
+POSITIONS, LENGTH = "positions", "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityScore:
+    """One number of a reading.
 
     Args:
-        name: of the reading.
-        at: by length, in increasing order.
+        kind: ``positions``: the mean loss at the positions ``start <= i < stop``. ``length``: the protocol's average
+            with texts or windows of ``stop`` tokens; in position mode that is the mean over all positions below.
+        start: tokens; 0 for a length.
+        stop: tokens.
+        tokens: losses that were averaged.
+        loss: nats per token.
+        versus_truncation: the loss minus the best truncation's on the same tokens, every token weighing the same;
+            None inside the trained window, where nothing is truncated, and for the best truncation itself.
+        window: of a truncation, beyond the trained window: the tokens that it sees; for the best one, those of the
+            window that is best on the tokens of this score.
+    """
+
+    kind: str
+    start: int
+    stop: int
+    tokens: int
+    loss: float
+    versus_truncation: PairedDifference | None = None
+    window: int | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``, dimensionless."""
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityReading:
+    """One way to read the texts.
+
+    Args:
+        name: ``unpatched``; ``truncated 2048`` for the last 2,048 tokens, and ``truncated`` for whichever of such is
+            best on the tokens of a score; or a method's name.
+        scores: positions first, then lengths.
+        in_window: the loss inside the trained window minus the unpatched model's on the same tokens; None where there
+            is no unpatched model to compare with, and for the references.
+        dynamic: whether positions follow the length of the text, so that every length took a pass of its own.
         passes: forward passes.
-        tokens: that went through the model.
-        seconds: that it took.
+        tokens: that went through the model, in all passes.
+        seconds: of them all.
     """
 
     name: str
-    at: dict[int, Scored]
+    scores: tuple[PerplexityScore, ...]
+    in_window: PairedDifference | None = None
+    dynamic: bool = False
     passes: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
+    def at(self, kind: str) -> tuple[PerplexityScore, ...]:
+        """The scores of one kind, by increasing length."""
+        return tuple(score for score in self.scores if score.kind == kind)
 
-@dataclass(frozen=True, eq=False)
-class Passes:
-    """What can be asked of a model for one plan and corpus.
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityResult(Report):
+    """A whole measurement.
 
     Args:
-        plan: from ``make_plan``.
-        corpus: of the texts.
-        spread: over documents or windows.
-        progress: called with what is being done and its cost.
-        turning_point: of the model's cost, see ``pass_cost``.
+        mode: ``position``, ``sliding``, ``yarn`` or ``longlora``; see ``ctxext.evaluation.loss``.
+        trained_length: tokens of the longest truncation.
+        lengths: tokens, increasing.
+        stride: of the windows, in tokens; None in position mode.
+        readings: the extension, if there is one, and the references.
+        notes: what a reader must know.
+        provenance: what was measured, on what, with what.
     """
 
-    plan: PerplexityPlan
-    corpus: Corpus
-    spread: Spread
-    progress: Progress
-    turning_point: int
+    TITLE, FORMAT, OLDER = "a perplexity result", 2, TRUNCATED_TO_ONE_WINDOW
+
+    mode: str
+    trained_length: int
+    lengths: tuple[int, ...]
+    stride: int | None
+    readings: tuple[PerplexityReading, ...]
+    notes: tuple[str, ...]
+    provenance: Provenance
+
+    def find(self, name: str) -> PerplexityReading | None:
+        """The reading of one name, None where it was not made."""
+        return next((reading for reading in self.readings if reading.name == name), None)
 
     @property
-    def texts(self) -> list[Tensor]:
-        """Token ids of each text, [1, tokens], the prefix in front."""
-        return [document.input_ids for document in self.corpus.documents]
+    def extension(self) -> PerplexityReading | None:
+        """The reading of the extended model, None where the checkpoint was measured as it is."""
+        return next((one for one in self.readings if not is_reference(one.name)), None)
 
-    @property
-    def prefix(self) -> int:
-        """Tokens in front of each text that are not of the text."""
-        return self.corpus.documents[0].prefix
-
-    @property
-    def unscored(self) -> int:
-        """Positions at the start of each text that YaRN's protocol does not score: they predict prefix tokens."""
-        return max(0, self.prefix - 1) if self.plan.mode == "yarn" else 0
-
-    @property
-    def bare(self) -> list[Tensor]:
-        """Token ids of each text without the prefix: published protocols put one in front themselves, or none."""
-        return [ids[:, self.prefix :] for ids in self.texts]
-
-    @property
-    def window(self) -> int:
-        """Positions inside the trained window that every text has, up to the greatest length."""
-        return min(self.plan.trained_length, self.plan.length, *(ids.shape[1] - 1 for ids in self.texts))
-
-    @property
-    def has_control(self) -> bool:
-        """Whether the unextended model is read beyond its window too, to see it break."""
-        plan = self.plan
-        return plan.mode == "position" and plan.unpatched and plan.length > plan.trained_length
-
-    def cost(self) -> float:
-        """About what the readings cost, in the units of ``pass_cost``; for a progress bar."""
-        plan, window, point = self.plan, self.plan.trained_length, self.turning_point
-        lengths = groups_by_positions(plan) if plan.mode == "position" else plan.lengths
-        own = sum(self._windows(length) * pass_cost(length, point) for length in lengths)
-        control = len(self.texts) * pass_cost(plan.length, point) if self.has_control else 0.0
-        beyond = sum(
-            pass_cost(window, point)
-            + tails_cost(
-                windows_of(window), start=window, positions=ids.shape[1] - 1, prefix=prefix, turning_point=point
-            )
-            for _, texts, prefix in self._truncatable()
-            for ids in texts
+    def sentence(self) -> str:
+        """Whether the extended model uses its window, in one sentence."""
+        measured = self.extension or self.find(UNPATCHED)
+        scores = measured.scores if measured else ()
+        compared = [(score, score.versus_truncation) for score in scores if score.versus_truncation is not None]
+        positions = [pair for pair in compared if pair[0].kind == POSITIONS]
+        if measured is None or not compared:
+            return f"Nothing here lies beyond the trained {self.trained_length:,} tokens, so nothing was truncated."
+        score, difference = (positions or compared)[-1]
+        where = f"positions {score.start:,} to {score.stop:,}" if score.kind == POSITIONS else f"length {score.stop:,}"
+        answer = {"better": "yes", "worse": "no", "no difference": "not measurably"}[difference.verdict]
+        return (
+            f"Does {measured.name} at {where} beat the best truncation, feeding only the last "
+            f"{self._best_window(score):,} tokens? {answer}{difference.scope(len(self.provenance.documents))}: "
+            f"{difference} nats per token (over {difference.units} {difference.over})."
         )
-        return own + control + beyond
 
-    def read(self, model: nn.Module, name: str, *, dynamic: bool) -> Losses:
-        """The losses at every length, as the mode has it.
+    def _best_window(self, score: PerplexityScore) -> int:
+        """The window of the best truncation on the tokens of a score."""
+        best = self.find(TRUNCATED)
+        same = (score.kind, score.start, score.stop)
+        found = [one.window for one in (best.scores if best else ()) if (one.kind, one.start, one.stop) == same]
+        return found[0] if found and found[0] is not None else self.trained_length
 
-        Args:
-            model: as it is to be read.
-            name: to show.
-            dynamic: whether its positions follow the length of the text, so that one pass does not serve all lengths.
-        """
-        plan, documents, began = self.plan, len(self.texts), time.perf_counter()
-        at: dict[int, Scored] = {}
-        if plan.mode == "position":
-            groups = groups_by_positions(plan) if dynamic else {plan.length: list(plan.lengths)}
-            for longest, lengths in groups.items():
-                whole = self.pass_over(model, name, longest)
-                at |= {length: Scored(tuple(one[:length] for one in whole), None, 0, 0) for length in lengths}
-            passes, tokens = len(groups) * documents, sum(groups) * documents
-        else:
-            at = {length: self._protocol(model, name, length) for length in plan.lengths}
-            passes, tokens = sum(one.passes for one in at.values()), sum(one.tokens for one in at.values())
-        return Losses(name, dict(sorted(at.items())), passes, tokens, time.perf_counter() - began)
-
-    def read_truncated(self, model: nn.Module) -> dict[int, Losses]:
-        """The losses of the tokens that ``read`` scores, by window, when the model sees only the last so many tokens.
-
-        Inside the trained window nothing is dropped. Empty where nothing lies beyond it.
-
-        Args:
-            model: that is shown the last tokens.
-        """
-        found: dict[int, Losses] = {}
-        began = time.perf_counter()
-        for lengths, texts, prefix in self._truncatable():
-            for window, scored in self._truncated(model, texts, prefix).items():
-                before = found.get(window, Losses(window_name(window), {}))
-                at = before.at | dict.fromkeys(lengths, scored)
-                found[window] = Losses(before.name, at, before.passes + scored.passes, before.tokens + scored.tokens)
-        seconds = (time.perf_counter() - began) / max(1, sum(one.passes for one in found.values()))
-        return {window: replace(one, seconds=seconds * one.passes) for window, one in found.items()}
-
-    def pass_over(self, model: nn.Module, name: str, positions: int) -> tuple[Tensor, ...]:
-        """The losses of the first ``positions`` positions of each text, from one pass each."""
-        cut = [ids[:, : positions + 1] for ids in self.texts]
-        with self._ticking(model, name, positions):
-            found = self.spread(cut, lambda ids: loss_by_position(model, ids, cached=self.plan.cached)[0])
-        self._check_finite(name, found)
-        return tuple(found)
-
-    def _check_finite(self, name: str, losses: Sequence[Tensor]) -> None:
-        """Raise ``IncompatibleError``, with the reading and the text, where a loss is no number."""
-        names = [document.name for document in self.corpus.documents]
-        for number, own in enumerate(losses):
-            # LongLoRA joins the texts, so that its losses are of windows.
-            text = f"window {number + 1}" if self.plan.mode == "longlora" else names[number]
-            check_finite(own, f"{name}, {text}")
-
-    def _ticking(self, model: nn.Module, name: str, tokens: int) -> AbstractContextManager[None]:
-        return ticking(model, name, pass_cost(tokens, self.turning_point), self.progress)
-
-    def _truncatable(self) -> list[tuple[Sequence[int], list[Tensor], int]]:
-        """What truncations are read of: the lengths at which it counts, texts, and the tokens that stay in front.
-
-        Nothing where nothing lies beyond the trained window.
-        """
-        plan = self.plan
-        beyond = [length for length in plan.lengths if length > plan.trained_length]
-        if plan.mode == "longlora":
-            return [([length], self._stream(length), 0) for length in beyond]
-        most = plan.length + 1 if plan.mode == "position" or plan.truncate else None
-        lengths = plan.lengths if plan.mode == "position" else beyond
-        return [(lengths, [ids[:, :most] for ids in self.texts], self.prefix)] if beyond else []
-
-    def _stream(self, length: int) -> list[Tensor]:
-        """LongLoRA's windows, [1, length] each."""
-        stride = self.plan.stride or length
-        return [one.input_ids for one in longlora_windows(self.bare, length=length, stride=stride)]
-
-    def _windows(self, length: int) -> int:
-        """Passes of a mode at one length."""
-        if self.plan.mode == "position" or self.plan.truncate:
-            return len(self.texts)
-        if self.plan.mode == "longlora":
-            return len(self._stream(length))
-        return sum(1 + -(-max(0, ids.shape[1] - 1 - length) // (self.plan.stride or length)) for ids in self.texts)
-
-    def _truncated(self, model: nn.Module, texts: list[Tensor], prefix: int) -> dict[int, Scored]:
-        """Every window over each text; inside the trained one they are read once."""
-        trained, cached = self.plan.trained_length, self.plan.cached
-        with self._ticking(model, window_name(trained), trained):
-            options = {"length": trained, "stride": stride_of(trained, prefix), "prefix": prefix}
-            whole = sliding(model, texts, spread=self.spread, cached=cached, **options)
-        self._check_finite(window_name(trained), whole.losses)
-        found = {}
-        for window in windows_of(trained)[:-1]:
-            with self._ticking(model, window_name(window), window):
-
-                def tail(ids: Tensor, window: int = window) -> Tensor:
-                    return tail_losses(model, ids, window=window, start=trained, prefix=prefix, cached=cached)[0]
-
-                tails = self.spread(texts, tail)
-            self._check_finite(window_name(window), tails)
-            losses = [torch.cat([head[:trained], own]) for head, own in zip(whole.losses, tails, strict=True)]
-            passes = sum(tail_passes(window, start=trained, positions=len(one), prefix=prefix) for one in losses)
-            found[window] = Scored(tuple(losses), None, passes, passes * window)
-        found[trained] = whole
-        return {
-            window: replace(one, losses=tuple(losses[self.unscored :] for losses in one.losses))
-            for window, one in found.items()
-        }
-
-    def _protocol(self, model: nn.Module, name: str, length: int) -> Scored:
-        plan = self.plan
-        options: dict[str, Any] = {"length": length, "stride": plan.stride}
-        options |= {"spread": self.spread, "cached": plan.cached}
-        with self._ticking(model, name, length):
-            if plan.mode == "sliding":
-                found = sliding(model, self.texts, prefix=self.prefix, **options)
-            elif plan.mode == "yarn":
-                front = self.texts[0][0, : self.prefix].tolist()
-                found = yarn(model, self.bare, front=front, truncate=plan.truncate, **options)
-            else:
-                found = longlora(model, self.bare, **options)
-        self._check_finite(name, found.losses)
-        return found
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per score, for CSV."""
+        return [
+            {
+                "checkpoint": self.provenance.checkpoint,
+                "mode": self.mode,
+                "reading": reading.name,
+                "kind": score.kind,
+                "start": score.start,
+                "stop": score.stop,
+                "tokens": score.tokens,
+                "loss": score.loss,
+                "perplexity": score.perplexity,
+                **difference_columns("versus_truncation", score.versus_truncation),
+                "window": score.window,
+                **difference_columns("in_window_versus_unpatched", reading.in_window),
+            }
+            for reading in self.readings
+            for score in reading.scores
+        ]

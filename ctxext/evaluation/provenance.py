@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
@@ -39,6 +39,12 @@ class ExtensionRecord:
     method: dict[str, Any] | None = None
     fingerprint: str = ""
     attention: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ExtensionRecord:
+        """Record how a model is extended now."""
+        described = patching.describe(model)
+        return cls(method=described.method, fingerprint=described.fingerprint, attention=described.attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +82,6 @@ class Provenance:
     machine: str = ""
     command: str = ""
     date: str = ""
-
-    def with_extension(self, name: str, model: nn.Module) -> Provenance:
-        """Return this provenance with the extension of ``model`` under ``name``."""
-        description = patching.describe(model)
-        record = ExtensionRecord(
-            method=description.method, fingerprint=description.fingerprint, attention=description.attention
-        )
-        return replace(self, extensions={**self.extensions, name: record})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -333,7 +333,7 @@ def _default_names(model: nn.Module) -> list[str]:
 
 def _required(method: type[Method]) -> list[str]:
     """Parameters without a default."""
-    return [field.name for field in fields(method) if field.default is MISSING and field.default_factory is MISSING]
+    return [item.name for item in fields(method) if item.default is MISSING and item.default_factory is MISSING]
 
 
 def ignores_factor(method: Method) -> bool:
@@ -394,10 +394,10 @@ def label_for(method: Method) -> str:
 def _own(method: Method) -> list[str]:
     """Parameters that are not at their default, the factor aside."""
     shown = []
-    for field in fields(method):
-        value = getattr(method, field.name)
-        if field.name != "factor" and (field.default is MISSING or value != field.default):
-            shown.append(f"{field.name}={_short(value)}")
+    for item in fields(method):
+        value = getattr(method, item.name)
+        if item.name != "factor" and (item.default is MISSING or value != item.default):
+            shown.append(f"{item.name}={_short(value)}")
     return shown
 
 
@@ -415,11 +415,13 @@ class Reader:
         reading: its name, method and fingerprint.
         readings: of the model.
         lengths: tokens, increasing.
+        apply: puts the model into the state of the reading, inside a ``with``; None for ``Readings.applied``.
     """
 
     reading: Reading
     readings: Readings
     lengths: tuple[int, ...]
+    apply: Callable[[], contextlib.AbstractContextManager[Any]] | None = field(default=None, kw_only=True)
 
     @property
     def window(self) -> int | None:
@@ -431,9 +433,9 @@ class Reader:
         """The model, which is this reader's while ``applied``."""
         return self.readings.model
 
-    def applied(self) -> contextlib.AbstractContextManager[None]:
-        """Apply this reader's reading to the model, inside a ``with``."""
-        return self.readings.applied(self.reading)
+    def applied(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold the model in the state of the reading inside a ``with``."""
+        return self.readings.applied(self.reading) if self.apply is None else self.apply()
 
 
 def find_readers(

@@ -9,8 +9,8 @@ import datetime
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,52 +19,47 @@ from torch import Tensor, distributed, nn
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.forward import Progress
+from ctxext.evaluation.forward import Progress, pass_cost, ticking
 from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.loss import Window
 from ctxext.evaluation.provenance import ExtensionRecord, Provenance
 from ctxext.evaluation.readings import Reader
-from ctxext.texts.corpus import Corpus
+from ctxext.evaluation.statistics import check_finite
+from ctxext.texts.corpus import Corpus, TokenisedDocument
 
-Item = TypeVar("Item")
-Found = TypeVar("Found")
 # A process that is done waits for the slowest job of the others, which may take hours.
 PATIENCE = datetime.timedelta(days=30)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ProcessGroup:
-    """What one process knows of the others.
+    """One process among those that share a measurement.
 
     Args:
         process: its number, from 0; process 0 is the main one, which talks and writes the report.
         processes: how many there are.
         device: where this process computes; None leaves it to the loading of the checkpoint.
-        barrier: returns when every process has called it.
     """
 
     process: int = 0
     processes: int = 1
     device: str | None = None
-    barrier: Callable[[], None] = lambda: None
 
     @property
     def is_main(self) -> bool:
         """Whether this is process 0."""
         return self.process == 0
 
-    def spread(self, items: Sequence[Item], work: Callable[[Item], Found]) -> list[Found]:
-        """Every process does its share of the items; all get what all found, in order."""
-        mine = {number: work(items[number]) for number in range(self.process, len(items), self.processes)}
-        shares: list[Any] = [mine]
+    def gather(self, mine: Any = None) -> list[Any]:
+        """Wait for all processes and return what each of them gives, in order."""
+        shares = [mine] * self.processes
         if self.processes > 1:
-            shares = [None] * self.processes
             distributed.all_gather_object(shares, mine)
-        found: dict[int, Found] = {number: one for share in shares for number, one in share.items()}
-        return [found[number] for number in range(len(items))]
+        return shares
 
 
 def launched_processes() -> ProcessGroup:
-    """The group that ``accelerate launch`` or ``torchrun`` started, each with a device of its own; else a group of one.
+    """Return the group that ``accelerate launch`` or ``torchrun`` started, a device for each; else a group of one.
 
     The processes only wait for each other, so they meet over gloo on any device: nothing spins on a GPU meanwhile.
     """
@@ -75,11 +70,10 @@ def launched_processes() -> ProcessGroup:
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=PATIENCE)
         atexit.register(distributed.destroy_process_group)
-    found = torch.accelerator.current_accelerator(check_available=True)  # or a build names what is not there
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # or a build names what is not there
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = f"{found.type}:{local % torch.accelerator.device_count()}" if found else "cpu"
-    barrier: Callable[[], None] = distributed.barrier
-    return ProcessGroup(distributed.get_rank(), distributed.get_world_size(), device, barrier)
+    device = f"{accelerator.type}:{local % torch.accelerator.device_count()}" if accelerator else "cpu"
+    return ProcessGroup(distributed.get_rank(), distributed.get_world_size(), device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +161,9 @@ class Survey(Generic[Work]):
         """
         if self.group.is_main:
             self.journal.claim(self._identity())
-        self.group.barrier()
+        self.group.gather()
         finished = self.journal.finished()
-        self.group.barrier()  # nobody writes before everybody has read, so that all see the same jobs pending
+        self.group.gather()  # no process writes before all have read, so that all see the same jobs pending
         first = {job.key: job for job in reversed(self.jobs)}  # readers who see the same share an answer
         pending = [job for job in self.jobs if job.key not in finished and first[job.key] is job]
         return my_share(pending, self.group.process, self.group.processes)
@@ -196,7 +190,8 @@ class Survey(Generic[Work]):
                     seconds = round(time.perf_counter() - began, 3)
                     about = {"key": job.key, "reading": reader.reading.name}
                     self.journal.keep(about | answer.values | {"seconds": seconds}, answer.losses)
-        self.group.barrier()
+        for answers in self.group.gather(self.journal.in_memory):
+            self.journal.in_memory.update(answers)
 
     def trials(self) -> list[tuple[Reader, list[Trial]]]:
         """What every reader answered to prompts, in their order."""
@@ -204,6 +199,11 @@ class Survey(Generic[Work]):
         return [
             (reader, [found[job.key]["trial"] for job in self.jobs if job.reader is reader]) for reader in self.readers
         ]
+
+    def losses(self) -> dict[str, Float[Tensor, " positions"]]:
+        """Return the losses of all finished jobs that give some, by the jobs' keys."""
+        finished = self.journal.finished()
+        return {job.key: self.journal.losses(finished[job.key]) for job in self.jobs if isinstance(job, LossJob)}
 
     def with_extensions(self, provenance: Provenance) -> Provenance:
         """The same, with how every reader reads."""
@@ -228,6 +228,63 @@ class Survey(Generic[Work]):
             names = ", ".join(document.name for document in self.corpus.documents)
             found["corpus"] = {"name": names, "sha256": self.corpus.sha256}
         return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossJob(Job):
+    """One reader and one text, of which some positions are scored.
+
+    Args:
+        text: that is read.
+        windows: the passes over it.
+        turning_point: of the model's cost, see ``pass_cost``.
+        cached: see ``loss_by_position``.
+    """
+
+    text: TokenisedDocument
+    windows: tuple[Window, ...]
+    turning_point: int
+    cached: int | None
+
+    @classmethod
+    def of(
+        cls,
+        reader: Reader,
+        text: TokenisedDocument,
+        windows: Sequence[Window],
+        *,
+        name: str,
+        turning_point: int,
+        cached: int | None = None,
+    ) -> LossJob:
+        """Lay out a job; its key and its cost follow from the arguments."""
+        reading = reader.reading
+        return cls(
+            key=reader.readings.key(
+                [reading.name, reading.method, reading.fingerprint],
+                text=text.sha256,
+                windows=[asdict(window) for window in windows],
+                cached=cached,
+            ),
+            cost=sum(pass_cost(window.positions, turning_point) for window in windows),
+            reader=reader,
+            name=name,
+            text=text,
+            windows=tuple(windows),
+            turning_point=turning_point,
+            cached=cached,
+        )
+
+    def ask(self, model: nn.Module, progress: Progress) -> Answer:
+        """Return the losses of the scored positions, one window after the other."""
+        parts = []
+        for window in self.windows:
+            calls = 1 if self.cached is None else -(-window.positions // self.cached)
+            with ticking(model, self.name, pass_cost(window.positions, self.turning_point) / calls, progress):
+                parts.append(window.losses(model, self.text.input_ids, cached=self.cached)[0])
+        losses = torch.cat(parts)
+        check_finite(losses, self.name)
+        return Answer({"item": self.text.name}, losses)
 
 
 # JSON values; what they mean is the task's.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.forward import SMALL_MODEL, pass_cost
-from ctxext.evaluation.loss import truncated_loss
+from ctxext.evaluation.loss import Window, truncation_windows
 from ctxext.evaluation.statistics import mean_loss
 
 # Names of readings: the model as it is and the best of the windows, which are the references; and a checkpoint that was
@@ -110,52 +110,40 @@ def join_best(losses: Mapping[int, Float[Tensor, "documents positions"]], edges:
     return BestTruncation(torch.cat(parts, dim=1), tuple(windows), tuple(sorted(losses)))
 
 
-def tail_losses(
-    model: nn.Module,
-    input_ids: Int[Tensor, "batch tokens"],
-    *,
-    window: int,
-    start: int,
-    prefix: int = 0,
-    cached: int | None = None,
-) -> Float[Tensor, "batch positions"]:
-    """Compute the losses from ``start`` on when the model sees the last ``window`` tokens; nats per token.
+def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) -> tuple[Window, ...]:
+    """Lay out the passes that score a text from ``start`` on when the model sees the last ``window`` tokens.
 
     Args:
-        model: unpatched, in eval mode.
-        input_ids: whole texts, of at least ``start + 2`` tokens.
         window: tokens, from ``windows_of``.
         start: first position to score; the trained length, where everything beyond it is compared.
+        positions: of the text.
         prefix: leading tokens of the text that stay in front.
-        cached: as in ``loss_by_position``.
 
     Raises:
-        InvalidParameterError: as ``truncated_loss``.
+        InvalidParameterError: as ``truncation_windows``.
     """
-    stride = stride_of(window, prefix)
-    return truncated_loss(model, input_ids, window=window, stride=stride, start=start, prefix=prefix, cached=cached)
+    return truncation_windows(positions, window=window, stride=stride_of(window, prefix), start=start, prefix=prefix)
+
+
+def tail_losses(
+    model: nn.Module, input_ids: Int[Tensor, "batch tokens"], *, window: int, start: int, prefix: int = 0
+) -> Float[Tensor, "batch positions"]:
+    """Return the losses of the passes of ``tail_windows``, in nats per token; arguments and errors as there."""
+    windows = tail_windows(window, start=start, positions=input_ids.shape[1] - 1, prefix=prefix)
+    return torch.cat([one.losses(model, input_ids) for one in windows], dim=1)
 
 
 def tail_passes(window: int, *, start: int, positions: int, prefix: int) -> int:
-    """Forward passes of ``tail_losses`` over one text.
-
-    Args:
-        window: tokens.
-        start: the first position scored.
-        positions: of the text.
-        prefix: leading tokens that stay in front.
-    """
-    stride = stride_of(window, prefix)
-    # One pass over the window, where positions inside it are scored, and one for each stride beyond it.
-    first = window + max(0, start - window) // stride * stride
-    return (start < window) + len(range(first, positions, stride))
+    """Count the passes of ``tail_windows``; arguments as there."""
+    return len(tail_windows(window, start=start, positions=positions, prefix=prefix))
 
 
 def tails_cost(
     windows: Sequence[int], *, start: int, positions: int, prefix: int = 0, turning_point: int = SMALL_MODEL
 ) -> float:
-    """Estimate the cost of ``tail_losses`` of several windows for one text, in the units of ``pass_cost``."""
+    """Return what ``tail_losses`` of several windows cost for one text, in the units of ``pass_cost``."""
     return sum(
-        tail_passes(window, start=start, positions=positions, prefix=prefix) * pass_cost(window, turning_point)
+        pass_cost(one.positions, turning_point)
         for window in windows
+        for one in tail_windows(window, start=start, positions=positions, prefix=prefix)
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class TokenisedDocument:
         """Tokens, the prefix among them."""
         return int(self.input_ids.shape[1])
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """The first 12 hexadecimal digits of a hash of the token ids, as decimal numbers with spaces between."""
         return _digest(" ".join(map(str, self.input_ids[0].tolist())))

@@ -15,8 +15,15 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.checkpoint import DTYPES, Checkpoint
-from ctxext.evaluation.perplexity import PerplexityPlan, make_plan, run, total_cost, window_losses
-from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityResult
+from ctxext.evaluation.perplexity import (
+    POSITIONS,
+    PerplexityPlan,
+    PerplexityResult,
+    inside_survey,
+    make_plan,
+    prepare,
+)
+from ctxext.evaluation.survey import LossJob, Survey
 from ctxext.files import write_json
 from ctxext.progress import StageBar, terminal
 from ctxext.surgery.wrappers import base_model
@@ -50,8 +57,10 @@ class BeforeAndAfter:
         if evaluation.text:
             self.plan = self._plan()
             self.corpus = self._corpus(self.plan)
-            with self._arithmetic(), _bar(total_cost(self.checkpoint, self.corpus, self.plan)) as progress:
-                self.inside = window_losses(checkpoint, self.corpus, self.plan, progress=progress)
+            survey = inside_survey(checkpoint, self.corpus, self.plan)
+            self._finish(survey)
+            losses = survey.losses()
+            self.inside = [losses[job.key] for job in survey.jobs]
 
     def before(self, model: nn.Module, path: Path) -> dict[str, Any]:
         """Measure, or read the same measurement from ``path``, kept there before the run was interrupted.
@@ -84,8 +93,9 @@ class BeforeAndAfter:
         results: dict[str, Any] = {}
         if self.plan is not None:
             now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
-            with self._arithmetic(), _bar(total_cost(self.checkpoint, self.corpus, self.plan)) as progress:
-                result = run(now, self.corpus, self.plan, inside=self.inside, name="extended", progress=progress)
+            survey = prepare(now, self.corpus, self.plan, inside=self.inside, name="extended")
+            self._finish(survey)
+            result = survey.result()
             results["perplexity"] = result.to_dict() | {"answer": result.sentence()}
         if evaluation.passkey_lengths:
             cells = len(evaluation.passkey_lengths) * len(evaluation.passkey_depths) * evaluation.passkey_trials
@@ -121,6 +131,12 @@ class BeforeAndAfter:
             limit=evaluation.documents,
         )
 
+    def _finish(self, survey: Survey[LossJob]) -> None:
+        """Do all jobs with a bar. Every process does all of them, since engines may share weights."""
+        jobs = survey.begin()
+        with self._arithmetic(), _bar(sum(job.cost for job in jobs)) as progress:
+            survey.measure(jobs, progress=progress)
+
     def _arithmetic(self) -> torch.autocast:
         """Return the autocast of training: trained weights are float32 and compute in the model's own dtype."""
         dtype = self.settings.dtype
@@ -129,7 +145,7 @@ class BeforeAndAfter:
 
 
 def _bar(total: float) -> StageBar:
-    """Build a progress bar that only the first process shows; all measure, since engines may share weights."""
+    """Build a progress bar that only the first process shows."""
     return StageBar(terminal(stderr=True, quiet=not PartialState().is_main_process), total)
 
 

@@ -21,11 +21,25 @@ from typer.testing import CliRunner, Result
 import ctxext
 from ctxext.cli.app import app
 from ctxext.errors import IncompatibleError, InvalidParameterError, UnknownNameError
-from ctxext.evaluation import loss
 from ctxext.evaluation.checkpoint import Checkpoint
-from ctxext.evaluation.loss import loss_by_position, truncated_loss
-from ctxext.evaluation.perplexity import Passes, make_plan, run, total_cost, window_losses
-from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult
+from ctxext.evaluation.journal import Journal
+from ctxext.evaluation.loss import (
+    Window,
+    longlora_starts,
+    loss_by_position,
+    mean_of_windows,
+    truncated_loss,
+    truncation_windows,
+    yarn_windows,
+)
+from ctxext.evaluation.perplexity import (
+    LENGTH,
+    POSITIONS,
+    PerplexityResult,
+    inside_survey,
+    make_plan,
+    prepare,
+)
 from ctxext.evaluation.report.perplexity import save_figure
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
@@ -53,6 +67,19 @@ def make(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> Mak
         return Checkpoint("tiny", model, bos_tokenizer), corpus_of(texts, bos_tokenizer, tokens=tokens, **options)
 
     return made
+
+
+def run(
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    plan: Any,
+    *,
+    progress: Callable[[str, float], None] = lambda *_: None,
+    **options: Any,
+) -> PerplexityResult:
+    survey = prepare(checkpoint, corpus, plan, **options)
+    survey.measure(survey.begin(), progress=progress)
+    return survey.result()
 
 
 def mean(parts: Sequence[torch.Tensor]) -> float:
@@ -158,13 +185,33 @@ def test_what_beats_the_last_window_may_still_lose_to_the_best_truncation(make: 
     assert beyond.versus_truncation.mean == pytest.approx(beyond.loss - losses[48], abs=1e-6)
 
 
+def test_an_interrupted_measurement_goes_on(make: Make, tmp_path: Path) -> None:
+    checkpoint, corpus = make(129)
+    plan = make_plan(checkpoint.model, method="pi", lengths=[128], arguments={"factor": 2.0})
+    options = {"journal": Journal(tmp_path / "out.trials.jsonl")}
+    survey = prepare(checkpoint, corpus, plan, **options)
+    jobs = survey.begin()
+    survey.measure(jobs[:5])
+    again = prepare(checkpoint, corpus, plan, journal=Journal(tmp_path / "out.trials.jsonl"))
+    assert [job.key for job in again.begin()] == [job.key for job in jobs[5:]]
+    again.measure(again.begin())
+    resumed = [reading.scores for reading in again.result().readings]
+    assert resumed == [reading.scores for reading in run(checkpoint, corpus, plan).readings]
+    assert not prepare(checkpoint, corpus, plan, **options).begin()
+    other = make_plan(checkpoint.model, method="pi", lengths=[128], arguments={"factor": 4.0})
+    pending = prepare(checkpoint, corpus, other, **options).begin()
+    assert {job.reader.reading.name for job in pending} == {"pi"}, "what the references read serves any extension"
+
+
 @pytest.mark.slow
 def test_the_original_may_be_remembered(make: Make) -> None:
     """A model in training has no original beside it: what that read inside the window is kept from before."""
     checkpoint, corpus = make(129)
     plan = make_plan(checkpoint.model, method="pi", lengths=[128], arguments={"factor": 2.0})
     known = run(checkpoint, corpus, plan).extension
-    inside = window_losses(checkpoint, corpus, plan)
+    before = inside_survey(checkpoint, corpus, plan)
+    before.measure(before.begin())
+    inside = [before.losses()[job.key] for job in before.jobs]
     ctxext.patch(checkpoint.model, "pi", factor=2.0)
     found = run(checkpoint, corpus, replace(plan, method=None, arguments={}), inside=inside, name="now")
     assert [reading.name for reading in found.readings] == [*TRUNCATIONS, "now"]
@@ -203,31 +250,46 @@ def test_windows(make: Make, mode: str) -> None:
     *_, truncated, extension = found.readings
     (score,), (baseline,) = extension.scores, truncated.scores
     ids = [one.input_ids for one in corpus.documents]
-    protocol = getattr(loss, mode)
-    own = {"prefix": 1} if mode == "sliding" else {"front": [256]} if mode == "yarn" else {}
-    texts = ids if mode == "sliding" else [one[:, 1:] for one in ids]
     inside_plain = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
     cut = {window: [part[0] for part in own] for window, own in cut_to(checkpoint.model, ids).items()}
     ctxext.patch(checkpoint.model, "yarn", factor=2.0)
-    expected = protocol(checkpoint.model, texts, length=128, stride=40, **own)
-    assert (score.loss, extension.passes, extension.tokens) == (expected.loss, expected.passes, expected.tokens)
+    layout = {"length": 128, "stride": 40}
+    stream = torch.cat([one[:, 1:] for one in ids], dim=1)
+    starts = longlora_starts(stream.shape[1], **layout) if mode == "longlora" else ()
+    texts = [stream[:, start : start + 128] for start in starts] or ids
+    windows = [
+        truncation_windows(one.shape[1] - 1, window=128, stride=40, prefix=1)
+        if mode == "sliding"
+        else yarn_windows(one.shape[1], prefix=1, **layout)
+        if mode == "yarn"
+        else (Window(0, 128, 127),)
+        for one in texts
+    ]
+    pairs = list(zip(texts, windows, strict=True))
+    losses = [torch.cat([window.losses(checkpoint.model, one)[0] for window in own]) for one, own in pairs]
+
+    def average(parts: Sequence[torch.Tensor]) -> float:
+        sizes = [[window.scored for window in own] for own in windows]
+        return mean(parts) if mode == "sliding" else mean_of_windows(parts, sizes)
+
+    assert (score.loss, extension.passes) == (average(losses), sum(map(len, windows)))
+    assert extension.tokens == sum(window.positions for own in windows for window in own)
     assert extension.in_window is not None
     inside = [loss_by_position(checkpoint.model, one[:, :65]) for one in ids]
     assert extension.in_window.mean == pytest.approx(mean(inside) - mean(inside_plain), abs=1e-6)
     assert score.versus_truncation is not None
-    assert score.tokens == baseline.tokens == sum(map(len, expected.losses))
+    assert score.tokens == baseline.tokens == sum(map(len, losses))
     assert score.versus_truncation.over == "blocks"
     if mode == "longlora":
         # Each token of the stream counts once, with the mean of what the windows lose that score it.
-        windows = loss.longlora_windows(texts, length=128, stride=40)
         ctxext.unpatch(checkpoint.model)
         plain, window = [], baseline.window or 0
-        for one in windows:
-            head = loss_by_position(checkpoint.model, one.input_ids[:, : TRAINED + 1])[0]
-            tail = truncated_loss(checkpoint.model, one.input_ids, window=window, stride=window // 4)[0]
+        for one in texts:
+            head = loss_by_position(checkpoint.model, one[:, : TRAINED + 1])[0]
+            tail = truncated_loss(checkpoint.model, one, window=window, stride=window // 4)[0]
             plain.append(torch.cat([head, tail[TRAINED:]]))
         seen: dict[int, list[float]] = {}
-        for number, (own, other) in enumerate(zip(expected.losses, plain, strict=True)):
+        for number, (own, other) in enumerate(zip(losses, plain, strict=True)):
             for place, gap in enumerate((own - other[: len(own)]).tolist()):
                 seen.setdefault(40 * number + place, []).append(gap)
         assert score.versus_truncation.tokens == len(seen)
@@ -236,9 +298,13 @@ def test_windows(make: Make, mode: str) -> None:
     else:
         assert score.versus_truncation.tokens == score.tokens
         window = min(cut, key=lambda size: mean(cut[size]))
-        assert (baseline.loss, baseline.window) == (pytest.approx(expected.average(cut[window]), abs=1e-6), window)
-        assert score.versus_truncation.mean == pytest.approx(mean(expected.losses) - mean(cut[window]), abs=1e-6)
-    assert sum(costs) == pytest.approx(total_cost(checkpoint, corpus, plan), rel=0.2)
+        assert (baseline.loss, baseline.window) == (
+            pytest.approx(average([one[: len(own)] for one, own in zip(cut[window], losses, strict=True)]), abs=1e-6),
+            window,
+        )
+        assert score.versus_truncation.mean == pytest.approx(mean(losses) - mean(cut[window]), abs=1e-6)
+    jobs = prepare(checkpoint, corpus, plan).jobs
+    assert sum(costs) == pytest.approx(sum(job.cost for job in jobs))
 
 
 @pytest.mark.slow
@@ -433,11 +499,13 @@ def test_inside_the_window_both_sides_read_the_same_tokens(front: list[str], mod
             truncate=truncate,
             stride=32,
         )
-        work = Passes(plan, corpus, loss.alone, lambda *_: None, 1000)
-        cut = work.read_truncated(model)[TRAINED].at[96].losses
-        ctxext.patch(model, "self_extend", **arguments)
-        own = work.read(model, "self_extend", dynamic=False).at[96].losses
-        ctxext.unpatch(model)
+        survey = prepare(Checkpoint("tiny", model, prefixed(front)), corpus, plan)
+        survey.measure(survey.begin())
+        losses = survey.losses()
+        cut, own = (
+            [torch.cat([losses[job.key] for job in text])[reading.skip :] for text in reading.at[96]]
+            for reading in (survey.windows[TRAINED], survey.readings[-1])
+        )
         assert len(own) == len(cut)
         for some, other in zip(own, cut, strict=True):
             assert len(some) <= len(other) <= len(some) + 1
@@ -449,7 +517,8 @@ def test_losses_that_are_no_numbers_are_refused_by_name(make: Make, mode: str) -
     checkpoint, corpus = make(257, whole=True)
     with torch.no_grad():
         checkpoint.model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
-    plan = make_plan(checkpoint.model, mode=mode, method="yarn", lengths=[128])
+    stride = None if mode == "position" else 32
+    plan = make_plan(checkpoint.model, mode=mode, method="yarn", lengths=[128], stride=stride)
     text = "window 1" if mode == "longlora" else "text 0"
     with pytest.raises(IncompatibleError, match=rf"no numbers: (unpatched|truncated 64), {text}"):
         run(checkpoint, corpus, plan)

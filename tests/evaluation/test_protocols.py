@@ -13,9 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.evaluation import loss
 from ctxext.evaluation.forward import cached_tokens_for, parse_bytes, pass_bytes
-from ctxext.evaluation.loss import loss_by_position
+from ctxext.evaluation.loss import (
+    Window,
+    longlora_starts,
+    loss_by_position,
+    mean_of_windows,
+    truncation_windows,
+    yarn_windows,
+)
 from tests._models import trained_for
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}
@@ -36,6 +42,20 @@ def scored_by_hugging_face(model: LlamaForCausalLM, tokens: list[int], ignored: 
         return float(model(ids, labels=labels).loss)
 
 
+def behind_bos(ids: Tensor) -> Tensor:
+    return torch.cat([torch.tensor([[256]]), ids], dim=1)
+
+
+def read(model: LlamaForCausalLM, texts: list[Tensor], windows: list[tuple[Window, ...]]) -> list[Tensor]:
+    """The losses of each text's windows, one after the other."""
+    pairs = zip(texts, windows, strict=True)
+    return [torch.cat([window.losses(model, ids)[0] for window in own]) for ids, own in pairs]
+
+
+def sizes(windows: list[tuple[Window, ...]]) -> list[list[int]]:
+    return [[window.scored for window in own] for own in windows]
+
+
 @pytest.mark.slow
 def test_sliding_window_by_hand(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
     """Every token once, alone: which tokens does it see, and what does the plain model charge?"""
@@ -53,10 +73,11 @@ def test_sliding_window_by_hand(model: LlamaForCausalLM, texts: list[Tensor]) ->
             with torch.no_grad():
                 log_probabilities = model(torch.tensor([seen])).logits[0, -1].double().log_softmax(dim=0)
             losses.append(-log_probabilities[tokens[target]].item())
-    found = loss.sliding(model, texts, length=window, stride=stride, prefix=prefix)
-    assert found.loss == pytest.approx(sum(losses) / len(losses), **CLOSE)
-    assert [len(part) for part in found.losses] == [89, 70, 39]
-    assert found.passes == 3 + sum(math.ceil((n - window) / stride) for n in (89, 70, 39))
+    windows = [truncation_windows(n, window=window, stride=stride, prefix=prefix) for n in (89, 70, 39)]
+    found = read(model, texts, windows)
+    assert torch.cat(found).double().mean().item() == pytest.approx(sum(losses) / len(losses), **CLOSE)
+    assert [len(part) for part in found] == [89, 70, 39]
+    assert sum(map(len, windows)) == 3 + sum(math.ceil((n - window) / stride) for n in (89, 70, 39))
 
 
 @pytest.mark.parametrize(("length", "stride", "bos"), [(32, 8, 256), (32, 8, None), (25, 24, 256), (200, 16, 256)])
@@ -75,20 +96,26 @@ def test_yarn_is_its_published_loop(
             if end == len(tokens):
                 break
             begin += stride
-    found = loss.yarn(model, texts, length=length, stride=stride, front=[] if bos is None else [bos])
-    assert found.loss == pytest.approx(sum(means) / len(means), **CLOSE)
-    assert (found.passes, sum(map(len, found.losses))) == (len(means), 201 if bos else 198)
+    fronted = texts if bos is None else [behind_bos(ids) for ids in texts]
+    prefix = 0 if bos is None else 1
+    windows = [yarn_windows(ids.shape[1], length=length, stride=stride, prefix=prefix) for ids in fronted]
+    found = read(model, fronted, windows)
+    average = mean_of_windows(found, sizes(windows))
+    assert average == pytest.approx(sum(means) / len(means), **CLOSE)
+    assert (sum(map(len, windows)), sum(map(len, found))) == (len(means), 201 if bos else 198)
     # Not the mean over tokens: that is what this form is kept for.
-    assert abs(found.loss - torch.cat(found.losses).mean().item()) > 1e-4 or length == 200
+    assert abs(average - torch.cat(found).mean().item()) > 1e-4 or length == 200
+    assert mean_of_windows([part + 1 for part in found], sizes(windows)) == pytest.approx(average + 1)
 
 
 def test_yarn_truncated_is_the_published_figure(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
     means = [scored_by_hugging_face(model, [256, *ids[0, :29].tolist()], 1) for ids in texts]
-    found = loss.yarn(model, texts, length=30, front=[256], truncate=True)
-    assert found.loss == pytest.approx(sum(means) / 3, **CLOSE)
-    assert [len(part) for part in found.losses] == [29, 29, 29]
+    windows = [yarn_windows(ids.shape[1] + 1, length=30, prefix=1, truncate=True) for ids in texts]
+    found = read(model, [behind_bos(ids) for ids in texts], windows)
+    assert mean_of_windows(found, sizes(windows)) == pytest.approx(sum(means) / 3, **CLOSE)
+    assert [len(part) for part in found] == [29, 29, 29]
     with pytest.raises(InvalidParameterError, match="from 1 to 29"):
-        loss.yarn(model, texts, length=30, stride=30, front=[256])
+        yarn_windows(91, length=30, stride=30, prefix=1)
 
 
 def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
@@ -97,27 +124,17 @@ def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Ten
     starts = list(range(0, len(data) - length, stride))
     starts.pop()
     means = [scored_by_hugging_face(model, data[i : i + length].astype(int).tolist(), 0) for i in starts]
-    found = loss.longlora(model, texts, length=length, stride=stride)
-    assert found.loss == pytest.approx(sum(means) / len(means), **CLOSE)
+    stream = torch.cat(texts, dim=1)
+    windows = [
+        Window(start, start + length, length - 1) for start in longlora_starts(201, length=length, stride=stride)
+    ]
+    found = [window.losses(model, stream)[0] for window in windows]
+    assert mean_of_windows(found, [[31]] * len(starts)) == pytest.approx(sum(means) / len(means), **CLOSE)
     # The seams at 90 and 161 are read across, and tokens are scored again and again.
     assert any(i < 90 < i + length for i in starts)
-    assert sum(map(len, found.losses)) == len(starts) * (length - 1) > 201
+    assert sum(map(len, found)) == len(starts) * (length - 1) > 201
     with pytest.raises(InvalidParameterError, match=r"more than 225 tokens in all.*found 201"):
-        loss.longlora(model, texts, length=201, stride=stride)
-
-
-def test_a_baseline_is_averaged_as_the_protocol_does(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
-    found = loss.yarn(model, texts, length=32, stride=8, front=[256])
-    assert found.average([part + 1 for part in found.losses]) == pytest.approx(found.loss + 1)
-
-
-def test_spread_changes_nothing(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
-    def backwards(items: Any, work: Any) -> list[Any]:
-        return [work(item) for item in items[::-1]][::-1]
-
-    for protocol in (loss.sliding, loss.yarn, loss.longlora):
-        alone = protocol(model, texts, length=30, stride=10)
-        assert protocol(model, texts, length=30, stride=10, spread=backwards).loss == alone.loss
+        longlora_starts(201, length=201, stride=stride)
 
 
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk", "alibi"])

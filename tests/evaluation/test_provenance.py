@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.evaluation.checkpoint import Checkpoint, load_checkpoint, safe_dtype, weights_digest
-from ctxext.evaluation.provenance import Provenance, command, git_state, provenance_of
+from ctxext.evaluation.provenance import ExtensionRecord, Provenance, command, git_state, provenance_of
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document
 
@@ -93,9 +94,10 @@ def test_a_digest_tells_checkpoints_apart(model: LlamaForCausalLM) -> None:
 def test_provenance_round_trip(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
     corpus = corpus_of([Document("d", "x" * 30)], bos_tokenizer, tokens=20)
     checkpoint = Checkpoint("tiny", model, bos_tokenizer)
-    found = provenance_of(checkpoint, corpus, seed=3).with_extension("unpatched", model)
+    records = {"unpatched": ExtensionRecord.of(model)}
     ctxext.patch(model, "yarn", factor=2.0)
-    found = found.with_extension("yarn", model)
+    records["yarn"] = ExtensionRecord.of(model)
+    found = replace(provenance_of(checkpoint, corpus, seed=3), extensions=records)
     assert found.extensions["unpatched"].method is None
     assert found.extensions["yarn"].fingerprint == ctxext.describe(model).fingerprint
     assert (found.trained_length, found.prefix, found.dtype) == (512, "<s> (id 256)", "float32")

@@ -101,6 +101,22 @@ class Session:
         """A bar for so much work, on standard error; quiet in all processes but the main one."""
         return StageBar(terminal(stderr=True, quiet=self.console.quiet), total)
 
+    def measure(self, survey: Survey[Any]) -> None:
+        """Do what is not finished yet, with a bar and the time left.
+
+        Args:
+            survey: whose jobs are measured.
+
+        Raises:
+            CtxextError: as the measurement does; finished jobs are kept.
+            Exit: with code 130 on Ctrl-C.
+        """
+        mine, path = survey.begin(), survey.journal.path
+        kept = f"Each is kept in {path}." if path else "--output FILE would keep each that is finished."
+        self.console.print(f"{amount_of_work(survey, mine)}. {kept}")
+        with told_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
+            survey.measure(mine, progress=bar)
+
     def finish(
         self, result: Result, *, show: Callable[[Result, Console], None], draw: Callable[[Result, Path], None]
     ) -> None:
@@ -144,10 +160,7 @@ class RetrievalSession(Session):
 
     def __init__(self, asked: ReaderOptions, source: SourceOptions, results: OutputOptions) -> None:
         from ctxext.evaluation.readings import find_readers
-        from ctxext.evaluation.survey import launched_processes
 
-        if launched_processes().processes > 1 and not results.output:
-            raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
         super().__init__(source, results, reference=asked.reference)
         self.readers = find_readers(
             self.checkpoint,
@@ -186,19 +199,14 @@ class RetrievalSession(Session):
 
         journal = Journal(self.trials, self.group.process)
         survey = Survey(made_by, self.checkpoint, jobs_of(self.readers, prompts), journal=journal, group=self.group)
-        mine = survey.begin()
         about = (
             f", trained to {tokens_label(self.readers[0].readings.trained_length)} "
             f"tokens, in {self.checkpoint.dtype_note}, is asked at {all_of(list(map(tokens_label, self.lengths)))} "
             f"tokens, {where}."
         )
         self.console.print(Text.assemble((self.checkpoint.name, "bold"), about))
-        self.console.print(
-            f"Readings: {all_of([one.reading.label for one in self.readers])}; {amount_of_work(survey, mine)}. "
-            + (f"Each is kept in {self.trials}." if self.trials else "--output FILE would keep each finished trial.")
-        )
-        with told_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
-            survey.measure(mine, progress=bar)
+        self.console.print(f"Readings: {all_of([reader.reading.label for reader in self.readers])}.")
+        self.measure(survey)
         return survey
 
     def provenance(self, document: Document | None, seed: int) -> Provenance:

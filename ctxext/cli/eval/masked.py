@@ -21,7 +21,6 @@ from ctxext.cli.options import (
     Trust,
     grouped,
 )
-from ctxext.errors import InvalidParameterError
 
 
 @grouped
@@ -61,10 +60,8 @@ def masked(
     from ctxext.evaluation.provenance import provenance_of
     from ctxext.evaluation.report.masked import save_masked_figure, show_masked
     from ctxext.evaluation.report.sentences import all_of
-    from ctxext.evaluation.survey import Survey, launched_processes
+    from ctxext.evaluation.survey import Survey
 
-    if launched_processes().processes > 1 and not results.output:
-        raise InvalidParameterError("Several processes exchange what they find through files; give --output FILE.")
     source = SourceOptions(checkpoint=checkpoint, dtype=dtype, device=device, trust=trust)
     session = Session(source, results, reference=reference, masked=True)
     loaded, console = session.checkpoint, session.console

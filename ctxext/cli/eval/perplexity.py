@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from ctxext.cli.eval.common import Session
+from ctxext.cli.eval.common import Session, trials_beside
 from ctxext.cli.options import (
     ExtensionOptions,
     Lengths,
@@ -69,7 +69,8 @@ def perplexity(
     [bold]Example[/]: ctxext eval perplexity Llama-3-8B --text book.txt --method yarn --factor 4 -o loss.png
     """
     from ctxext.evaluation.forward import parse_bytes
-    from ctxext.evaluation.perplexity import make_plan, run, total_cost
+    from ctxext.evaluation.journal import Journal
+    from ctxext.evaluation.perplexity import make_plan, prepare
     from ctxext.evaluation.report.perplexity import announce, save_figure, show
 
     budget = None if memory is None else parse_bytes(memory)
@@ -88,9 +89,10 @@ def perplexity(
     )
     corpus = _corpus(loaded, texts, plan, tokens)
     announce(session.console, loaded, corpus, plan)
-    with session.bar(total_cost(loaded, corpus, plan) / group.processes) as bar:
-        result = run(loaded, corpus, plan, reference=session.reference, spread=group.spread, progress=bar)
-    session.finish(result, show=show, draw=save_figure)
+    journal = Journal(trials_beside(results), group.process, work="texts")
+    survey = prepare(loaded, corpus, plan, reference=session.reference, journal=journal, group=group)
+    session.measure(survey)
+    session.finish(survey.result(), show=show, draw=save_figure)
 
 
 def _corpus(loaded: Loaded, texts: TextOptions, plan: PerplexityPlan, tokens: int | None) -> Corpus:

@@ -51,7 +51,7 @@ class Comparison(Survey[Cell]):
         cells = [cell for cell in self.plan.cells if cell.reader in readers]
         return self._assembled(replace(self.plan, readings=tuple(shown), cells=tuple(cells)))
 
-    def losses(self, reading: Reading) -> Float[Tensor, "documents positions"]:
+    def losses_of(self, reading: Reading) -> Float[Tensor, "documents positions"]:
         """Return a finished reading's losses at its greatest length; a truncation's, beyond the trained window."""
         finished = self.journal.finished()
         cells = [cell for cell in self.plan.cells if cell.reader.reading is reading and cell.kind == LOSS]

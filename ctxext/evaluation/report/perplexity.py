@@ -13,8 +13,14 @@ from rich.text import Text
 
 from ctxext.evaluation.checkpoint import Checkpoint
 from ctxext.evaluation.labels import few_of, label_of, tokens_label
-from ctxext.evaluation.perplexity import PerplexityPlan
-from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
+from ctxext.evaluation.perplexity import (
+    LENGTH,
+    POSITIONS,
+    PerplexityPlan,
+    PerplexityReading,
+    PerplexityResult,
+    PerplexityScore,
+)
 from ctxext.evaluation.report.style import COLOURS, FAINT, draw_grid, plain_table, plain_ticks, saved_figure, say
 from ctxext.evaluation.truncation import TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 from ctxext.texts.corpus import Corpus
