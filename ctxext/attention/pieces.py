@@ -327,7 +327,15 @@ def _rows(device: str) -> int:
 
 
 class _Keys:
-    """Keys rotated for each piece, on first use, and once for all pieces with the same rotation."""
+    """Keys rotated for each piece, on first use, and once for all pieces with the same rotation.
+
+    Keys that are settled need no rotation. While a text is generated, every key ends up so far behind the newest query
+    that only the last piece (the far one) reads it, from now on and for good. So the cache holds the oldest keys as the
+    last piece rotates them, and a step rotates only the keys that lie near::
+
+        slots       0 ........ settled ............ stop
+        the cache   as the last piece | as the model rotated them
+    """
 
     def __init__(self, k: Tensor, pieces: Sequence[TurnedPiece], plan: Sequence[Tile], settled: int) -> None:
         self.k, self.pieces, self.settled = k, pieces, settled
