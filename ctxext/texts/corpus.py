@@ -28,7 +28,7 @@ class TokenisedDocument:
     """The tokens of one document, or of a stretch of it.
 
     Args:
-        name: of the document.
+        name: name of the document.
         input_ids: [1, tokens], the prefix in front.
         prefix: how many leading tokens are not of the text (a BOS token).
     """
@@ -48,7 +48,7 @@ class TokenisedDocument:
         return _digest(" ".join(map(str, self.input_ids[0].tolist())))
 
     def take(self, tokens: int, *, skip: int = 0) -> TokenisedDocument:
-        """The prefix and the tokens after the first ``skip`` of the text, ``tokens`` in total.
+        """Return the prefix and the tokens after the first ``skip`` of the text, ``tokens`` in total.
 
         Raises:
             InvalidParameterError: if the text is too short; the message names the tokens found and needed.
@@ -58,10 +58,10 @@ class TokenisedDocument:
                 f"A stretch needs skip >= 0 and more than its {self.prefix} prefix tokens; found skip={skip}, "
                 f"tokens={tokens}."
             )
-        found, needed = self.tokens - self.prefix, skip + tokens - self.prefix
-        if found < needed:
+        present, needed = self.tokens - self.prefix, skip + tokens - self.prefix
+        if present < needed:
             raise InvalidParameterError(
-                f"The text {self.name!r} has {found:,} tokens; this length needs {needed:,}"
+                f"The text {self.name!r} has {present:,} tokens; this length needs {needed:,}"
                 f"{f' (the first {skip:,} are skipped)' if skip else ''}. Use a longer text or a smaller --length."
             )
         taken = [self.input_ids[:, : self.prefix], self.input_ids[:, self.prefix + skip : self.prefix + needed]]
@@ -83,8 +83,10 @@ class Corpus:
     read: int
 
     def cut(self, tokens: int) -> Corpus:
-        """The same documents, each cut to at most ``tokens`` tokens, prefix included."""
-        return replace(self, documents=tuple(one.take(min(tokens, one.tokens)) for one in self.documents))
+        """Cut each document to at most ``tokens`` tokens, prefix included."""
+        return replace(
+            self, documents=tuple(document.take(min(tokens, document.tokens)) for document in self.documents)
+        )
 
     @property
     def sha256(self) -> str:
@@ -112,8 +114,8 @@ def corpus_of(
     Args:
         documents: from ``read_documents``; not read further than ``limit`` needs.
         tokenizer: a transformers tokenizer.
-        tokens: that each document must have after the first ``skip``, prefix included; at least 2. What is more is
-            cut off.
+        tokens: tokens that each document must have after the first ``skip``, prefix included; at least 2.
+            What is more is cut off.
         whole: keep what is more than ``tokens`` (a sliding window reads on).
         skip: tokens left out at the start of each text (title pages, lists of persons).
         limit: take the first that many of the documents that are long enough; None takes all.
@@ -132,10 +134,10 @@ def corpus_of(
     read, longest = 0, 0
     for document in documents:
         read += 1
-        found = tokenise(document, tokenizer, prefix=prefix)
-        longest = max(longest, found.tokens - skip)
-        if found.tokens - skip >= tokens:
-            kept.append(found.take(found.tokens - skip if whole else tokens, skip=skip))
+        tokenised = tokenise(document, tokenizer, prefix=prefix)
+        longest = max(longest, tokenised.tokens - skip)
+        if tokenised.tokens - skip >= tokens:
+            kept.append(tokenised.take(tokenised.tokens - skip if whole else tokens, skip=skip))
             if len(kept) == limit:
                 break
     if not read:
@@ -151,7 +153,7 @@ def corpus_of(
 
 
 def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None = None) -> TokenisedDocument:
-    """All tokens of a document.
+    """Tokenise a whole document.
 
     Args:
         document: a text.
@@ -164,7 +166,7 @@ def tokenise(document: Document, tokenizer: Any, *, prefix: Sequence[int] | None
 
 
 def prefix_for(tokenizer: Any, bos: str) -> list[int]:
-    """The token ids to put in front of a document.
+    """Return the token ids to put in front of a document.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -194,32 +196,32 @@ def prefix_for(tokenizer: Any, bos: str) -> list[int]:
 
 
 def prefix_label(tokenizer: Any, prefix: Sequence[int]) -> str:
-    """What stands in front of each document, in words: ``<s> (id 1)``, or ``none``."""
+    """Name the tokens in front of each document in words: ``<s> (id 1)``, or ``none``."""
     pairs = zip(tokenizer.convert_ids_to_tokens(list(prefix)), prefix, strict=True)
     return ", ".join(f"{token} (id {token_id})" for token, token_id in pairs) or "none"
 
 
 def special_prefix(tokenizer: Any) -> list[int]:
-    """The token ids that the tokenizer itself puts in front of a text (a BOS token, or nothing)."""
+    """Return the token ids that the tokenizer itself puts in front of a text (a BOS token, or nothing)."""
     bare = list(tokenizer("a", add_special_tokens=False).input_ids)
     dressed = list(tokenizer("a").input_ids)
     return dressed[: dressed.index(bare[0])] if bare and bare[0] in dressed else []
 
 
 def tokens_behind(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text that stands behind another.
+    """Return the token ids of a text that stands behind another.
 
     Some tokenizers (Llama 2's) put a space in front of whatever they are given, which is right for a beginning only.
     """
     behind, both = (
-        list(tokenizer(one, add_special_tokens=False, verbose=False).input_ids) for one in (".", f".{text}")
+        list(tokenizer(words, add_special_tokens=False, verbose=False).input_ids) for words in (".", f".{text}")
     )
     alone = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return both[len(behind) :] if both[: len(behind)] == behind else list(alone)
 
 
 def special_suffix(tokenizer: Any) -> list[int]:
-    """The token ids that the tokenizer itself puts behind a text (a separator, or nothing)."""
+    """Return the token ids that the tokenizer itself puts behind a text (a separator, or nothing)."""
     bare = list(tokenizer("a", add_special_tokens=False).input_ids)
     dressed = list(tokenizer("a").input_ids)
     return dressed[dressed.index(bare[0]) + len(bare) :] if bare and bare[0] in dressed else []

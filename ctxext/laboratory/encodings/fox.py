@@ -54,7 +54,7 @@ class _Gates(Encoding):
         self.bias = nn.Parameter(torch.zeros(spec.num_heads))
 
     def carried(self, states: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch heads seq 1"]:
-        """The logarithm of each gate, in float32 or float64."""
+        """Return the logarithm of each gate, in float32 or float64."""
         gates = F.linear(states, self.weight, self.bias)
         return F.logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32))).transpose(1, 2)[..., None]
 
@@ -73,9 +73,10 @@ class _Forgotten(PairScore):
         return (query[:, :, queries, None] - key[:, :, None]).to(self.pairs.dtype)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """How much has been forgotten so far, from the first key on. Of tokens of one document only differences count.
+        """Sum up what has been forgotten so far, from the first key on.
 
-        In float64: what two tokens far into a text differ by is small beside what was forgotten before both.
+        Of tokens of one document only differences count. In float64: what two tokens far into a text differ by is
+        small beside what was forgotten before both.
         """
         keys = self.carried.without_padding(self.carried.keys).double().cumsum(2)
         return self.carried.of_queries(keys)[..., 0], keys[..., 0]

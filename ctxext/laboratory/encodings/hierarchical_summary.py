@@ -99,7 +99,7 @@ class _WindowAndSummaries(OwnAttention):
         return self.keys.bit_length()
 
     def _starts(self, level: int) -> Int[Tensor, "rows query"]:
-        """The first token of the block of this size: behind all larger ones."""
+        """Return the first token of the block of this size: behind all larger ones."""
         return self.before >> level + 1 << level + 1
 
     def _of_level(self, level: int) -> Float[Tensor, "kv_heads shared 1"]:
@@ -107,7 +107,7 @@ class _WindowAndSummaries(OwnAttention):
         return scores[:, min(level, scores.shape[1] - 1), None].view(*self.q.shape[1:3], 1)
 
     def _mixed(self, of_levels: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The share of each block, and that of the window: ``[batch, kv_heads, shared, query, level or 1]``."""
+        """Return the share of each block, and that of the window: ``[batch, kv_heads, shared, query, level or 1]``."""
         scores = torch.stack(of_levels, -1)
         here = self.has_block[:, None, None]
         some = here.any(-1, keepdim=True)
@@ -133,11 +133,11 @@ class _WindowAndSummaries(OwnAttention):
                 k, values = ((x + F.pad(x, (0, 0, 1 << level, 0))[:, :, : self.keys]) / 2 for x in (k, values))
         blocks, window = self._mixed(scores)
         far = sum((blocks[..., level, None] * mean[:, :, None] for level, mean in enumerate(means)), torch.zeros(()))
-        found = window * self._nearby(v).reshape(self.q.shape) + far
-        return found.flatten(1, 2).to(self.pairs.q.dtype)
+        mixed = window * self._nearby(v).reshape(self.q.shape) + far
+        return mixed.flatten(1, 2).to(self.pairs.q.dtype)
 
     def _nearby(self, v: Tensor) -> Float[Tensor, "batch heads query head_dim"]:
-        """Attention inside the window, for some queries at a time."""
+        """Attend inside the window, for some queries at a time."""
         q, k, shared = self.pairs.q, self.pairs.k, self.q.shape[2]
         size, parts = max(BLOCK, self.window), []
         for start in range(0, self.length, size):
@@ -154,7 +154,7 @@ class _WindowAndSummaries(OwnAttention):
         return torch.cat(parts, 2)
 
     def _seen(self, queries: slice, slots: Int[Tensor, " slots"]) -> Bool[Tensor, "rows queries slots"]:
-        """Which keys of some slots are in the windows of some queries."""
+        """Return which keys of some slots are in the windows of some queries."""
         documents, back = self.documents[:, None, slots], self.at[queries, None] - slots
         same = (documents == self.query_documents[:, queries, None]) & (documents >= 0)
         return same & (back >= 0) & (back < self.window)
@@ -173,10 +173,10 @@ class _WindowAndSummaries(OwnAttention):
         near = self._seen(slice(None), torch.arange(self.keys, device=k.device))[:, None, None]
         some = near.any(-1, keepdim=True)
         products = (self.q @ k.transpose(-1, -2) * self.pairs.scale).masked_fill(~near & some, -math.inf)
-        found = window * products.softmax(-1) * some
+        weights = window * products.softmax(-1) * some
         for level, share in enumerate(shares):
-            found = found + blocks[..., level, None] * share[:, None, None]
-        return found.flatten(1, 2)[:, :, queries]
+            weights = weights + blocks[..., level, None] * share[:, None, None]
+        return weights.flatten(1, 2)[:, :, queries]
 
 
 def _at(

@@ -54,7 +54,7 @@ class Transitions:
     def change(
         self, q: Float[Tensor, "batch heads query head_dim"], places: Int[Tensor, "rows query"], stop: int
     ) -> Float[Tensor, "batch heads query key"]:
-        """What the transitions change the products of these queries and all keys by: 0 where there is none between.
+        """Return what the transitions add to the products of these queries and all keys: 0 where none is between.
 
         Args:
             q: queries, in the dtype of the keys.
@@ -71,9 +71,9 @@ class Transitions:
             along = ((q + moved) @ self.w[:, :, chunk].transpose(-1, -2)) * (slots <= places)
             parts.append(moved @ self.k[:, :, chunk].transpose(-1, -2) - along @ self.onto_scores[:, :, chunk])
             moved = moved - along @ self.onto_queries[:, :, chunk]
-        found = torch.cat(parts[::-1], -1)
-        found = F.pad(found, (0, self.length - found.shape[-1]))  # which also takes the room at the end away
-        return found.reshape(batch, kv_heads * shared, -1, self.length)
+        change = torch.cat(parts[::-1], -1)
+        change = F.pad(change, (0, self.length - change.shape[-1]))  # which also takes the room at the end away
+        return change.reshape(batch, kv_heads * shared, -1, self.length)
 
 
 def _chunked(x: Tensor, size: int) -> Float[Tensor, "batch heads chunks size numbers"]:

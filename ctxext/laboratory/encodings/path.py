@@ -64,7 +64,7 @@ class PaTH(EncodingMethod):
 
 
 class _TransitionsOfTokens(Encoding):
-    """What a layer's transitions are made by; with gates of query heads beside them where it also forgets."""
+    """Weights that make a layer's transitions; with gates of query heads beside them where it also forgets."""
 
     def __init__(self, spec: EncodingSpec, rank: int, strength: float, *, forgets: bool) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _TransitionsOfTokens(Encoding):
         self.kv_heads, self.forgets = kv_heads, forgets
 
     def carried(self, states: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch kv_heads seq numbers"]:
-        """Of each token: what directions are mixed from, its strength, and the gates of the heads that share the key.
+        """Return what a token carries: what directions are mixed from, its strength, and the gates of its heads.
 
         Strengths and gates as what a sigmoid is taken of. A direction is mixed where it is used, since that needs the
         tokens before it, which a cache holds.
@@ -98,7 +98,7 @@ class _TransitionsOfTokens(Encoding):
 
 
 class _Transformed(PairScore):
-    """What transitions, and gates where there are any, change the scores of pairs by."""
+    """Change of the scores of pairs by transitions, and by gates where there are any."""
 
     reads_all = True
 
@@ -121,11 +121,11 @@ class _Transformed(PairScore):
         asking, at = self.pairs.q[:, :, queries].to(self.pairs.dtype), self.at[:, queries]
         # A query stands at least as far from the last key as from the last query.
         stop = self.pairs.k.shape[2] - self.pairs.q.shape[2] + min(queries.stop or at.shape[1], self.pairs.q.shape[2])
-        found = self.transitions.change(asking, at, stop)
+        change = self.transitions.change(asking, at, stop)
         if self.forgotten is not None:
             passed = self.forgotten.gather(2, at[:, None].expand(*self.forgotten.shape[:2], -1))
-            found = found + (passed[..., None] - self.forgotten[:, :, None]).to(found.dtype)
-        return found * self.pairs.scale
+            change = change + (passed[..., None] - self.forgotten[:, :, None]).to(change.dtype)
+        return change * self.pairs.scale
 
 
 def _mixed(
@@ -133,8 +133,8 @@ def _mixed(
     mix: Float[Tensor, "kv_heads head_dim width"],
     pairs: Pairs,
 ) -> Float[Tensor, "batch kv_heads key head_dim"]:
-    """Each token's own, and those of the tokens before it in its document."""
-    found = directions * mix[:, None, :, -1]
+    """Mix each token's direction with those of the tokens before it in its document."""
+    mixed = directions * mix[:, None, :, -1]
     for back in range(1, min(WIDTH, directions.shape[2])):
         before = F.pad(directions, (0, 0, back, 0))[:, :, :-back]
         if pairs.key_documents is not None:
@@ -142,11 +142,11 @@ def _mixed(
             for more in range(1, back):
                 same = same & F.pad(same, (more, 0), value=False)[:, :-more]
             before = before * same[:, None, :, None]
-        found = found + before * mix[:, None, :, -1 - back]
-    return found
+        mixed = mixed + before * mix[:, None, :, -1 - back]
+    return mixed
 
 
 def _forgotten(gates: Float[Tensor, "batch kv_heads key shared"], carried: Carried) -> Float[Tensor, "batch heads key"]:
-    """How much has been forgotten so far, in float64: only differences count, and they are small beside it."""
+    """Sum up what has been forgotten so far, in float64: only differences count, and they are small beside it."""
     each = carried.without_padding(F.logsigmoid(gates)).double().cumsum(2)
     return each.transpose(2, 3).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""One learned score per head and bucket of distances: what T5 tells its positions by."""
+"""One learned score per head and bucket of distances, as T5 has."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Buckets(Encoding):
 
 
 def starts_of(buckets: int, max_distance: int) -> list[int]:
-    """The distance at which each bucket but the first begins."""
+    """Return the distance at which each bucket but the first begins."""
     near = buckets // 2
     # The bucket of n >= near is near + floor(ln(n / near) / ln(max_distance / near) * (buckets - near)).
     far = [near * (max_distance / near) ** (step / (buckets - near)) for step in range(1, buckets - near)]
